@@ -194,14 +194,15 @@ static void passes(
 // Products with coded weights, of no row, part or block too many.
 static void coded_products(int word, int64_t n, int64_t k) {
     const int64_t rows[] = {1, 5, 16, 17, 33, 64, 70};
+    const Coding codings[] = {{4, BFLOAT16, 0}, {8, BFLOAT16, 0}, {4, FLOAT16, 1}, {4, FLOAT32, 0}, {8, FLOAT32, 0}};
     int8_t *codes = array(n * k, 1);
     for (int64_t i = 0; i < n * k; i++) codes[i] = i * 7 % 16 - 8;
-    uint16_t *scales = elements(n * (k / GROUP_COLUMNS), 2);
-    for (int bits = 4; bits < 9; bits += 4) {
+    uint8_t *scales = elements(n * (k / GROUP_COLUMNS), 1);  // as float32, which is the longest
+    for (size_t c = 0; c < sizeof codings / sizeof *codings; c++) {
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-        uint8_t *packed = array(blocks * (k / GROUP_COLUMNS) * GROUP_BYTES(bits), 1);
-        foredraft_pack_codes(codes, scales, n, k, bits, packed, 3);
-        const Linear l = {packed, NULL, n, k, bits};
+        uint8_t *packed = array(blocks * (k / GROUP_COLUMNS) * group_bytes(codings[c]), 1);
+        foredraft_pack_codes(codes, scales, n, k, codings + c, packed, 3);
+        const Linear l = {packed, NULL, n, k, codings[c]};
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
             void *x = elements(rows[i] * k, word), *y = elements(rows[i] * n, word);
             if (word == 1) foredraft_product_float32(&l, x, rows[i], y, 3);

@@ -13,6 +13,7 @@ import foredraft
 from foredraft import SamplingParams
 from foredraft.cli import main
 from foredraft.model.quantisation import quantise
+from foredraft.model.runner.native import NativeCodes
 from foredraft.model.weights import load_decoder
 from foredraft.quantise import writing
 from tests.support.checkpoints import TEXT, save_checkpoint
@@ -54,10 +55,13 @@ def test_the_checkpoint_stands_for_the_codes(
         assert torch.equal(one.dense(), quantise(other.dense(), bits).expand(torch.float32))
     assert torch.equal(found.embedding, original.embedding)
     with foredraft.load(out, device="cpu", drafter="lookup", max_length=64) as llm:
-        assert (
-            llm.generate("the", GREEDY)[0].token_ids
-            == llm.generate("the", GREEDY, drafter="none")[0].token_ids
-        )
+        said = llm.generate("the", GREEDY)[0].token_ids
+        assert said == llm.generate("the", GREEDY, drafter="none")[0].token_ids
+    loaded = [load_decoder(out, native=True), load_decoder(model, native=True, bits=bits)]
+    for one, other in zip(*(decoder.products for decoder in loaded), strict=True):
+        assert isinstance(one, NativeCodes) and isinstance(other, NativeCodes)
+        x = torch.randn(5, one.shape[1])
+        assert one.coding == other.coding and torch.equal(one(x), other(x))
 
 
 def test_the_card_says_what_was_lost(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def plain(llm: LLM) -> list[list[int]]:
 def test_the_products_are_coded(llm: LLM) -> None:
     drafter: Any = llm._engine.drafters["low-bit"]
     products = drafter.draft_pass.runner.decoder.products
-    assert all(isinstance(product, NativeCodes) and product.bits == 4 for product in products)
+    assert all(isinstance(product, NativeCodes) and product.coding.bits == 4 for product in products)
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 7])

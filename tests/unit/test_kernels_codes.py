@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foredraft.kernels.compilation import library
 from foredraft.kernels.huge_pages import Arena
-from foredraft.model.quantisation import BITS, Codes, quantise
+from foredraft.model.quantisation import BITS, Codes, Coding, quantise
 from foredraft.model.quantisation.quantise import define
 from foredraft.model.runner.native import NativeCodes, code_native, coded_bytes, pack_codes, pack_native
 from tests.support.planting import Spoiler, assert_caught, defect
@@ -21,17 +21,36 @@ SHAPES = [(72, 96), (32, 32), (1, 64), (256, 320), (100, 2048)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def codes_of(rows: int, columns: int, bits: int) -> Codes:
+CODINGS = [
+    (Coding(4), torch.bfloat16),
+    (Coding(8), torch.bfloat16),
+    (Coding(4, zeros=True), torch.float16),
+    (Coding(8), torch.float16),
+    (Coding(4), torch.float32),
+]
+Coded = tuple[Coding, torch.dtype]
+
+
+def codes_of(rows: int, columns: int, coded: Coded) -> Codes:
+    """Return random codes, with the extreme ones, and random scales, with subnormal ones."""
+    coding, dtype = coded
     random = torch.Generator().manual_seed(rows + columns)
-    low = -(2 ** (bits - 1))
+    low = -(2 ** (coding.bits - 1))
     codes = torch.randint(low, -low, (rows, columns), generator=random, dtype=torch.int8)
     codes[0, :2] = torch.tensor([low, -low - 1])
-    return Codes(codes, torch.randn(rows, columns // 32, generator=random).bfloat16(), 32, bits)
+    scales = torch.randn(rows, columns // 32, generator=random)
+    if dtype == torch.float16:
+        scales[::3] *= 2.0**-22
+    if coding.zeros:
+        shifts = torch.randint(-8, 9, scales.shape, generator=random, dtype=torch.int8)
+        shifts[0, 0] = -8
+        codes = (codes + shifts.repeat_interleave(32, 1)).clamp_max(15)
+    return Codes(codes, scales.to(dtype), 32, coding)
 
 
-def check_values(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def check_values(coded: Coded, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Hold a product against the definition in double precision."""
-    codes = codes_of(*shape, bits)
+    codes = codes_of(*shape, coded)
     bias = torch.randn(shape[0])
     product = pack_codes(codes, dtype, bias.to(dtype))
     x = torch.randn(7, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -44,15 +63,15 @@ def check_values(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bits", BITS.values())
-def test_values_are_those_of_the_definition(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check_values(bits, shape, dtype)
+@pytest.mark.parametrize("coded", CODINGS, ids=str)
+def test_values_are_those_of_the_definition(coded: Coded, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_values(coded, shape, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS.values())
-def test_a_row_has_the_same_bits_in_every_product(bits: int, dtype: torch.dtype) -> None:
-    product = pack_codes(codes_of(100, 320, bits), dtype, None)
+@pytest.mark.parametrize("coded", CODINGS, ids=str)
+def test_a_row_has_the_same_bits_in_every_product(coded: Coded, dtype: torch.dtype) -> None:
+    product = pack_codes(codes_of(100, 320, coded), dtype, None)
     x = torch.randn(70, 320).to(dtype)
     whole, before = product(x), torch.get_num_threads()
     try:
@@ -68,14 +87,14 @@ def test_a_row_has_the_same_bits_in_every_product(bits: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bits", BITS.values())
-def test_packed_codes_come_back(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    codes = codes_of(*shape, bits)
+@pytest.mark.parametrize("coded", CODINGS, ids=str)
+def test_packed_codes_come_back(coded: Coded, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    codes = codes_of(*shape, coded)
     product = pack_codes(codes, dtype, None, Arena())
     found = product.codes()
     assert torch.equal(found.codes, codes.codes) and torch.equal(found.scales, codes.scales)
     assert torch.equal(product.dense(), codes.expand(dtype))
-    assert product.weight.numel() == coded_bytes(*shape, bits)
+    assert product.weight.numel() == coded_bytes(*shape, *coded)
 
 
 def error_of(weight: Tensor, codes: Codes) -> float:
@@ -107,10 +126,10 @@ def test_the_kernel_quantises_as_it_is_defined(bits: int, dtype: torch.dtype) ->
 
 
 def test_weights_that_are_codes_stay_exact() -> None:
-    codes = codes_of(40, 64, 8)
+    codes = codes_of(40, 64, CODINGS[1])
     ends = codes.codes.view(40, 2, 32).clone()
     ends[..., 0] = -128  # the code of the largest weight
-    exact = Codes(ends.view(40, 64), codes.scales, 32, 8)
+    exact = Codes(ends.view(40, 64), codes.scales, 32, Coding(8))
     weight = exact.expand(torch.float32)
     assert torch.equal(quantise(weight, 8).expand(torch.float32), weight)
     assert torch.equal(quantise(torch.zeros(3, 64), 4).expand(torch.float32), torch.zeros(3, 64))
@@ -122,7 +141,7 @@ def test_what_has_no_whole_groups_or_no_more_bits_stays() -> None:
     eight = code_native(pack_native(torch.randn(40, 64), None), 8, Arena())
     assert code_native(eight, 8, Arena()) is eight
     four = code_native(eight, 4, Arena())
-    assert isinstance(four, NativeCodes) and four.bits == 4
+    assert isinstance(four, NativeCodes) and four.coding == Coding(4)
 
 
 def packs_other(spoilt: Callable[[Codes], Codes]) -> Spoiler:
@@ -145,6 +164,6 @@ def test_planted_defects_are_caught(
     name: str, spoilt: Callable[[Codes], Codes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check() -> None:
-        check_values(4, (72, 96), torch.float32)
+        check_values(CODINGS[0], (72, 96), torch.float32)
 
     assert_caught(defect(name, pack_codes, packs_other(spoilt), check), monkeypatch)

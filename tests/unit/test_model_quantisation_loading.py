@@ -11,6 +11,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from foredraft import SamplingParams
 from foredraft.drafters.adapter import adapter_spec
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.errors import CheckpointError, ConfigError
+from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
 from foredraft.model.decoder import Decoder
-from foredraft.model.quantisation import Codes, Quantisation
+from foredraft.model.quantisation import Codes, Coding, Quantisation
 from foredraft.model.runner import Runner
+from foredraft.model.runner.native import NativeCodes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors, load_decoder, parameter_count, read_tensors, weight_bytes
 from foredraft.train.draft import draft_config
@@ -37,6 +40,8 @@ from tests.support.checkpoints import save_checkpoint, save_variant
 from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.quantising import KINDS, SINGLE, edit_config, edit_tensors, quantise
 
+EXPANDED = ("gptq-v2-8", "fp8-channel", "fp8-blocks")  # codes of 9 bits, and no integers
+NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
@@ -153,6 +158,64 @@ def test_a_fused_layer_may_join_parts_of_different_formats(tmp_path: Path) -> No
     check_same(*mixed(tmp_path / "model"))
 
 
+@pytest.mark.parametrize("name", KINDS)
+@NEEDS_KERNELS
+def test_the_kernels_keep_codes(tmp_path: Path, name: str) -> None:
+    """Their products are those of the expanded weights, which round in float32 only in another order."""
+    coded, twin = saved(tmp_path / "model", name)
+    decoder, stays_coded = load_decoder(coded, native=True), name not in EXPANDED
+    layers = [product for product in decoder.products if product is not decoder.output]
+    assert all(isinstance(product, NativeCodes) is stays_coded for product in layers)
+    check_same(coded, twin, native=True)
+    logits = []
+    for native in (True, False):
+        runner = Runner(load_decoder(coded, native=native))
+        logits.append(runner.forward(runner.new_cache(1, 64), torch.arange(3, 35)[None], [0]).logits)
+    one, two = logits
+    assert one is not None and two is not None
+    assert (one - two).abs().max() < 1e-4
+    kept = sum(product.weight.nbytes for product in decoder.products)  # type: ignore[attr-defined]
+    spec = ModelSpec.from_folder(coded)
+    others = weight_bytes(replace(spec, quantisation=None), torch.device("cpu"), torch.float32) - sum(
+        4 * rows * columns for rows, columns in (product.shape for product in decoder.products)
+    )
+    assert weight_bytes(spec, torch.device("cpu"), torch.float32, native=True) == pytest.approx(
+        kept + others, rel=0.05
+    )
+
+
+@NEEDS_KERNELS
+def test_a_fused_layer_is_coded_where_all_its_parts_are(tmp_path: Path) -> None:
+    coded, twin = mixed(tmp_path / "model")
+    check_same(coded, twin, native=True)
+    assert not isinstance(load_decoder(coded, native=True).layers[0].attention.qkv, NativeCodes)
+    for name in [name for name in load_file(coded / SINGLE) if "v_proj.weight" in name]:
+        parts, values = KINDS["w4"].pack(load_file(coded / SINGLE)[name])
+        module = name.removesuffix(".weight")
+        edit_tensors(coded, {name: None} | {f"{module}.{suffix}": part for suffix, part in parts.items()})
+        edit_tensors(twin, {name: values})
+    config = json.loads((coded / "config.json").read_text())["quantization_config"]
+    edit_config(coded, {"quantization_config": {**config, "ignore": ["lm_head"]}})
+    check_same(coded, twin, native=True)
+    joined = load_decoder(coded, native=True).layers[0].attention.qkv
+    assert isinstance(joined, NativeCodes) and joined.coding == Coding(8), "keys have 8 bits"
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("name", "refused"), [("w4", True), ("int8", False), ("fp8-blocks", False)])
+def test_a_copy_in_few_bits_has_fewer_than_the_target(tmp_path: Path, name: str, refused: bool) -> None:
+    coded, _ = saved(tmp_path / "model", name, tokenizer=True, eos_token_id=None)
+    options: dict[str, Any] = {"device": "cpu", "policy": "fixed", "max_length": 128}
+    if refused:
+        with pytest.raises(ConfigError, match="'low-bit', but the target has 4 bits itself"):
+            foredraft.load(coded, drafter="low-bit", **options)
+        return
+    llm = foredraft.load(coded, drafter="low-bit", **options)
+    [output], [plain] = (llm.generate("a b a b", GREEDY, drafter=name) for name in ("low-bit", "none"))
+    assert output.stats.drafted > 0
+    assert output.token_ids == plain.token_ids
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq", "w4-zeros", "fp8-blocks"])
 def test_greedy_speculation_equals_plain_decoding(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {"tokenizer": True, "eos_token_id": None}
@@ -241,7 +304,9 @@ def test_info_names_the_format_and_expands_nothing(
     assert model.weights_checked
     assert model.quantisation is not None and plain.quantisation is None
     assert model.quantisation.startswith(str(KINDS[name].config["quant_method"]))
-    assert (model.parameters, model.weight_bytes) == (plain.parameters, plain.weight_bytes)
+    assert model.parameters == plain.parameters
+    stays_coded = name not in EXPANDED
+    assert (model.weight_bytes[32] < plain.weight_bytes[32]) is (stays_coded and library() is not None)
 
 
 def test_the_hash_of_a_target_tells_scales_apart(tmp_path: Path) -> None:

@@ -40,14 +40,17 @@ enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 
 #else
 enum { TILE = 2 };
 #endif
-// Coded weights (codes.inc). GROUP_COLUMNS share a scale; SCALES bytes come before the codes of a group; AHEAD: bytes that are
-// prefetched.
-enum { GROUP_COLUMNS = 32, SCALES = 64, AHEAD = 2048 };
-#define GROUP_BYTES(bits) (SCALES + GROUP_COLUMNS * BLOCK * (bits) / 8)
+// Coded weights (codes.inc). GROUP_COLUMNS share a scale; AHEAD: bytes that are prefetched.
+enum { GROUP_COLUMNS = 32, AHEAD = 2048 };
+
+// How a weight is coded. bits: 0 where it is not, or 4 or 8. scale: the dtype of the scales. zeros: with 4 bits, every
+// group has a zero point.
+enum { BFLOAT16, FLOAT16, FLOAT32 };
+typedef struct { int64_t bits, scale, zeros; } Coding;
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
-// or two bfloat16. bits: 0, or 4 or 8 where the weight is coded (codes.inc).
-typedef struct { const void *weight; const float *bias; int64_t n, k, bits; } Linear;
+// or two bfloat16.
+typedef struct { const void *weight; const float *bias; int64_t n, k; Coding coding; } Linear;
 
 // An RMS norm; no weight: no norm. offset: Gemma's form, 1 + weight in float32.
 typedef struct { const void *weight; float eps; int32_t offset; } Norm;
@@ -87,6 +90,13 @@ static inline V splat(float x) { return x - (V){0}; }
 static inline V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
 static inline V widened(const void *p) { H raw; memcpy(&raw, p, sizeof raw); return (V)(__builtin_convertvector(raw, U) << 16); }
+static inline V from_half(const void *p) {
+    // The exponent moves by 112; a multiplication gives it, for numbers below the smallest normal one too.
+    H raw;
+    memcpy(&raw, p, sizeof raw);
+    const U v = __builtin_convertvector(raw, U);
+    return (V)((U)((V)((v & 0x7fff) << 13) * (float)0x1p112) | (v & 0x8000) << 16);
+}
 static inline V choose(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }
 static inline V maximum(V a, V b) { return choose(a > b, a, b); }
 
@@ -195,25 +205,46 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
     }
 }
 
-// Packs codes [n, k], bytes, and scales [n, k / GROUP_COLUMNS], bfloat16, as a coded weight; outputs past n have a scale of 0.
+// Bytes of the scales of a group, and of a whole group.
+static inline int64_t scale_bytes(Coding c) { return BLOCK * (c.scale == FLOAT32 ? 4 : 2); }
+static inline int64_t group_bytes(Coding c) {
+    return scale_bytes(c) + (c.zeros ? BLOCK : 0) + GROUP_COLUMNS * BLOCK * c.bits / 8;
+}
+
+// The scales of 16 outputs of a group, from the first of them on.
+static inline V scales_of(const uint8_t *group, Coding c, int output) {
+    if (c.scale == FLOAT32) return load((const float *)group + output);
+    const uint16_t *from = (const uint16_t *)group + output;
+    return c.scale == FLOAT16 ? from_half(from) : widened(from);
+}
+
+// Packs codes [n, k], bytes, and scales [n, k / GROUP_COLUMNS] as a coded weight; outputs past n have a scale of 0. The
+// zero point of a group is that of its lowest code.
 void foredraft_pack_codes(
-    const int8_t *codes, const uint16_t *scales, int64_t n, int64_t k, int64_t bits, uint8_t *packed, int threads) {
-    const int64_t groups = k / GROUP_COLUMNS;
+    const int8_t *codes, const uint8_t *scales, int64_t n, int64_t k, const Coding *coding, uint8_t *packed, int threads) {
+    const Coding c = *coding;
+    const int64_t groups = k / GROUP_COLUMNS, size = scale_bytes(c) / BLOCK;
 #pragma omp parallel num_threads(threads)
     {
         const Share blocks = thread_share((n + BLOCK - 1) / BLOCK);
         for (int64_t at = blocks.from * groups; at < blocks.to * groups; at++) {
             const int64_t block = at / groups, group = at % groups;
-            uint8_t *to = packed + at * GROUP_BYTES(bits);
-            memset(to, 0, GROUP_BYTES(bits));
+            uint8_t *to = packed + at * group_bytes(c), *zeros = to + scale_bytes(c), *words = zeros + (c.zeros ? BLOCK : 0);
+            memset(to, 0, group_bytes(c));
             for (int64_t i = 0; i < BLOCK && block * BLOCK + i < n; i++) {
                 const int64_t row = block * BLOCK + i;
-                memcpy(to + i * sizeof *scales, scales + row * groups + group, sizeof *scales);
-                for (int c = 0; c < GROUP_COLUMNS; c++) {
-                    const uint8_t code = codes[row * k + group * GROUP_COLUMNS + c];
-                    const int half = c / 2 * 2 + i / LANES, byte = 2 * (i % LANES) + c % 2;  // see codes.inc
-                    if (bits == 8) to[SCALES + half * 2 * LANES + byte] = code;
-                    else to[SCALES + half / 4 * 4 * LANES + 2 * byte + half % 4 / 2] |= ((code + 8) & 15) << half % 2 * 4;
+                const int8_t *from = codes + row * k + group * GROUP_COLUMNS;
+                memcpy(to + i * size, scales + (row * groups + group) * size, size);
+                int lowest = -8;
+                if (c.zeros) {
+                    lowest = from[0];
+                    for (int j = 1; j < GROUP_COLUMNS; j++) lowest = from[j] < lowest ? from[j] : lowest;
+                    zeros[i] = lowest + 16;
+                }
+                for (int j = 0; j < GROUP_COLUMNS; j++) {
+                    const int half = j / 2 * 2 + i / LANES, byte = 2 * (i % LANES) + j % 2;  // see codes.inc
+                    if (c.bits == 8) words[half * 2 * LANES + byte] = from[j];
+                    else words[half / 4 * 4 * LANES + 2 * byte + half % 4 / 2] |= ((from[j] - lowest) & 15) << half % 2 * 4;
                 }
             }
         }

@@ -207,14 +207,20 @@ def _remedy(
 def _weight_needs(models: Sequence[Checkpoint], device: torch.device, free: int, kernels: bool) -> list[int]:
     """Return the bytes of each model's weights on the device.
 
-    The layout for the kernels takes more than the plain one, and asking for it runs the kernels' self-check,
-    which itself takes memory by the model's sizes. So it is asked for only where the plain one fits.
+    Asking whether the kernels run a model starts their self-check, which itself takes memory by the model's
+    sizes. So it is asked only where the smaller of the two layouts fits.
     """
-    plain = [weight_bytes(model.spec, device, model.dtype) for model in models]
-    return plain if sum(plain) > free else [weight_memory(model, device, kernels) for model in models]
+    least = [min(_weights(model, device, native=native) for native in {kernels, False}) for model in models]
+    return least if sum(least) > free else [weight_memory(model, device, kernels) for model in models]
 
 
 def weight_memory(model: Checkpoint, device: torch.device, kernels: bool = True) -> int:
     """Return the bytes of a model's weights in the layout that they get on the device."""
     native = kernels and unserved_because(model.spec, device, model.dtype) is None
-    return weight_bytes(model.spec, device, model.dtype, native=native, bits=model.bits)
+    return _weights(model, device, native=native)
+
+
+def _weights(model: Checkpoint, device: torch.device, *, native: bool) -> int:
+    return weight_bytes(
+        model.spec, device, model.dtype, native=native and device.type == "cpu", bits=model.bits
+    )

@@ -45,6 +45,12 @@ class Checkpoint:
     dtype: torch.dtype
     bits: int | None = None
 
+    @property
+    def coded_bits(self) -> int | None:
+        """Bits of the codes that its weights have in memory; None where they are not codes."""
+        stored = self.spec.quantisation
+        return stored.bits if self.bits is None and stored is not None else self.bits
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:

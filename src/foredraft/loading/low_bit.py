@@ -54,9 +54,9 @@ def choose_copy(
         return None
     option = Option("drafter", drafter) if named else Option("draft_weights", options.draft_weights)
     bits = BITS[options.draft_weights or "int4"]
-    if target.bits is not None and target.bits <= bits:
+    if target.coded_bits is not None and target.coded_bits <= bits:
         raise ConfigError(
-            f"but the target has {target.bits} bits itself", option=option.name, value=option.value,
+            f"but the target has {target.coded_bits} bits itself", option=option.name, value=option.value,
             remedy="leave it out",
         )  # fmt: skip
     if not options.allows_kernels:

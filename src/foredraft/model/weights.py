@@ -7,9 +7,10 @@ Memory: files are memory-mapped while they are read, and the decoder keeps no vi
 may be replaced under a running model. Each weight is copied from the map to its place on the device, fused
 (q, k, v and gate, up) and converted on the way. Linear layers that are packed pass through one temporary
 buffer. So the host holds the weights once, plus the embedding if the head is tied to it (a packed head
-cannot share memory), plus that buffer during loading. A quantised weight is expanded to the dtype of the
-others: one module at a time, so that the host holds its codes and its values besides. If the device is not
-the host, the host holds single tensors only. `weight_bytes` computes the memory before a file is opened.
+cannot share memory), plus that buffer during loading. The kernels keep a quantised weight coded where its
+format has a coding. Otherwise it is expanded to the dtype of the others: one module at a time, so that the
+host holds its codes and its values besides. If the device is not the host, the host holds single tensors
+only. `weight_bytes` computes the memory before a file is opened.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Linear, Product, RMSNorm
-from foredraft.model.quantisation import Quantisation, WeightFormat, codable, quantise
+from foredraft.model.quantisation import (
+    GROUP,
+    Codes,
+    Coding,
+    Quantisation,
+    WeightFormat,
+    codable,
+    quantise,
+)
 from foredraft.model.runner.native import coded_bytes, pack_codes, pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
@@ -159,12 +168,17 @@ def weight_bytes(
 ) -> int:
     """Return the memory of a model's weights on the device after `load_decoder`, in bytes."""
     counter = _SizeCounter(device, dtype)
-    decoder = build_decoder(spec, counter, native)
+    build_decoder(spec, counter, native)
     whole = counter.values * dtype.itemsize
-    if bits is None or not native:
+    if not native:
         return whole
-    coded = [product.shape for product in decoder.products if codable(product.shape[1])]
-    saved = sum(rows * columns * dtype.itemsize - coded_bytes(rows, columns, bits) for rows, columns in coded)
+    saved, stored = 0, getattr(torch, spec.dtype)  # scales are stored in the checkpoint's dtype, as a rule
+    for shapes in counter.products:
+        rows, columns = _joined(shapes)
+        if (coding := _coding(shapes, spec.quantisation)) is not None:
+            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, coding, stored)
+        elif bits is not None and codable(columns):
+            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, Coding(bits))
     return whole - saved
 
 
@@ -172,7 +186,7 @@ def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
     """Return the memory of a coded copy of a model's linear layers."""
     decoder = build_decoder(spec, _SizeCounter(torch.device("meta"), torch.float32))
     shapes = [product.shape for product in decoder.products]
-    return sum(coded_bytes(rows, columns, bits) for rows, columns in shapes if codable(columns))
+    return sum(coded_bytes(rows, columns, Coding(bits)) for rows, columns in shapes if codable(columns))
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -306,6 +320,10 @@ class _Builder:
         tensors = self.tensors
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
+        stored = tensors.codes(weights) if self.native and isinstance(tensors, _Checkpoint) else None
+        if stored is not None:
+            bias = tensors.load(biases) if has_bias else None
+            return pack_codes(stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
         bias = tensors.load(biases) if has_bias else None
         if self.bits is not None and codable(columns) and not weight.is_meta:
@@ -357,13 +375,16 @@ class _SizeCounter:
         self.device, self.dtype = device, dtype
         self.values = 0
         self.shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape
+        self.products: list[Shapes] = []  # the weights of each linear layer that is packed
 
     def load(self, shapes: Shapes) -> Tensor:
         self.shapes.update(shapes)
         self.values += sum(math.prod(shape) for shape in shapes.values())
         return torch.empty(_joined(shapes), device="meta", dtype=self.dtype)
 
-    load_temporary = load
+    def load_temporary(self, shapes: Shapes) -> Tensor:
+        self.products.append(shapes)
+        return self.load(shapes)
 
     def free_temporary(self) -> None:
         return None
@@ -442,6 +463,17 @@ class _Checkpoint:
         columns = next(iter(shapes.values()))[1:]
         return self._fill(shapes, self.buffer[:values].view(-1, *columns))
 
+    def codes(self, shapes: Shapes) -> Codes | None:
+        """Return the joined weights as the kernels keep them coded; None where they are to be expanded."""
+        parts = []
+        if _coding(shapes, self.quantisation) is not None:
+            for name, (rows, columns) in shapes.items():
+                format = self._format(name)
+                assert format is not None
+                if (codes := self._codes(name, (rows, columns), format)) is not None:
+                    parts.append(codes.regrouped(GROUP))
+        return Codes.joined(parts) if parts else None
+
     def free_temporary(self) -> None:
         self.buffer = torch.empty(0)
 
@@ -455,24 +487,26 @@ class _Checkpoint:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor as a view of the mapped file, or a quantised weight expanded to `dtype`."""
-        module = name.removesuffix(".weight")
-        if len(shape) != 2 or (format := self._format(module)) is None:
+        if len(shape) != 2 or (format := self._format(name)) is None:
             return self.view(name, shape)
         rows, columns = shape
-        parts = {}
-        for suffix, part in format.parts(module, (rows, columns)).items():
-            if not part.optional or f"{module}.{suffix}" in self.files:
-                parts[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
-        format.check(module, (rows, columns), parts)
-        if self.device.type == "meta":
-            return torch.empty(shape, device=self.device, dtype=self.dtype)
-        return format.codes((rows, columns), parts).expand(self.dtype)
+        codes = self._codes(name, (rows, columns), format)
+        return self._empty(shape) if codes is None else codes.expand(self.dtype)
 
-    def _format(self, module: str) -> WeightFormat | None:
-        """Return the format of a module's weight; None if it is not quantised, as the embedding never is."""
-        return (
-            None if self.quantisation is None or module == EMBEDDING else self.quantisation.format_of(module)
-        )
+    def _codes(self, name: str, shape: tuple[int, int], format: WeightFormat) -> Codes | None:
+        """Return a quantised weight; None on the device "meta", where only its tensors are checked."""
+        module, tensors = name.removesuffix(".weight"), {}
+        for suffix, part in format.parts(module, shape).items():
+            if not part.optional or f"{module}.{suffix}" in self.files:
+                tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
+        format.check(module, shape, tensors)
+        return None if self.device.type == "meta" else format.codes(shape, tensors)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def _format(self, name: str) -> WeightFormat | None:
+        return _format_of(name, self.quantisation)
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
@@ -501,8 +535,7 @@ class _Checkpoint:
 
     def _is_zero_bias(self, name: str) -> bool:
         """Return whether a tensor is a quantised module's bias and zero, as old AutoGPTQ saves it."""
-        module = name.removesuffix(".bias")
-        if module == name or self._format(module) is None:
+        if not name.endswith(".bias") or self._format(name) is None:
             return False
         return not self.files[name].get_tensor(name).float().any()
 
@@ -527,6 +560,24 @@ class _Checkpoint:
                     f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them",
                     remedy="correct tie_word_embeddings",
                 )
+
+
+def _format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
+    """Return the format of the weight of a tensor's module; None if it is not quantised.
+
+    The embedding never is.
+    """
+    module = name.rpartition(".")[0]
+    return None if quantisation is None or module == EMBEDDING else quantisation.format_of(module)
+
+
+def _coding(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:
+    """Return how the kernels keep the joined weights coded; None where they do not."""
+    formats = [_format_of(name, quantisation) for name in shapes]
+    columns = {shape[1] for shape in shapes.values()}
+    if not all(map(codable, columns)):
+        return None
+    return Coding.of_all(None if format is None else format.coding for format in formats)
 
 
 def _joined(shapes: Shapes) -> tuple[int, ...]:

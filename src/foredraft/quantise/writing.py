@@ -20,8 +20,8 @@ from torch import Tensor
 
 from foredraft.model.config import read_json
 from foredraft.model.quantisation import codable, quantise
+from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
-from foredraft.model.quantisation.quantise import GROUP
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import EMBEDDING, HEAD, read_tensors, weight_headers
 

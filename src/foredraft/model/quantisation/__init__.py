@@ -8,14 +8,16 @@ compressed_tensors.py   a method: its config keys and its weight formats; likewi
 packing.py              numbers of 4 and 8 bits in words of 32
 """
 
-from foredraft.model.quantisation.codes import Codes
-from foredraft.model.quantisation.quantise import BITS, codable, quantise
+from foredraft.model.quantisation.codes import GROUP, Codes, Coding, codable
+from foredraft.model.quantisation.quantise import BITS, quantise
 from foredraft.model.quantisation.reading import read_quantisation
 from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, WeightFormat
 
 __all__ = [
     "BITS",
+    "GROUP",
     "Codes",
+    "Coding",
     "Part",
     "Quantisation",
     "Rule",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.packing import subtract_zeros, unpack
 from foredraft.model.quantisation.scheme import (
     INT32,
@@ -58,6 +58,10 @@ class AWQFormat:
     def __str__(self) -> str:
         return f"{BITS} bits {shown_group(self.group)}"
 
+    @property
+    def coding(self) -> Coding | None:
+        return Coding.of(BITS, self.group, symmetric=self.symmetric)
+
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape
         groups = count_groups(module, columns, self.group)
@@ -82,7 +86,7 @@ class AWQFormat:
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         stored, zeros = _ordered(tensors["qweight"]), _ordered(tensors["qzeros"])  # [M, K], [M, G]
         codes = subtract_zeros(stored, zeros, BITS)
-        return Codes(codes, tensors["scales"].T.contiguous(), self.group or shape[1])
+        return Codes(codes, tensors["scales"].T.contiguous(), self.group or shape[1], self.coding)
 
 
 def _ordered(packed: Tensor) -> Tensor:

@@ -7,13 +7,56 @@ float32, the product is rounded to float32 first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Codes"]
+__all__ = ["GROUP", "Codes", "Coding", "codable"]
+
+GROUP = 32  # columns that share a scale in a weight that is kept coded
+
+
+def codable(columns: int) -> bool:
+    """Return whether weights [M, columns] can be kept coded: they need whole groups."""
+    return columns % GROUP == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the kernels keep a weight coded.
+
+    Attributes:
+        bits: 4 or 8: a code is one of 2 ** bits neighbouring integers, of which half are negative.
+        zeros: With 4 bits, these integers may begin elsewhere in every group, from -16 on.
+    """
+
+    bits: int
+    zeros: bool = False
+
+    @staticmethod
+    def of(bits: int, group: int | None, *, symmetric: bool) -> Coding | None:
+        """Return the coding of integers of 4 or 8 bits less their zero points; None where they have none.
+
+        Args:
+            bits: Of an integer.
+            group: Columns that share a scale; None if a row does.
+            symmetric: Every zero point is the middle.
+        """
+        if group is not None and group % GROUP:
+            return None
+        return Coding(4, not symmetric) if bits == 4 else Coding(8) if symmetric else None
+
+    @staticmethod
+    def of_all(codings: Iterable[Coding | None]) -> Coding | None:
+        """Return the coding that holds the codes of all; None where one of them has none."""
+        found = list(codings)
+        known = [coding for coding in found if coding is not None]
+        if len(known) < len(found):
+            return None
+        bits = max(coding.bits for coding in known)
+        return Coding(bits, bits == 4 and any(coding.zeros for coding in known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +67,13 @@ class Codes:
         codes: [M, K] of a dtype whose values are exact in float32, zero points subtracted already.
         scales: [M, ceil(K / group)], of any float dtype.
         group: Columns that share a scale; the last group of a row may be shorter.
-        bits: That a code needs; None where it is no integer.
+        coding: How the kernels can keep it coded; None where they cannot.
     """
 
     codes: Tensor
     scales: Tensor
     group: int
-    bits: int | None = None
+    coding: Coding | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,7 +93,20 @@ class Codes:
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:
-        """Return the weights below each other, as one; their groups must be as long."""
-        [(group, bits)] = {(part.group, part.bits) for part in parts}
-        codes, scales = [part.codes for part in parts], [part.scales for part in parts]
-        return Codes(torch.cat(codes), torch.cat(scales), group, bits)
+        """Return the weights below each other, as one; their groups must be as long.
+
+        Scales of several dtypes become float32.
+        """
+        [group] = {part.group for part in parts}
+        scales = [part.scales for part in parts]
+        if len({each.dtype for each in scales}) > 1:
+            scales = [each.float() for each in scales]
+        coding = Coding.of_all(part.coding for part in parts)
+        return Codes(torch.cat([part.codes for part in parts]), torch.cat(scales), group, coding)
+
+    def regrouped(self, group: int) -> Codes:
+        """Return the same weight with a scale for every `group` columns, which divide the present groups."""
+        if group == self.group:
+            return self
+        scales = self.scales.repeat_interleave(self.group // group, dim=1)
+        return Codes(self.codes, scales, group, self.coding)

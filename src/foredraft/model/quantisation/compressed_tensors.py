@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.packing import subtract_zeros, unpack, words
 from foredraft.model.quantisation.scheme import (
     INT32,
@@ -63,6 +63,10 @@ class PackedFormat:
     def __str__(self) -> str:
         return f"{self.bits} bits {shown_group(self.group)}"
 
+    @property
+    def coding(self) -> Coding | None:
+        return Coding.of(self.bits, self.group, symmetric=self.symmetric)
+
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape
         groups = count_groups(module, columns, self.group)
@@ -89,7 +93,7 @@ class PackedFormat:
         else:
             zeros = unpack(tensors["weight_zero_point"].T, self.bits)[:, :rows].T
         codes = subtract_zeros(stored, zeros, self.bits)
-        return Codes(codes, tensors["weight_scale"], self.group or columns)
+        return Codes(codes, tensors["weight_scale"], self.group or columns, self.coding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,10 @@ class PlainFormat:
             f"{numbers} per tensor" if self.strategy == "tensor" else f"{numbers} {shown_group(self.group)}"
         )
 
+    @property
+    def coding(self) -> Coding | None:
+        return None if self.float8 else Coding.of(8, self.group, symmetric=self.symmetric)
+
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape
         scales = (1,) if self.strategy == "tensor" else (rows, count_groups(module, columns, self.group))
@@ -134,7 +142,7 @@ class PlainFormat:
         if not self.symmetric:
             zeros = tensors["weight_zero_point"]
             codes = subtract_zeros(codes, zeros[None] if zeros.dim() == 1 else zeros, 8)
-        return Codes(codes, scales, self.group or columns)
+        return Codes(codes, scales, self.group or columns, self.coding)
 
 
 def read_compressed_tensors(read: ConfigReader) -> Quantisation:

@@ -38,6 +38,10 @@ class FP8BlockFormat:
     def __str__(self) -> str:
         return f"FP8 in blocks of {BLOCK} x {BLOCK}"
 
+    @property
+    def coding(self) -> None:
+        return None
+
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape
         blocks = -(-rows // BLOCK), -(-columns // BLOCK)

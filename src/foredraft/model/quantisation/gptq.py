@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.packing import subtract_zeros, unpack
 from foredraft.model.quantisation.scheme import (
     INT32,
@@ -67,6 +67,10 @@ class GPTQFormat:
     def __str__(self) -> str:
         return f"{self.bits} bits {shown_group(self.group)}"
 
+    @property
+    def coding(self) -> Coding | None:
+        return Coding.of(self.bits, self.group, symmetric=self.symmetric)
+
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape
         groups, factor = count_groups(module, columns, self.group), 32 // self.bits
@@ -105,7 +109,7 @@ class GPTQFormat:
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         stored = unpack(tensors["qweight"].T, self.bits)  # [M, K]
         codes = subtract_zeros(stored, self._zeros(tensors), self.bits)
-        return Codes(codes, tensors["scales"].T.contiguous(), self.group or shape[1])
+        return Codes(codes, tensors["scales"].T.contiguous(), self.group or shape[1], self.coding)
 
     def _zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the zero points, [M, G] int16."""

@@ -15,21 +15,15 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import declare, library
-from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.codes import GROUP, Codes, Coding
 
-__all__ = ["BITS", "GROUP", "codable", "define", "quantise"]
+__all__ = ["BITS", "define", "quantise"]
 
 BITS = {"int4": 4, "int8": 8}  # name -> bits of a code
-GROUP = 32  # columns that share a scale
 # The largest weight of a group becomes the code -2 ** (bits - 1) times one of these.
 SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8), 8: (1.0,)}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # of dtypes that the kernel takes
 PIECE = 1 << 22  # weights that the definition works on at a time: it bounds the memory
-
-
-def codable(columns: int) -> bool:
-    """Return whether weights [M, columns] can be quantised: they need whole groups."""
-    return columns % GROUP == 0
 
 
 def quantise(weight: Tensor, bits: int) -> Codes:
@@ -44,7 +38,7 @@ def quantise(weight: Tensor, bits: int) -> Codes:
         weight.data_ptr(), rows, columns, bits, (c_float * len(shares))(*shares), len(shares),
         codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    return Codes(codes, scales, GROUP, bits)
+    return Codes(codes, scales, GROUP, Coding(bits))
 
 
 def define(weight: Tensor, bits: int) -> Codes:
@@ -59,7 +53,7 @@ def define(weight: Tensor, bits: int) -> Codes:
         coded, scale = _piece(piece, bits)
         codes[row : row + step] = coded.view(-1, columns)
         scales[row : row + step] = scale
-    return Codes(codes, scales, GROUP, bits)
+    return Codes(codes, scales, GROUP, Coding(bits))
 
 
 def _piece(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.codes import Codes, Coding
 
 __all__ = [
     "INT32",
@@ -55,6 +55,11 @@ class WeightFormat(Protocol):
 
     `shape` is (M, K). `tensors` are those that the checkpoint has of `parts`, by suffix.
     """
+
+    @property
+    def coding(self) -> Coding | None:
+        """How the kernels can keep its weights coded; None where they cannot."""
+        ...
 
     def __str__(self) -> str:
         """Return bits and groups, as people say them: "4 bits in groups of 128"."""
@@ -115,6 +120,12 @@ class Quantisation:
             module: Its name in the checkpoint, such as "model.layers.0.mlp.up_proj".
         """
         return next((rule.format for rule in self.rules if re.match(rule.pattern, module)), None)
+
+    @property
+    def bits(self) -> int | None:
+        """The most bits of a quantised weight that the kernels keep coded; None where one is not kept so."""
+        coding = Coding.of_all(rule.format.coding for rule in self.rules if rule.format is not None)
+        return None if coding is None else coding.bits
 
     @property
     def described(self) -> str:

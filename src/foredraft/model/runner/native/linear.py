@@ -19,8 +19,8 @@ from torch import Tensor
 from foredraft.kernels.compilation import declare, library
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.layers import Product
-from foredraft.model.quantisation.codes import Codes
-from foredraft.model.quantisation.quantise import GROUP, quantise
+from foredraft.model.quantisation.codes import GROUP, Codes, Coding
+from foredraft.model.quantisation.quantise import quantise
 
 __all__ = [
     "NativeCodes",
@@ -34,9 +34,15 @@ __all__ = [
 ]
 
 BLOCK = 32  # outputs of a block, as in kernels.c
-SCALES = 2 * BLOCK  # bytes of the scales of a coded group
+SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # numbers of the dtypes in kernels.c
 WORD = {torch.float32: 1, torch.bfloat16: 2}  # values per 32-bit word
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # in the names of C functions
+
+
+class CCoding(ctypes.Structure):
+    """`Coding` in kernels.c."""
+
+    _fields_ = (("bits", c_int64), ("scale", c_int64), ("zeros", c_int64))
 
 
 class CLinear(ctypes.Structure):
@@ -47,7 +53,7 @@ class CLinear(ctypes.Structure):
         ("bias", c_void_p),
         ("n", c_int64),
         ("k", c_int64),
-        ("bits", c_int64),
+        ("coding", CCoding),
     )
 
 
@@ -72,7 +78,7 @@ class NativeLinear:
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
-        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, 0)
+        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, CCoding(0, 0, 0))
 
     def dense(self) -> Tensor:
         """Return the weight as an ordinary tensor [M, K], a copy."""
@@ -89,14 +95,16 @@ class NativeCodes:
     Attributes:
         weight: Scales and codes as the kernels read them, bytes.
         shape: (M, K).
-        bits: Of a code: 4 or 8.
+        coding: Of the codes.
+        scale: The dtype of the scales.
         dtype: Of x, and of the weight that `dense` returns.
         bias: [M, padded to whole blocks] float32, or None.
     """
 
     weight: Tensor
     shape: tuple[int, int]
-    bits: int
+    coding: Coding
+    scale: torch.dtype
     dtype: torch.dtype
     bias: Tensor | None
 
@@ -107,15 +115,18 @@ class NativeCodes:
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
-        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, self.bits)
+        coding = _as_struct(self.coding, self.scale)
+        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, coding)
 
     def codes(self) -> Codes:
         """Return the weight as codes, a copy."""
         rows, columns = self.shape
-        groups = self.weight.view(-1, columns // GROUP, SCALES + GROUP * BLOCK * self.bits // 8)
-        scales = groups[..., :SCALES].contiguous().view(torch.bfloat16)  # [blocks, groups, 32]
-        packed = groups[..., SCALES:].contiguous()
-        if self.bits == 4:  # [j, 16-bit lanes], of which number t is in bits 4 t to 4 t + 3
+        groups = self.weight.view(-1, columns // GROUP, _group_bytes(self.coding, self.scale))
+        to_zeros = BLOCK * self.scale.itemsize
+        to_codes = to_zeros + BLOCK * self.coding.zeros
+        scales = groups[..., :to_zeros].contiguous().view(self.scale)  # [blocks, groups, 32]
+        packed = groups[..., to_codes:].contiguous()
+        if self.coding.bits == 4:  # [j, 16-bit lanes], of which number t is in bits 4 t to 4 t + 3
             lanes = packed.view(torch.int16).to(torch.int32).view(*packed.shape[:2], -1, BLOCK)
             halves = torch.stack([(lanes >> (4 * t) & 15) - 8 for t in range(4)], 3).flatten(2, 3)
         else:
@@ -126,17 +137,25 @@ class NativeCodes:
             .view(*packed.shape[:2], GROUP // 2, 2, BLOCK // 2, 2)
             .permute(0, 3, 4, 1, 2, 5)
         )
+        if self.coding.zeros:  # relative to the middle, which was subtracted
+            zeros = groups[..., to_zeros:to_codes].to(torch.int8)
+            shifts = (zeros - 8).view(*packed.shape[:2], 2, BLOCK // 2)
+            words = words + shifts.permute(0, 2, 3, 1)[..., None, None]
         by_row = scales.transpose(1, 2).reshape(-1, columns // GROUP)
-        return Codes(words.reshape(-1, columns)[:rows], by_row[:rows], GROUP, self.bits)
+        return Codes(words.reshape(-1, columns)[:rows], by_row[:rows], GROUP, self.coding)
 
     def dense(self) -> Tensor:
         """Return the weight as an ordinary tensor [M, K], rounded to the dtype."""
         return self.codes().expand(self.dtype)
 
 
-def coded_bytes(rows: int, columns: int, bits: int) -> int:
+def coded_bytes(rows: int, columns: int, coding: Coding, scale: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes of a coded weight [M, K]."""
-    return -(-rows // BLOCK) * (columns // GROUP) * (SCALES + GROUP * BLOCK * bits // 8)
+    return -(-rows // BLOCK) * (columns // GROUP) * _group_bytes(coding, scale)
+
+
+def _group_bytes(coding: Coding, scale: torch.dtype) -> int:
+    return BLOCK * (scale.itemsize + coding.zeros + GROUP * coding.bits // 8)
 
 
 def pack_codes(
@@ -145,33 +164,31 @@ def pack_codes(
     """Return the product with a packed copy of codes.
 
     Args:
-        codes: Of groups of 32 columns; of int8 with bfloat16 scales, where no code needs more than `bits`.
+        codes: With a coding, and of groups that `GROUP` divides.
         dtype: Of x.
         bias: [M], or None.
         arena: Holds the packed weight; None allocates it by itself.
     """
-    (rows, columns), bits = codes.shape, codes.bits
-    assert (
-        bits is not None
-        and codes.group == GROUP
-        and columns % GROUP == 0
-        and codes.scales.dtype == torch.bfloat16
-    )
-    shape = (coded_bytes(rows, columns, bits),)
+    codes = codes.regrouped(GROUP)
+    (rows, columns), coding, scale = codes.shape, codes.coding, codes.scales.dtype
+    assert coding is not None and columns % GROUP == 0
+    shape = (coded_bytes(rows, columns, coding, scale),)
     packed = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.empty(shape, torch.uint8)
-    values, scales = codes.codes.contiguous(), codes.scales.contiguous()
+    values, scales = codes.codes.to(torch.int8).contiguous(), codes.scales.contiguous()
+    described = _as_struct(coding, scale)
     _pack_codes()(
-        values.data_ptr(), scales.data_ptr(), rows, columns, bits, packed.data_ptr(), torch.get_num_threads()
-    )
+        values.data_ptr(), scales.data_ptr(), rows, columns, ctypes.addressof(described), packed.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
     padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -rows % BLOCK))
-    return NativeCodes(packed, (rows, columns), bits, dtype, padded)
+    return NativeCodes(packed, (rows, columns), coding, scale, dtype, padded)
 
 
 def code_native(product: Product, bits: int, arena: Arena) -> Product:
     """Return a native product with its weight coded; itself where it has no more bits, or no whole groups."""
     assert isinstance(product, NativeLinear | NativeCodes)
     rows, columns = product.shape
-    if columns % GROUP or (isinstance(product, NativeCodes) and product.bits <= bits):
+    if columns % GROUP or (isinstance(product, NativeCodes) and product.coding.bits <= bits):
         return product
     weight, bias = product.dense(), None if product.bias is None else product.bias[:rows]
     return pack_codes(quantise(weight, bits), weight.dtype, bias, arena)
@@ -215,13 +232,17 @@ def _call(linear: CLinear, x: Tensor) -> Tensor:
     return out
 
 
+def _as_struct(coding: Coding, scale: torch.dtype) -> CCoding:
+    return CCoding(coding.bits, SCALES[scale], coding.zeros)
+
+
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
 @functools.cache
 def _pack_codes() -> Any:
-    arguments = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)
+    arguments = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int)
     return declare(_library().foredraft_pack_codes, arguments)
 
 
