@@ -11,7 +11,7 @@ from foredraft.kinds.compatibility import ModelsGiven, available_drafters, check
 from foredraft.kinds.tables import DRAFTERS, DrafterKind
 from foredraft.loading.adapters import ChosenAdapter, choose_adapter
 from foredraft.loading.checkpoints import Checkpoints
-from foredraft.loading.low_bit import ChosenCopy, choose_copy
+from foredraft.loading.low_bit import ChosenCopy, choose_copy, offer_copy
 from foredraft.loading.options import LoadOptions
 from foredraft.loading.planning import ChosenPlan, choose_plan
 
@@ -76,6 +76,8 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     plan = choose_plan(options.plan, checkpoints.target, device, needed=kind.needs_plan)
     adapter = choose_adapter(options.adapter, checkpoints.target, needed=kind.needs_adapter)
     copy = choose_copy(options, drafter, plan, checkpoints.target, device)
+    if kind.chooses and not (draft_given or plan or adapter or copy):
+        copy = offer_copy(options, checkpoints, device)
     given = models_given(checkpoints, plan, adapter, copy)
     check_fits_models(drafter, options.policy, options.draft_sampling, given)
     return ChosenDrafting(drafter, available_drafters(given), plan, adapter, copy)

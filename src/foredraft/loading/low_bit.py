@@ -1,7 +1,12 @@
-"""Low bit: the copy of the target's weights in few bits that drafter low-bit runs."""
+"""Low bit: the copy of the target's weights in few bits that drafter low-bit runs.
+
+Contract: a copy is made where the user asks for one. Without being asked, it is made for drafter "auto" where
+nothing else knows the model's text, and memory is ample.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +15,22 @@ from foredraft.drafters.low_bit import low_bit_copy
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds.tables import DRAFTERS
-from foredraft.loading.checkpoints import Checkpoint
+from foredraft.loading.capacity import weight_memory
+from foredraft.loading.checkpoints import Checkpoint, Checkpoints
+from foredraft.loading.memory import as_gib, free_memory
 from foredraft.loading.options import LoadOptions
 from foredraft.loading.planning import ChosenPlan
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.weights import coded_copy_bytes
 
-__all__ = ["ChosenCopy", "choose_copy"]
+__all__ = ["ChosenCopy", "choose_copy", "offer_copy"]
+
+logger = logging.getLogger(__name__)
+
+UNASKED = "int4"  # the copy that nobody asked for
+LEAST = 2**27  # bytes of the smallest target that gets one: a smaller one lies in the processor's caches
+SHARE = 4  # it takes at most this fraction of the memory that the weights leave, 1 / SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +83,20 @@ def choose_copy(
         )  # fmt: skip
     skips = plan.skips if named and plan is not None and options.plan is not None else None
     return ChosenCopy(bits, coded_copy_bytes(target.spec, bits), skips)
+
+
+def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenCopy | None:
+    """Return a copy for a target that has no other drafter but guessers; None where it may not pay or fit."""
+    target, bits = checkpoints.target, BITS[UNASKED]
+    if target.coded_bits is not None or not options.allows_kernels:
+        return None
+    if unserved_because(target.spec, device, target.dtype) is not None:
+        return None
+    weights, size = weight_memory(target, device), coded_copy_bytes(target.spec, bits)
+    if weights < LEAST or SHARE * size > free_memory(device) - weights:
+        return None
+    logger.warning(
+        "drafter low-bit is at hand, too: a copy of the model in 4 bits, %s; a named drafter does without it",
+        as_gib(size),
+    )
+    return ChosenCopy(bits, size, None)
