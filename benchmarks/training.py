@@ -2,10 +2,10 @@
 
 Throughput: one step's work on a group of documents (the frozen target's forward, the adapter's forward and
 backward pass, the optimiser) takes turns with the matrix products that it consists of alone, at the same
-shapes and in the same dtype, by the same library. Losses: the demo target's adapter, from the same start, on
-the same groups.
+shapes and in the same dtype, by the same library; for the demo target, and at a real model's shape. Losses:
+the demo target's adapter, from the same start, on the same groups.
 
-    python benchmarks/training.py throughput --data FILE
+    python benchmarks/training.py throughput
     python benchmarks/training.py losses --data FILE --validation FILE --steps 60
 """
 
@@ -19,22 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shape import SHAPES, random_checkpoint
 from timing import interleaved, spread
+from torch import Tensor
 from workload import machine, write
 
 from foredraft import demo
 from foredraft.drafters.adapter import adapter_spec
-from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import layer_tensors
 from foredraft.train.adapter import train_adapter
-from foredraft.train.losses import FUNCTIONS
+from foredraft.train.losses import FUNCTIONS, overlap
 from foredraft.train.options import AdapterOptions
-from foredraft.train.packed import Packed
+from foredraft.train.packed import Document, Packed
 from foredraft.train.students import AdapterStudent
 from foredraft.train.target import FrozenTarget
-from foredraft.train.texts import Reader
 
-DEPTH, LENGTH, GROUP = 1, 512, 4096  # layers below the adapter; tokens of a document and of a group
+DEPTH, LENGTH = 1, 512  # layers below the adapter; tokens of a document
+GROUP, LARGE = 4096, 2048  # tokens of a group, of the demo and of a real model's shape
 
 
 def products(spec: Any, layers: int, columns: int, *, head: bool) -> list[tuple[int, int, int]]:
@@ -73,25 +74,27 @@ def bare(spec: Any, columns: int, predicted: int, dtype: torch.dtype) -> Callabl
     return run
 
 
-def throughput(data: Path, repeats: int) -> dict[str, Any]:
-    """Time a step's work beside its products."""
-    folder = demo.target_path()
+def throughput(folder: Path, repeats: int, group: int = GROUP) -> dict[str, Any]:
+    """Time a step's work on a group of random tokens beside its products."""
     target = FrozenTarget(folder, torch.device("cpu"), torch.bfloat16)
     spec = target.spec
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer is not None
-    documents = [d for d in Reader(tokenizer, 0, LENGTH).corpus([data]).documents if len(d.ids) == LENGTH]
-    packed = Packed.of(documents[: GROUP // LENGTH], torch.device("cpu"))
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(spec.vocab_size, (group // LENGTH, LENGTH), generator=random).tolist()
+    packed = Packed.of([Document(tuple(row), (True,) * LENGTH) for row in ids], torch.device("cpu"))
     start = layer_tensors(folder, spec.layers - 1)
     student = AdapterStudent(spec, target.head_weight, start, DEPTH, mlp=True)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5)
 
     def step() -> None:
         states = target.states(packed, DEPTH)
-        log_p = target.log_probs(states.last)
+
+        def compare(logits: Tensor, rows: slice) -> Tensor:
+            log_p, log_q = target.log_probs(states.last[rows]), logits.float().log_softmax(-1)
+            return torch.stack([FUNCTIONS["kl"](log_p, log_q).sum(), overlap(log_p, log_q.detach()).sum()])
+
         with torch.autocast("cpu", torch.bfloat16):
-            logits = student(packed, states.tapped)
-        FUNCTIONS["kl"](log_p, logits.float().log_softmax(-1)).mean().backward()
+            sums = student(packed, states.tapped, compare)
+        (sums[0] / len(packed.predicting)).backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -129,13 +132,17 @@ def losses(data: Path, validation: Path, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training throughput, and the losses compared.")
     parser.add_argument("what", choices=("throughput", "losses"))
-    parser.add_argument("--data", type=Path, required=True, help="file of documents")
+    parser.add_argument("--data", type=Path, help="file of documents, for the losses")
     parser.add_argument("--validation", type=Path, help="file of other documents")
     parser.add_argument("--steps", type=int, default=60, help="steps of each loss")
     parser.add_argument("--repeats", type=int, default=15, help="turns")
     given = parser.parse_args()
     if given.what == "throughput":
-        figures = throughput(given.data, given.repeats)
+        figures = {"demo": throughput(demo.target_path(), given.repeats)}
+        for name, keys in SHAPES.items():
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = random_checkpoint(Path(folder), keys)
+                figures[name] = throughput(checkpoint, max(3, given.repeats // 3), LARGE)
     else:
         figures = losses(given.data, given.validation, given.steps)
     write(f"training_{given.what}", {"machine": machine(), given.what: figures})

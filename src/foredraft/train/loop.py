@@ -151,16 +151,18 @@ class Run:
         """Add the gradients of one group; return its sums of the loss and of the overlap, [2]."""
         packed = Packed.of(self.batches.documents_of(group), self._device)
         states = self._kept.states(group, packed)
-        log_p = self.target.log_probs(states.last)
-        if self.student.vocabulary is not None:
-            log_p = log_p[:, self.student.vocabulary]
+
+        def compare(logits: Tensor, rows: slice) -> Tensor:
+            log_p, log_q = self.target.log_probs(states.last[rows]), logits.float().log_softmax(-1)
+            if self.student.vocabulary is not None:
+                log_p = log_p[:, self.student.vocabulary]
+            return torch.stack([self._loss(log_p, log_q).sum(), overlap(log_p, log_q.detach()).sum()])
+
         with self.target.autocast():
-            logits = self.student(packed, states.tapped)
-        log_q = logits.float().log_softmax(-1)
-        loss = self._loss(log_p, log_q).sum()
+            sums: Tensor = self.student(packed, states.tapped, compare)
         # The gradients are averaged over the processes, but the loss is a mean over what all of them count.
-        torch.autograd.backward(loss * (self.processes.count / counted))
-        return torch.stack([loss.detach(), overlap(log_p, log_q.detach()).sum()])
+        torch.autograd.backward(sums[0] * (self.processes.count / counted))
+        return sums.detach()
 
     def _validate(self, progress: Progress, journal: Journal | None) -> None:
         """Validate, keep the student where it is the best so far, and stop where it has long not been."""

@@ -35,10 +35,9 @@ def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return Σ p (log p − log q) by position."""
-    p = log_p.exp()
-    difference = torch.where(p > 0, log_p - log_q, 0.0)  # 0 log 0 is 0
-    return (p * difference).sum(-1)
+    """Return Σ p (log p − log q) by position: the cross-entropy less the entropy of p."""
+    finite = log_p.clamp_min(torch.finfo(log_p.dtype).min)  # 0 log 0 is 0
+    return cross_entropy(log_p, log_q) + (log_p.exp() * finite).sum(-1)
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

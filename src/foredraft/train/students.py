@@ -18,6 +18,7 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import EMBEDDING, HEAD
+from foredraft.train.chunks import Compare, by_chunks
 from foredraft.train.packed import Packed, PackedPass
 from foredraft.train.parameters import Parameters, TrainedLayer, TrainedNorm
 
@@ -35,15 +36,16 @@ class Student(nn.Module):
     depth: int | None = None
     vocabulary: Tensor | None = None
 
-    def forward(self, packed: Packed, states: Tensor | None) -> Tensor:
-        """Return the logits of the predictions.
+    def forward(self, packed: Packed, states: Tensor | None, compare: Compare | None = None) -> Tensor:
+        """Return the logits of the predictions, or what comparing them gives.
 
         Args:
             packed: The documents.
             states: The target's states that enter layer `depth`, [N, hidden].
+            compare: Compares the logits of some predictions; None returns the logits of all.
 
         Returns:
-            [M, V] float32, of the columns `packed.predicting`.
+            The logits [M, V] float32, of the columns `packed.predicting`; or the sums of `compare`, [2].
         """
         raise NotImplementedError
 
@@ -94,10 +96,10 @@ class AdapterStudent(Student):
         for part in (self.layer, self.norm):
             part.fill(start)
 
-    def forward(self, packed: Packed, states: Tensor | None) -> Tensor:
+    def forward(self, packed: Packed, states: Tensor | None, compare: Compare | None = None) -> Tensor:
         assert states is not None
         x = self.layer(states, PackedPass(self.spec, packed, states.dtype))
-        return _logits(self.spec, self.norm, self.head, x[packed.predicting])
+        return _predicted(self.spec, self.norm, self.head, x[packed.predicting], compare)
 
     def tensors(self) -> dict[str, Tensor]:
         own = {} if self.vocabulary is None else {VOCABULARY: self.vocabulary}
@@ -140,7 +142,7 @@ class DraftStudent(Student):
             if start is not None:
                 part.fill(start)
 
-    def forward(self, packed: Packed, states: Tensor | None) -> Tensor:
+    def forward(self, packed: Packed, states: Tensor | None, compare: Compare | None = None) -> Tensor:
         ends = self.ends.by_name
         embedding = ends[f"{EMBEDDING}.weight"]
         x = nn.functional.embedding(packed.tokens, embedding)
@@ -150,7 +152,7 @@ class DraftStudent(Student):
         for layer in self.layers:
             x = checkpoint(layer, x, pass_, use_reentrant=False) if self.checkpointed else layer(x, pass_)
         head = ends.get(f"{HEAD}.weight", embedding)
-        return _logits(self.spec, self.norm, head, x[packed.predicting])
+        return _predicted(self.spec, self.norm, head, x[packed.predicting], compare)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for part in self._parts() for name, value in part.by_name.items()}
@@ -163,6 +165,14 @@ class DraftStudent(Student):
         return [self.ends, *layers, self.norm]
 
 
-def _logits(spec: ModelSpec, norm: TrainedNorm, head: Tensor, x: Tensor) -> Tensor:
-    """Return the logits [M, V] of states [M, hidden] that leave the last layer."""
-    return Decoder(spec, head, (), norm.norm(), Linear(head)).head(x)
+def _predicted(
+    spec: ModelSpec, norm: TrainedNorm, head: Tensor, x: Tensor, compare: Compare | None
+) -> Tensor:
+    """Return what `Student.forward` does, of states [M, hidden] that leave the last layer."""
+
+    def logits(x: Tensor) -> Tensor:
+        return Decoder(spec, head, (), norm.norm(), Linear(head)).head(x)
+
+    if compare is None:
+        return logits(x)
+    return by_chunks(lambda part, rows: compare(logits(part), rows), x, [*norm.parameters(), head])
