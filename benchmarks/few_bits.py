@@ -1,10 +1,11 @@
-"""Weights of few bits at a real model's shape: steps and short passes, beside llama.cpp's quantised weights.
+"""Weights of few bits at a real model's shape: steps and short passes, beside llama.cpp and OpenVINO.
 
 The checkpoint has 1.24 billion random weights (`shape.py`). The bfloat16 model and its copies in few bits
-take turns with llama.cpp on the same weights as Q4_0 and Q8_0, after a warm-up. A ratio is the median of the
-ratios within the turns, with quartiles.
+take turns with llama.cpp on the same weights as Q4_0 and Q8_0, and with OpenVINO, which quantises them to 4
+bits in groups of 32 and to 8 bits, after a warm-up. A ratio is the median of the ratios within the turns,
+with quartiles.
 
-    python benchmarks/few_bits.py --repeats 15
+    python benchmarks/few_bits.py --repeats 15 --openvino PYTHON
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import resource
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +67,43 @@ def peer(llm: LLM, folder: Path, kind: str) -> llama_cpp.LlamaCpp:
         llama_cpp.write_gguf = before
 
 
-def passes(folder: Path, repeats: int, *, peers: bool) -> dict[str, Any]:
-    """Time passes by rows: the bfloat16 model, its copies in few bits, and llama.cpp."""
+class OpenVINO:
+    """OpenVINO in a process of its own (`openvino_worker.py`); `python` has optimum-intel."""
+
+    def __init__(self, python: str, folder: Path, bits: int) -> None:
+        worker = Path(__file__).with_name("openvino_worker.py")
+        self._process = subprocess.Popen(
+            [python, *map(str, (worker, folder, bits, CONTEXT))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == "ready":
+                return
+        raise SystemExit("OpenVINO did not start")
+
+    def forward_seconds(self, rows: int, context: int) -> float:
+        """Return the seconds of a pass over so many tokens after a context of `CONTEXT` tokens."""
+        assert context == CONTEXT and self._process.stdin is not None and self._process.stdout is not None
+        print(rows, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def start_peers(llm: LLM, folder: Path, openvino: str | None) -> dict[str, Any]:
+    """Return the peers by name: "PEER WEIGHTS"."""
+    found: dict[str, Any] = {f"llama.cpp {name}": peer(llm, folder, kind) for name, kind in PEERS.items()}
+    if openvino is not None:
+        found |= {f"OpenVINO {name}": OpenVINO(openvino, folder, bits) for name, bits in BITS.items()}
+    return found
+
+
+def passes(folder: Path, repeats: int, peers: Callable[[LLM], dict[str, Any]]) -> dict[str, Any]:
+    """Time passes by rows: the bfloat16 model, its copies in few bits, and the peers."""
     llm = load(folder, None)
     target: Any = llm._engine.target
     runners = {"bfloat16": target} | {name: low_bit_copy(target, bits) for name, bits in BITS.items()}
@@ -77,13 +115,13 @@ def passes(folder: Path, repeats: int, *, peers: bool) -> dict[str, Any]:
             tokens = torch.zeros(1, rows, dtype=torch.int64)
             works[name, rows] = lambda runner=runner, tokens=tokens: runner.forward(cache, tokens, [CONTEXT])  # type: ignore[misc]
     taken: dict[Any, list[float]] = {}
-    others = {name: peer(llm, folder, kind) for name, kind in PEERS.items()} if peers else {}
+    others = peers(llm)
     for name, other in others.items():
         for rows in ROWS:  # timed by the contender, which has to fill its KV cache before each pass
-            taken[f"llama.cpp {name}", rows] = []
-            works[f"llama.cpp {name}", rows] = lambda name=name, other=other, rows=rows: taken[  # type: ignore[misc]
-                f"llama.cpp {name}", rows
-            ].append(other.forward_seconds(rows, CONTEXT))
+            taken[name, rows] = []
+            works[name, rows] = lambda key=(name, rows), other=other: taken[key].append(  # type: ignore[misc]
+                other.forward_seconds(key[1], CONTEXT)
+            )
     seconds = interleaved(works, torch.device("cpu"), repeats)
     seconds |= {key: times[-repeats:] for key, times in taken.items()}
     for other in others.values():
@@ -92,15 +130,15 @@ def passes(folder: Path, repeats: int, *, peers: bool) -> dict[str, Any]:
     def ratio(one: Any, other: Any) -> dict[str, Any]:
         return spread([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
 
-    names = [*runners, *(f"llama.cpp {name}" for name in others)]
+    names = [*runners, *others]
     return {
         "milliseconds": {
             name: {rows: spread([1e3 * s for s in seconds[name, rows]]) for rows in ROWS} for name in names
         },
         "v": {name: {rows: ratio((name, rows), (name, 1)) for rows in ROWS} for name in names},
         "c": {name: ratio((name, 1), ("bfloat16", 1)) for name in BITS},
-        "llama.cpp_over_foredraft": {
-            name: {rows: ratio((f"llama.cpp {name}", rows), (name, rows)) for rows in ROWS} for name in others
+        "peer_over_foredraft": {
+            name: {rows: ratio((name, rows), (name.split()[-1], rows)) for rows in ROWS} for name in others
         },
     }
 
@@ -126,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time weights of few bits.")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--openvino", help="a Python with optimum-intel[openvino]")
     parser.add_argument("--loading", choices=("none", *BITS), help="only load, in this process")
     parser.add_argument("--name", default="few_bits")
     options = parser.parse_args()
@@ -136,7 +175,8 @@ def main() -> None:
             found = loading(target, None if options.loading == "none" else options.loading)
             write(f"{options.name}_loading_{options.loading}", found | {"machine": machine()})
             return
-        figures = passes(target, options.repeats, peers=options.peers)
+        peers = partial(start_peers, folder=target, openvino=options.openvino)
+        figures = passes(target, options.repeats, peers if options.peers else lambda llm: {})
         write(options.name, {"what": vars(options), "machine": machine(), **figures})
 
 
