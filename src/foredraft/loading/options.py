@@ -39,6 +39,7 @@ class LoadOptions:
     draft: str | Path | None
     revision: str | None
     draft_revision: str | None
+    tokenizer: str | Path | None
     plan: PlanSource | None
     adapter: str | Path | None
     policy: str

@@ -1,5 +1,7 @@
 """Load a decoder from safetensors files; the only module that knows Hugging Face tensor names.
 
+The folder of a GGUF file (`model.gguf`) gives its tensors under the same names.
+
 Contract: loading is strict. Every tensor that the spec needs must be present in the right shape, and no other
 tensor may be, except a few that are known to carry no information. An error names the tensor or the file.
 
@@ -28,7 +30,9 @@ from foredraft.errors import CheckpointError, shortened
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
+from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.layers import Linear, Product, RMSNorm
+from foredraft.model.quantisation.gguf import UNPACKED
 from foredraft.model.runner.native import pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
@@ -334,6 +338,10 @@ class _Checkpoint:
                 self.files[name], self.shards[name] = file, SINGLE
         elif index.is_file():
             self._open_shards(folder, index, stack)
+        elif (folder / RECORD).is_file():
+            source = open_tensors(folder, device, dtype)
+            for name in source.infos:
+                self.files[name], self.shards[name] = source, source.file.path.name
         else:
             raise CheckpointError(
                 f"{folder} has neither {SINGLE} nor {INDEX}", remedy="give a checkpoint in safetensors format"
@@ -406,7 +414,7 @@ class _Checkpoint:
                 f"tensor {name} has shape {list(found.get_shape())}, but config.json implies {list(shape)}",
                 remedy="take both files from one checkpoint",
             )
-        if found.get_dtype() not in FLOATS:
+        if found.get_dtype() not in FLOATS | UNPACKED.keys():
             raise CheckpointError(
                 f"tensor {name} is stored as {found.get_dtype()}, and quantised weights are not supported",
                 remedy="use a checkpoint in float32, bfloat16 or float16",
