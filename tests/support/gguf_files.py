@@ -87,7 +87,7 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
     blocks = draw.integers(0, 256, (*rows, columns // values, size), dtype=np.uint8)
     scales = {"Q4_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}[kind]
     for at in scales:
-        chosen = draw.uniform(-0.01, 0.01, (*rows, columns // values, 1)) * (0.05 if kind == "Q6_K" else 1.0)
+        chosen = draw.uniform(-1e-4, 1e-4, (*rows, columns // values, 1))
         blocks[..., at : at + 2] = chosen.astype(np.float16).view(np.uint8)
     return blocks.reshape(*rows, -1)
 
@@ -222,7 +222,7 @@ def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
             values = split.swapaxes(1, 2).reshape(values.shape)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values - np.float32(1)
-        weights[name] = torch.from_numpy(np.ascontiguousarray(values))
+        weights[name] = torch.from_numpy(values.copy())
     save_file(weights, other / "model.safetensors")
     for path in folder.glob("*.json"):
         (other / path.name).write_text(path.read_text())

@@ -38,8 +38,8 @@ NEUTRAL: dict[str, object] = {
 }
 # sampling settings of a file -> their names in generation_config.json, where these differ
 SAMPLING, RENAMED = "general.sampling.", {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-# Layers of the Gemma models with 27 billion weights. Their attention scale is not that of the smaller ones, and
-# the file does not say it.
+# Layers of the Gemma models with 27 billion weights. Their attention scale is not that of the smaller ones,
+# and the file does not say it.
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 THETA = 10_000.0  # RoPE's base where the file does not say
 # Llama 3.1's RoPE factors come as a tensor alone. These parameters of its formula are the same in all models.
