@@ -18,9 +18,9 @@ def test_a_folder_is_returned_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match="is a file"):
-        resolve(tmp_path / "model.gguf")
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(CheckpointError, match="is a file, but not a GGUF file"):
+        resolve(tmp_path / "model.bin")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "", "owner/"])

@@ -83,7 +83,7 @@ REFUSED: list[tuple[Any, str]] = [
     ("gptq", "config.json: quantization_config is 'gptq'; it must be a JSON object or null"),
     (
         {"bits": 4},
-        "quantization_config: quant_method is missing; supported are awq, compressed-tensors, fp8, gptq",
+        "quantization_config: quant_method is missing; supported are awq, compressed-tensors, fp8, gguf, gptq",
     ),
     ({"quant_method": "hqq"}, "quant_method is 'hqq'; supported are awq"),
     ({"quant_method": ["gptq"]}, "quant_method is ['gptq']"),

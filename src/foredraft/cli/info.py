@@ -36,7 +36,7 @@ def info(
     Parameters
     ----------
     name
-        The model: a folder or a Hugging Face id, as --model takes it. Default: the demo models.
+        The model: a folder, a GGUF file or a Hugging Face id, as --model takes it. Default: the demo models.
     """
     if name is not None and target.model is not None:
         raise ConfigError(

@@ -89,9 +89,12 @@ class TargetOptions:
     """The options of the model that need no weights."""
 
     model: Annotated[str | None, common(MODEL)] = None
-    """Target model: a folder or a Hugging Face id. Default: the demo models that ship with Foredraft."""
+    """Target model: a folder, a GGUF file or a Hugging Face id. Default: the demo models that ship with
+    Foredraft."""
     revision: str | None = None
     """Branch, tag or commit of --model on the Hugging Face Hub; same as --model owner/name@REVISION."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer that takes the place of the model's own."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype of the models. Default: the checkpoint's."""
     device: Annotated[str | None, common(MODEL)] = None
@@ -130,7 +133,7 @@ class DraftModelOptions:
     """The options of the draft model that need no weights."""
 
     draft: Annotated[str | None, common(DRAFTING)] = None
-    """Draft model: a folder or a Hugging Face id."""
+    """Draft model: a folder, a GGUF file or a Hugging Face id."""
     draft_revision: str | None = None
     """Branch, tag or commit of --draft on the Hugging Face Hub."""
 

@@ -41,6 +41,7 @@ def load(
     draft: str | Path | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
+    tokenizer: str | Path | None = None,
     plan: PlanSource | None = None,
     adapter: str | Path | None = None,
     draft_weights: str | None = None,
@@ -58,18 +59,19 @@ def load(
     kernels: bool | None = None,
     progress: Progress | None = None,
 ) -> LLM:
-    """Load a Hugging Face checkpoint and the drafters for it.
+    """Load a Hugging Face checkpoint or a GGUF file, and the drafters for it.
 
     Args:
-        model: A folder or a hub id; None loads the demo models, a target and a draft model.
+        model: A folder, a GGUF file or a hub id; None loads the demo models, a target and a draft model.
         drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize",
             "layer-skip", "kangaroo" or "low-bit". "auto" uses in every round the loaded drafter that pays
             most. By default "auto" under policy "auto"; under other policies "kangaroo" if an adapter is
             given, "layer-skip" if a plan is, else the draft model, else "lookup", or "none" where the policy
             needs draft probabilities.
-        draft: The draft model's folder or hub id.
+        draft: The draft model's folder, GGUF file or hub id.
         revision: Branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: Branch, tag or commit of the draft model.
+        tokenizer: The folder of a tokenizer that takes the place of the model's own.
         plan: The sub-layers that "layer-skip" skips: a file that `foredraft tune` wrote, its content
             (`PlanFile`), or a text such as "exit:8" or "skip:attn=3,5-7/mlp=4". None takes the plan that is
             kept for this model, if any.
@@ -116,11 +118,10 @@ def load(
     options = checked(
         LoadOptions(
             model=model, drafter=drafter, draft=draft, revision=revision, draft_revision=draft_revision,
-            plan=plan, adapter=adapter, draft_weights=draft_weights, policy=policy,
+            tokenizer=tokenizer, plan=plan, adapter=adapter, draft_weights=draft_weights, policy=policy,
             policy_options=policy_options, max_draft=max_draft, draft_sampling=draft_sampling, dtype=dtype,
-            weights=weights, device=device, max_batch=max_batch,
-            max_length=max_length, deterministic=deterministic, compile=compile, kernels=kernels,
-            needs=None, progress=progress,
+            weights=weights, device=device, max_batch=max_batch, max_length=max_length,
+            deterministic=deterministic, compile=compile, kernels=kernels, needs=None, progress=progress,
         )
     )  # fmt: skip
     return _assemble(options)

@@ -1,6 +1,7 @@
 """Checkpoints: the folders of the target and the draft model, with their specs and tokenizers.
 
-Contract: no weight is read here. A tokenizer that cannot be its model's is refused.
+Contract: no weight is read here. A tokenizer that cannot be its model's is refused, and so is a GGUF file
+whose vocabulary makes no tokenizer, unless another one is given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from foredraft.errors import CheckpointError, ConfigError, RequestError
 from foredraft.loading.options import DTYPES, LoadOptions
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
+from foredraft.model.gguf.folder import check_vocabulary
+from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
 from foredraft.model.quantisation import BITS
 from foredraft.model.spec import ModelSpec
@@ -32,7 +35,7 @@ class Checkpoint:
     """One model before its weights are read.
 
     Attributes:
-        folder: The local folder.
+        folder: The local folder; of a GGUF file, the one that was made from it.
         spec: The model's shape, from config.json.
         tokenizer: None where the folder has none.
         dtype: The dtype to run it in.
@@ -50,6 +53,11 @@ class Checkpoint:
         """Bits of the codes that its weights have in memory; None where they are not codes."""
         stored = self.spec.quantisation
         return stored.bits if self.bits is None and stored is not None else self.bits
+
+    @property
+    def source(self) -> Path:
+        """The folder or the GGUF file that the user has."""
+        return source_of(self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +95,15 @@ def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoin
     folders = [resolve(str(options.model), options.revision, options.report, weights=weights)]
     if options.draft is not None:
         folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
-    target, *rest = (_read(folder, options.dtype) for folder in folders)
+    tokenizers = _tokenizer_folder(options.tokenizer), None
+    target, *rest = (
+        _read(folder, options.dtype, tokenizer)
+        for folder, tokenizer in zip(folders, tokenizers, strict=False)
+    )
     if options.weights is not None:
         if target.spec.quantisation is not None:
             raise ConfigError(
-                f"but {target.folder} is quantised already ({target.spec.quantisation.described})",
+                f"but {target.source} is quantised already ({target.spec.quantisation.described})",
                 option="weights", value=options.weights, remedy="leave it out",
             )  # fmt: skip
         target = replace(target, bits=BITS[options.weights])
@@ -99,15 +111,34 @@ def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoin
     return Checkpoints(target, draft, draft is not None and not _same_vocabulary(target, draft))
 
 
-def _read(folder: Path, dtype: str | None) -> Checkpoint:
+def _tokenizer_folder(given: str | Path | None) -> Path | None:
+    """Return the folder of the tokenizer that is given in place of the target's own.
+
+    Raises:
+        ConfigError: It holds no tokenizer.
+    """
+    if given is None or (Path(given) / "tokenizer.json").is_file():
+        return None if given is None else Path(given)
+    raise ConfigError(
+        "which has no tokenizer.json",
+        option="tokenizer",
+        value=str(given),
+        remedy="give the folder of a checkpoint",
+    )
+
+
+def _read(folder: Path, dtype: str | None, tokenizer_folder: Path | None) -> Checkpoint:
+    """Read a checkpoint; its tokenizer comes from another folder where one is given."""
     spec = ModelSpec.from_folder(folder)
-    tokenizer = Tokenizer.from_folder(folder, spec.vocab_size)
-    if tokenizer is not None:
-        _check_tokenizer(folder, spec, tokenizer)
+    tokenizer = Tokenizer.from_folder(tokenizer_folder or folder, spec.vocab_size)
+    if tokenizer is None:
+        check_vocabulary(folder)
+    else:
+        _check_tokenizer(tokenizer_folder or folder, folder, spec, tokenizer)
     return Checkpoint(folder, spec, tokenizer, DTYPES[spec.dtype if dtype is None else dtype])
 
 
-def _check_tokenizer(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """Raise CheckpointError where a tokenizer cannot be the model's.
 
     A model's vocabulary is often padded beyond its tokenizer's. The other way round, only added tokens may
@@ -123,8 +154,10 @@ def _check_tokenizer(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> Non
             if not found and not tokenizer.has(id):
                 found = f"no token {id}, which is the model's {name}"
     if found:
+        source = source_of(folder)
+        model = folder / "config.json" if source == folder else source
         raise CheckpointError(
-            f"{folder / 'tokenizer.json'} is not the tokenizer of {folder / 'config.json'}: it has {found}",
+            f"{tokenizer_folder / 'tokenizer.json'} is not the tokenizer of {model}: it has {found}",
             remedy="put the model's own tokenizer there",
         )
 

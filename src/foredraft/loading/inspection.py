@@ -47,7 +47,7 @@ class ModelInfo:
     Attributes:
         role: "target" or "draft".
         name: The folder or hub id as given; None for a demo model.
-        folder: Its local folder.
+        folder: Its local folder or GGUF file.
         architecture: Its architecture, as config.json names it.
         parameters: Number of weights; a tied head counts once.
         layers: Number of layers.
@@ -166,7 +166,8 @@ def inspect_models(
         path: As `load` takes it.
         progress: As `load` takes it.
         spelling: How a note spells an option; by default as the Python API does.
-        **options: Of the other arguments of `load`: draft, revision, draft_revision, dtype, device.
+        **options: Of the other arguments of `load`: draft, revision, draft_revision, tokenizer, dtype,
+                device.
 
     Raises:
         ConfigError: As of `load`, except where memory is too small.
@@ -222,7 +223,7 @@ def _model_info(
     return ModelInfo(
         role=role,
         name=None if name is None else str(name),
-        folder=str(checkpoint.folder),
+        folder=str(checkpoint.source),
         architecture=spec.architecture,
         parameters=parameters,
         layers=spec.layers,

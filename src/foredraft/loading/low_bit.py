@@ -15,14 +15,13 @@ from foredraft.drafters.low_bit import low_bit_copy
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds.tables import DRAFTERS
-from foredraft.loading.capacity import weight_memory
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints
 from foredraft.loading.memory import as_gib, free_memory
 from foredraft.loading.options import LoadOptions
 from foredraft.loading.planning import ChosenPlan
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner, unserved_because
-from foredraft.model.weights import coded_copy_bytes
+from foredraft.model.weights import coded_copy_bytes, weight_bytes
 
 __all__ = ["ChosenCopy", "choose_copy", "offer_copy"]
 
@@ -90,10 +89,11 @@ def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.dev
     target, bits = checkpoints.target, BITS[UNASKED]
     if target.coded_bits is not None or not options.allows_kernels:
         return None
-    if unserved_because(target.spec, device, target.dtype) is not None:
-        return None
-    weights, size = weight_memory(target, device), coded_copy_bytes(target.spec, bits)
+    weights = weight_bytes(target.spec, device, target.dtype)
+    size = coded_copy_bytes(target.spec, bits)
     if weights < LEAST or SHARE * size > free_memory(device) - weights:
+        return None
+    if unserved_because(target.spec, device, target.dtype) is not None:  # last: its check takes memory
         return None
     logger.warning(
         "drafter low-bit is at hand, too: a copy of the model in 4 bits, %s; a named drafter does without it",

@@ -40,6 +40,7 @@ class LoadOptions:
     draft: str | Path | None
     revision: str | None
     draft_revision: str | None
+    tokenizer: str | Path | None
     plan: PlanSource | None
     adapter: str | Path | None
     draft_weights: str | None

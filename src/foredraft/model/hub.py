@@ -1,5 +1,7 @@
 """Turn the name of a model into a local folder; `owner/name` is downloaded from the Hugging Face hub.
 
+A local GGUF file is turned into a folder, too (`model.gguf`).
+
 Contract: `huggingface_hub` manages the cache, so its environment variables apply (HF_HOME, HF_TOKEN,
 HF_ENDPOINT, HF_HUB_OFFLINE). Cached files are not downloaded again, and an interrupted download resumes. Only
 the files that a model is loaded from are downloaded: first the small ones, then the weights, which are one
@@ -18,6 +20,8 @@ from typing import Any
 
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.model.config import is_file_name, read_json
+from foredraft.model.gguf.file import is_gguf
+from foredraft.model.gguf.folder import checkpoint_folder
 
 __all__ = ["resolve", "weights_to_come"]
 
@@ -48,26 +52,29 @@ def resolve(
     """Return the local folder of a model, downloading it if necessary.
 
     Args:
-        name_or_path: A folder, `owner/name`, or `owner/name@revision`.
+        name_or_path: A folder, a GGUF file, `owner/name`, or `owner/name@revision`.
         revision: A branch, a tag or a commit of the hub repository; None is its main branch.
         report: Progress callback, called as ("download", done, total) in megabytes.
         weights: Download the weights too. Otherwise the hub is only asked whether it has them.
 
     Raises:
         ConfigError: A local folder is given with a revision, or two different revisions are given.
-        CheckpointError: The model does not exist, or cannot be downloaded.
+        CheckpointError: The model does not exist, cannot be downloaded, or is a broken GGUF file.
     """
     folder = _existing(name_or_path)
     name = str(name_or_path)
-    if folder is not None and folder.is_dir():
+    if folder is not None and (folder.is_dir() or is_gguf(folder)):
+        kind = "folder" if folder.is_dir() else "file"
         if revision is not None:
             raise ConfigError(
-                f"{name} is a local folder, which has no revision {revision!r}",
+                f"{name} is a local {kind}, which has no revision {revision!r}",
                 remedy="leave the revision out",
             )
-        return folder
+        return folder if folder.is_dir() else checkpoint_folder(folder)
     if folder is not None:
-        raise CheckpointError(f"{name} is a file", remedy="give the folder of a checkpoint")
+        raise CheckpointError(
+            f"{name} is a file, but not a GGUF file", remedy="give the folder of a checkpoint, or a GGUF file"
+        )
     match = REPOSITORY.fullmatch(name)
     if match is None:
         raise CheckpointError(

@@ -1,5 +1,7 @@
 """Load a decoder from safetensors files; the only module that knows Hugging Face tensor names.
 
+The folder of a GGUF file (`model.gguf`) gives its tensors under the same names.
+
 Contract: loading is strict. Every tensor that the spec needs must be present in the right shape, and no other
 tensor may be, except a few that are known to carry no information. An error names the tensor or the file.
 
@@ -30,6 +32,7 @@ from foredraft.errors import CheckpointError, shortened
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
+from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.layers import Linear, Product, RMSNorm
 from foredraft.model.quantisation import (
     GROUP,
@@ -412,6 +415,10 @@ class _Checkpoint:
                 self.files[name], self.shards[name] = file, SINGLE
         elif index.is_file():
             self._open_shards(folder, index, stack)
+        elif (folder / RECORD).is_file():
+            source = open_tensors(folder, device)
+            for name in source.infos:
+                self.files[name], self.shards[name] = source, source.file.path.name
         else:
             raise CheckpointError(
                 f"{folder} has neither {SINGLE} nor {INDEX}", remedy="give a checkpoint in safetensors format"
@@ -563,12 +570,11 @@ class _Checkpoint:
 
 
 def _format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
-    """Return the format of the weight of a tensor's module; None if it is not quantised.
-
-    The embedding never is.
-    """
+    """Return the format of the weight of a tensor's module; None if it is not quantised."""
     module = name.rpartition(".")[0]
-    return None if quantisation is None or module == EMBEDDING else quantisation.format_of(module)
+    if quantisation is None or (module == EMBEDDING and not quantisation.embedding):
+        return None
+    return quantisation.format_of(module)
 
 
 def _coding(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:

@@ -4,7 +4,7 @@ codes.py                a quantised weight: codes and scales; `expand` is the de
 quantise.py             16-bit weights -> codes
 scheme.py               which modules of a checkpoint are quantised, and what a weight format must tell
 reading.py              config.json -> scheme: the table of the methods
-compressed_tensors.py   a method: its config keys and its weight formats; likewise gptq.py, awq.py, fp8.py
+compressed_tensors.py   a method: its config keys and weight formats; so are gptq.py, awq.py, fp8.py, gguf.py
 packing.py              numbers of 4 and 8 bits in words of 32
 """
 

@@ -2,7 +2,7 @@
 
 A weight is code · scale, with one scale for a run of `group` columns of a row. The product of a code and a
 scale of 16 bits is exact in float32, so an expanded weight was rounded once, to its dtype. With a scale in
-float32, the product is rounded to float32 first.
+float32, or with an offset, the result is rounded to float32 first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = ["GROUP", "Codes", "Coding", "codable"]
 
 GROUP = 32  # columns that share a scale in a weight that is kept coded
+PIECE = 2**22  # values that are expanded at once: bounds the memory besides the weight itself
 
 
 def codable(columns: int) -> bool:
@@ -68,12 +69,14 @@ class Codes:
         scales: [M, ceil(K / group)], of any float dtype.
         group: Columns that share a scale; the last group of a row may be shorter.
         coding: How the kernels can keep it coded; None where they cannot.
+        offsets: [M, K / group] float32, subtracted from the scaled codes; None: there are none.
     """
 
     codes: Tensor
     scales: Tensor
     group: int
     coding: Coding | None = None
+    offsets: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,14 +85,24 @@ class Codes:
         return rows, columns
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [M, K], rounded once to `dtype`."""
+        """Return the weight [M, K], rounded once to `dtype`; a few rows are in float32 at a time."""
         rows, columns = self.shape
-        full = columns // self.group  # groups that are not short
+        expanded = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
+        step = max(1, PIECE // columns)
+        for first in range(0, rows, step):
+            expanded[first : first + step] = self._values(slice(first, first + step))
+        return expanded
+
+    def _values(self, rows: slice) -> Tensor:
+        """Return rows of the weight, in float32."""
+        full = self.shape[1] // self.group  # groups that are not short
         short = full * self.group  # where a short one begins
-        values, scales = self.codes.to(torch.float32, copy=True), self.scales.float()
-        values[:, :short].view(rows, full, self.group).mul_(scales[:, :full, None])
+        values, scales = self.codes[rows].to(torch.float32, copy=True), self.scales[rows].float()
+        grouped = values[:, :short].view(len(values), full, self.group).mul_(scales[:, :full, None])
+        if self.offsets is not None:
+            grouped.sub_(self.offsets[rows, :, None])
         values[:, short:].mul_(scales[:, full:])
-        return values.to(dtype)
+        return values
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation import awq, compressed_tensors, fp8, gptq
+from foredraft.model.quantisation import awq, compressed_tensors, fp8, gguf, gptq
 from foredraft.model.quantisation.scheme import Quantisation
 
 __all__ = ["KEYS", "read_quantisation"]
@@ -22,6 +22,7 @@ METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader], Quantisation]]
     "awq": (awq.HARMLESS, awq.read_awq),
     "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
     "fp8": (fp8.HARMLESS, fp8.read_fp8),
+    gguf.METHOD: (gguf.HARMLESS, gguf.read_gguf),
     "gptq": (gptq.HARMLESS, gptq.read_gptq),
 }
 

@@ -107,11 +107,13 @@ class Quantisation:
         method: The `quant_method` of its config.
         rules: The first rule that a module matches decides; without one, a module is not quantised.
         note: What Foredraft computes otherwise than the method's authors; None if nothing.
+        embedding: The rules hold for the embedding, too; otherwise it is not quantised.
     """
 
     method: str
     rules: tuple[Rule, ...]
     note: str | None = None
+    embedding: bool = False
 
     def format_of(self, module: str) -> WeightFormat | None:
         """Return the format of a linear layer's weight; None if it is not quantised.

@@ -1,0 +1,14 @@
+"""GGUF files: one file with the weights, the sizes and the tokenizer of a model, as llama.cpp reads it.
+
+A file is read as a checkpoint folder is: `checkpoint_folder` makes the small files of a folder from its
+metadata once, and `model.weights` reads the tensors from the file itself.
+
+file.py         the container: metadata, and the place of each tensor
+config.py       metadata -> config.json
+vocabulary.py   metadata -> tokenizer.json and tokenizer_config.json
+names.py        tensor names -> the names of Hugging Face, and what the writer did to a tensor
+tensors.py      tensors by the names of Hugging Face
+folder.py       the folder of a file
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""

@@ -1,0 +1,222 @@
+"""Read the container of a GGUF file: its metadata, and the kind, shape and place of each tensor.
+
+Contract: reading is strict. A count, a length or an offset that leads beyond the file, a name that is there
+twice, and a block format that this package cannot read are `CheckpointError`s that name the file. The file is
+memory-mapped; no tensor is read here.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import DOWNLOAD_AGAIN
+from foredraft.model.quantisation import gguf
+
+__all__ = ["BLOCKS", "GGUFFile", "TensorInfo", "is_gguf"]
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # version 1, of 2023, counts in 32 bits
+ALIGNMENT = 32  # bytes, where the file does not say
+MAX_DIMENSIONS = 4  # of a tensor, in ggml
+MAX_DEPTH = 4  # arrays within each other; files have one
+# kind of a tensor -> values in a block, bytes of a block
+BLOCKS: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    **{kind: (values, size) for kind, (values, size, _) in gguf.BLOCKS.items()},
+}
+# every kind of ggml (`ggml_type` in https://github.com/ggml-org/ggml/blob/master/include/ggml.h)
+KINDS: dict[int, str] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
+    11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
+    27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+# type of a metadata value -> its format for `struct`
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+BOOL, STRING, ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the file.
+
+    Attributes:
+        name: Its name in the file.
+        kind: A key of `BLOCKS`.
+        shape: Its shape as PyTorch counts, with the rows that lie one after the other last.
+        start: Its first byte in the file.
+        size: Its bytes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file says that it is a GGUF file, by its name or its first bytes."""
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+class GGUFFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: The file.
+        data: Its bytes, memory-mapped; what is written to them does not reach the file.
+        metadata: Values by key: numbers, texts, true and false, and lists of these.
+        tensors: The tensors by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file and read everything but the tensors.
+
+        Raises:
+            CheckpointError: It is no GGUF file, is broken, or holds what this package cannot read.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as opened:
+                # a private map, because PyTorch warns of memory that cannot be written
+                self.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        except ValueError:
+            raise CheckpointError(f"{path} is empty", remedy=DOWNLOAD_AGAIN) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror})", remedy="give a file that can be read"
+            ) from error
+        self._at = 0
+        try:
+            tensors, values = self._header()
+            self.metadata = self._metadata(values)
+            self.tensors = self._tensors(tensors)
+        except (struct.error, IndexError):
+            raise self.error("ends too early", DOWNLOAD_AGAIN) from None
+        except UnicodeDecodeError:
+            raise self.error("has a text that is not UTF-8", DOWNLOAD_AGAIN) from None
+
+    def error(self, problem: str, remedy: str) -> CheckpointError:
+        """Return the error of this file."""
+        return CheckpointError(f"{self.path} {problem}", remedy=remedy)
+
+    def _header(self) -> tuple[int, int]:
+        """Return the number of tensors and of metadata values."""
+        if self.data[: len(MAGIC)] != MAGIC:
+            raise self.error("is not a GGUF file", "give a checkpoint folder, or a GGUF file")
+        self._at = len(MAGIC)
+        version = self._number("I")
+        if not version & 0xFFFF:  # a number below 65536 with its bytes reversed
+            raise self.error("is a big-endian GGUF file", "convert it to little-endian")
+        if version not in VERSIONS:
+            raise self.error(
+                f"is a GGUF file of version {version}", f"supported are {' and '.join(map(str, VERSIONS))}"
+            )
+        return self._number("Q"), self._number("Q")
+
+    def _metadata(self, values: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(values):
+            key = self._text()
+            if key in found:
+                raise self.error(f"has {shortened(key)} twice", DOWNLOAD_AGAIN)
+            found[key] = self._value(self._number("I"))
+        return found
+
+    def _tensors(self, tensors: int) -> dict[str, TensorInfo]:
+        heads = [self._tensor_head() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment % 8:
+            raise self.error(f"has the alignment {shortened(alignment)}", "it must be a multiple of 8")
+        first = -(-self._at // alignment) * alignment
+        found: dict[str, TensorInfo] = {}
+        for name, shape, number, offset in heads:
+            if name in found:
+                raise self.error(f"has tensor {shortened(name)} twice", DOWNLOAD_AGAIN)
+            found[name] = self._tensor(name, shape, number, first + offset)
+            if offset % alignment:
+                raise self.error(f"has tensor {name} at an offset that is not aligned", DOWNLOAD_AGAIN)
+        return found
+
+    def _tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return the name, the shape, the number of the kind and the offset of the next tensor."""
+        name, dimensions = self._text(), self._number("I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise self.error(f"has tensor {shortened(name)} with {dimensions} dimensions", DOWNLOAD_AGAIN)
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        if not all(shape):
+            raise self.error(f"has tensor {shortened(name)} of shape {[*shape]}", DOWNLOAD_AGAIN)
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> TensorInfo:
+        kind = KINDS.get(number, f"number {number}")
+        if kind not in BLOCKS:
+            raise self.error(
+                f"has tensor {name} of type {kind}, which is not supported",
+                f"take a file with {', '.join(BLOCKS)}",
+            )
+        values, size = BLOCKS[kind]
+        if shape[-1] % values:
+            raise self.error(
+                f"has tensor {name} with rows of {shape[-1]} values, but {kind} has blocks of {values}",
+                DOWNLOAD_AGAIN,
+            )
+        size *= math.prod(shape) // values
+        if start + size > len(self.data):
+            raise self.error(f"ends within tensor {name}, so it is incomplete", DOWNLOAD_AGAIN)
+        return TensorInfo(name, kind, shape, start, size)
+
+    def _number(self, format: str) -> Any:
+        [value] = struct.unpack_from(f"<{format}", self.data, self._at)
+        self._at += struct.calcsize(f"<{format}")
+        return value
+
+    def _text(self) -> str:
+        size = self._number("Q")
+        end = self._at + size
+        if end > len(self.data):
+            raise IndexError
+        text = self.data[self._at : end].decode("utf-8")
+        self._at = end
+        return text
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind in NUMBERS:
+            return self._number(NUMBERS[kind])
+        if kind == BOOL:
+            return bool(self._number("B"))
+        if kind == STRING:
+            return self._text()
+        if kind == ARRAY and depth < MAX_DEPTH:
+            return self._array(depth)
+        raise self.error(f"has a metadata value of type {kind}, which is not known", DOWNLOAD_AGAIN)
+
+    def _array(self, depth: int) -> list[Any]:
+        kind, count = self._number("I"), self._number("Q")
+        if kind in NUMBERS:
+            format = f"<{count}{NUMBERS[kind]}"
+            if count > len(self.data):
+                raise IndexError
+            values = struct.unpack_from(format, self.data, self._at)
+            self._at += struct.calcsize(format)
+            return list(values)
+        read: Callable[[], Any] = self._text if kind == STRING else lambda: self._value(kind, depth + 1)
+        return [read() for _ in range(count)]

@@ -1,0 +1,169 @@
+"""The checkpoint folder of a GGUF file: the small files that all readers of a model take from a folder.
+
+Contract: the folder holds `config.json`, `generation_config.json`, the tokenizer's files, and a record that
+names the GGUF file, whose tensors `model.weights` reads. It lies in the user's cache folder under the file's
+path, and is made again when the file has changed. Without a cache folder it is temporary, and lasts as long
+as the process. A file is checked whole before its folder is made: every tensor that its model needs is there
+in the right shape, and no other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import CheckpointError, Option
+from foredraft.files import replacing_folder
+from foredraft.model.gguf.config import CONVERT_AGAIN, config_of, generation_of
+from foredraft.model.gguf.file import GGUFFile
+from foredraft.model.gguf.names import ROPE_FACTORS, file_name, model_name
+from foredraft.model.gguf.tensors import RECORD, identity
+from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, special_ids, vocabulary_of
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import Shapes, build_decoder
+from foredraft.ownership import check_folder, make_folder, read_private
+from foredraft.user_cache import cache_folder
+
+__all__ = ["check_vocabulary", "checkpoint_folder"]
+
+FORMAT = 1  # raised when a folder's content is made differently
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Return the folder of a GGUF file, made now or earlier.
+
+    Raises:
+        CheckpointError: The file cannot be read, or its model is not supported.
+    """
+    path = path.resolve()
+    try:
+        record = {"format": FORMAT, "file": str(path), "identity": identity(path)}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy="check its name") from error
+    folder = _place(hashlib.sha256(str(path).encode()).hexdigest()[:32])
+    if {**(_record(folder) or {}), "no_tokenizer": None} != {**record, "no_tokenizer": None}:
+        files = _files(path, record)
+        with replacing_folder(folder) as new:
+            new.chmod(0o700)  # a permissive umask would make it one that `_record` refuses
+            for name, content in files.items():
+                (new / name).write_text(content, encoding="utf-8")
+                (new / name).chmod(0o600)
+    return folder
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Raise CheckpointError where a folder's GGUF file has a vocabulary that makes no tokenizer."""
+    record = _record(folder)
+    if record is not None and record["no_tokenizer"] is not None:
+        raise CheckpointError(
+            f"{record['file']} {record['no_tokenizer']}",
+            remedy=("give the folder of the model's tokenizer as ", Option("tokenizer")),
+        )
+
+
+def _files(path: Path, record: dict[str, Any]) -> dict[str, str]:
+    """Return the content of the files of a folder by name."""
+    file = GGUFFile(path)
+    config, generation = config_of(file, special_ids(file.metadata)), generation_of(file)
+    try:
+        spec = ModelSpec.from_hf(config, generation)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}", remedy=CONVERT_AGAIN) from error
+    _check_tensors(file, spec)
+    files, refusal = {"config.json": json.dumps(config)}, None
+    if generation:
+        files["generation_config.json"] = json.dumps(generation)
+    try:
+        vocabulary = vocabulary_of(file.metadata)
+    except UnreadableVocabularyError as error:
+        vocabulary, refusal = None, str(error)
+    if vocabulary is not None:
+        files["tokenizer.json"] = vocabulary.tokenizer
+        files["tokenizer_config.json"] = json.dumps(vocabulary.config)
+    files[RECORD] = json.dumps(record | {"no_tokenizer": refusal})
+    return files
+
+
+class _Needed:
+    """A source that notes which tensors a decoder needs, in which shapes."""
+
+    device, dtype = torch.device("meta"), torch.float32
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def load(self, shapes: Shapes) -> Tensor:
+        self.shapes.update(shapes)
+        rows, columns = sum(shape[0] for shape in shapes.values()), next(iter(shapes.values()))[1:]
+        return torch.empty(rows, *columns, device=self.device, dtype=self.dtype)
+
+    load_temporary = load
+
+    def free_temporary(self) -> None:
+        return None
+
+
+def _check_tensors(file: GGUFFile, spec: ModelSpec) -> None:
+    """Check that a file holds the tensors of its model in the right shapes, and no other.
+
+    Raises:
+        CheckpointError: It does not; the message names the tensor as the file does.
+    """
+    architecture, needed = file.metadata["general.architecture"], _Needed()
+    build_decoder(spec, needed)
+    for name, shape in needed.shapes.items():
+        own = file_name(architecture, name)
+        if own not in file.tensors:
+            raise file.error(f"lacks tensor {own}", CONVERT_AGAIN)
+        if file.tensors[own].shape != shape:
+            found = [*file.tensors[own].shape]
+            raise file.error(
+                f"has tensor {own} of shape {found}, but its metadata imply {[*shape]}", CONVERT_AGAIN
+            )
+    for own in file.tensors:
+        if own != ROPE_FACTORS and model_name(architecture, own) not in needed.shapes:
+            raise file.error(f"has tensor {own}, which is not part of a {spec.architecture}", CONVERT_AGAIN)
+
+
+def _place(name: str) -> Path:
+    """Return the path of a folder, in the cache folder if this user alone can write it."""
+    cache = cache_folder("gguf")
+    if cache is not None:
+        try:
+            make_folder(cache)
+            return check_folder(cache) / name
+        except OSError:
+            pass
+    return _temporary() / name
+
+
+@functools.cache
+def _temporary() -> Path:
+    """Return a folder that is removed when the process ends."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="foredraft-gguf-")).resolve(), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked process leaves it to its parent
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """Return the record of a folder; None where it is missing, broken or another user's."""
+    try:
+        found = json.loads(read_private(check_folder(folder) / RECORD))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "no_tokenizer" in found else None

@@ -1,0 +1,124 @@
+"""Read the tensors of a GGUF file by the names of Hugging Face, as an open safetensors file gives them.
+
+Contract: reordered rows and Gemma's norms are as the writer of the file was given them. A tensor of floats
+comes in its stored dtype. Of a quantised one the bytes of each row come (`model.quantisation.gguf` reads
+them). Where nothing has to be restored, the result is a view of the map.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import CheckpointError
+from foredraft.model.config import read_json
+from foredraft.model.gguf.file import GGUFFile, TensorInfo
+from foredraft.model.gguf.names import adds_one, model_name, row_order
+
+__all__ = ["RECORD", "GGUFTensors", "identity", "open_tensors", "source_of", "stored_values"]
+
+RECORD = "gguf.json"  # names the file of a folder that `folder.checkpoint_folder` made
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def source_of(folder: Path) -> Path:
+    """Return the GGUF file that a folder was made from, or the folder itself if it was not."""
+    record = folder / RECORD
+    return Path(read_json(record)["file"]) if record.is_file() else folder
+
+
+def identity(path: Path) -> list[int]:
+    """Return what tells a file from one that replaced it: its size, time of change and inode number."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
+    """Open the file that a folder was made from.
+
+    Args:
+        folder: The folder.
+        device: Where the tensors will be; for "meta" no values are read.
+
+    Raises:
+        CheckpointError: The file is broken, gone, or another than when the folder was made.
+    """
+    record = read_json(folder / RECORD)
+    path = Path(record["file"])
+    try:
+        same = identity(path) == record["identity"]
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror})", remedy="give the model's file again"
+        ) from error
+    if not same:
+        raise CheckpointError(f"{path} has changed while it was used", remedy="load the model again")
+    heads, kv_heads = (read_json(folder / "config.json")[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
+    return GGUFTensors(GGUFFile(path), heads, kv_heads, meta=device.type == "meta")
+
+
+KINDS_OF_HEADS = ("attention", "key_value")
+
+
+class GGUFTensors:
+    """The tensors of an open file, by the names of Hugging Face."""
+
+    def __init__(self, file: GGUFFile, heads: int, kv_heads: int, *, meta: bool = False) -> None:
+        """Find the tensors.
+
+        Args:
+            file: The file.
+            heads: Query heads of the model.
+            kv_heads: Its key heads.
+            meta: Give tensors without values.
+        """
+        self.file, self.heads, self.kv_heads, self.meta = file, heads, kv_heads, meta
+        self.architecture: str = file.metadata["general.architecture"]
+        named = ((model_name(self.architecture, name), info) for name, info in file.tensors.items())
+        self.infos: dict[str, TensorInfo] = {name: info for name, info in named if name is not None}
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return [*self.infos]
+
+    def get_slice(self, name: str) -> GGUFSlice:
+        """Return a tensor whose values are not read yet."""
+        return GGUFSlice(self, self.infos[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return a tensor; the caller must not change it."""
+        return self.get_slice(name)[:]
+
+
+class GGUFSlice:
+    """A tensor whose rows are read when they are asked for."""
+
+    def __init__(self, tensors: GGUFTensors, info: TensorInfo) -> None:
+        self.tensors, self.info = tensors, info
+
+    def get_dtype(self) -> str:
+        """Return how the tensor is stored: a key of `file.BLOCKS`."""
+        return self.info.kind
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the tensor."""
+        return [*self.info.shape]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        info, tensors = self.info, self.tensors
+        stored = stored_values(tensors.file, info)
+        if tensors.meta:
+            return torch.empty_like(stored, device="meta")[rows]
+        order = row_order(tensors.architecture, info.name, info.shape[0], tensors.heads, tensors.kv_heads)
+        values = stored[rows] if order is None else stored[order[rows]]
+        return values.float() - 1.0 if adds_one(tensors.architecture, info.name) else values
+
+
+def stored_values(file: GGUFFile, info: TensorInfo) -> Tensor:
+    """Return a tensor as a file stores it: floats of its shape, or the bytes of each row, [M, bytes]."""
+    stored = torch.frombuffer(file.data, dtype=torch.uint8, count=info.size, offset=info.start)
+    if info.kind in FLOATS:
+        return stored.view(FLOATS[info.kind]).view(info.shape)
+    return stored.view(*info.shape[:-1], -1)

@@ -1,0 +1,229 @@
+"""Write tiny checkpoints as GGUF files with the `gguf` package's own writer, as its converter does.
+
+Contract: tensors are reordered and shifted as convert_hf_to_gguf.py does it (https://github.com/ggml-org/
+llama.cpp/blob/master/convert_hf_to_gguf.py): the rows of Llama's q and k, and Gemma's norms plus one. Names
+come from the package's own table. Vectors are float32, as llama.cpp needs them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+ARCHITECTURES = {"gemma3_text": "gemma3"}  # model_type -> the file's, where they differ
+# numbers that most models do not have: they are written as the converter does, under their own names
+CONTROL, NORMAL, USER_DEFINED, UNUSED = (
+    gguf.TokenType[name] for name in ("CONTROL", "NORMAL", "USER_DEFINED", "UNUSED")
+)
+Edit = Callable[[gguf.GGUFWriter], object]
+
+
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kind: str | Mapping[str, str] = "F32",
+    *,
+    vocabulary: bool = True,
+    pre: str = "gpt-2",
+    tensors: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda tensors: tensors,
+    edit: Edit = lambda writer: None,
+) -> Path:
+    """Write a checkpoint folder as a GGUF file.
+
+    Args:
+        folder: The checkpoint.
+        file: Where to write.
+        kind: Type of the matrices, or types by a part of the name in the file; F32 for the others.
+        vocabulary: Write the tokenizer too, if the folder has one.
+        pre: The name of its rule for words.
+        tensors: Changes the tensors, by their names in the file, before they are written.
+        edit: Adds or changes metadata.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(file, architecture)
+    add_sizes(writer, config)
+    if vocabulary and (folder / "tokenizer.json").is_file():
+        add_byte_level(writer, json.loads((folder / "tokenizer.json").read_text()), config, pre)
+    edit(writer)
+    for name, values in tensors(dict(converted(folder, config, architecture))).items():
+        wanted = kind if isinstance(kind, str) else next((kind[part] for part in kind if part in name), "F32")
+        stored = wanted if values.ndim > 1 else "F32"
+        add_tensor(writer, name, values, stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    """Add a float32 tensor in a type of the file."""
+    raw = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(name, quantised(values, kind), raw_dtype=raw)
+
+
+def quantised(values: np.ndarray, kind: str) -> np.ndarray:
+    """Return a tensor in a type: by the package, or random blocks where it only reads the type."""
+    raw = gguf.GGMLQuantizationType[kind]
+    if kind in ("Q4_K", "Q6_K"):
+        return random_blocks(kind, values.shape, seed=values.size)
+    return gguf.quants.quantize(values, raw)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Return random bytes of blocks [..., bytes], whose float16 scales are small and finite."""
+    raw = gguf.GGMLQuantizationType[kind]
+    values, size = gguf.GGML_QUANT_SIZES[raw]
+    rows, columns = shape[:-1], shape[-1]
+    draw = np.random.default_rng(seed)
+    blocks = draw.integers(0, 256, (*rows, columns // values, size), dtype=np.uint8)
+    scales = {"Q4_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}[kind]
+    for at in scales:
+        chosen = draw.uniform(-1e-4, 1e-4, (*rows, columns // values, 1))
+        blocks[..., at : at + 2] = chosen.astype(np.float16).view(np.uint8)
+    return blocks.reshape(*rows, -1)
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Add the sizes and the arithmetic of a model."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "llama":
+        writer.add_rope_dimension_count(head_dim)
+    if config["model_type"].startswith("gemma"):
+        writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    _add_rope(writer, config)
+
+
+def _add_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    rope = config["rope_parameters"]
+    if "full_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def add_byte_level(
+    writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any], config: Mapping[str, Any], pre: str
+) -> None:
+    """Add the byte-level BPE of a tokenizer.json, filled up to the model's vocabulary."""
+    special = {each["id"]: each["special"] for each in tokenizer["added_tokens"]}
+    texts = {id: token for token, id in tokenizer["model"]["vocab"].items()}
+    texts |= {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
+    ids = range(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([texts.get(id, f"[PAD{id}]") for id in ids])
+    kinds = {True: CONTROL, False: USER_DEFINED, None: NORMAL}
+    writer.add_token_types([kinds[special.get(id)] if id in texts else UNUSED for id in ids])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    if config.get("bos_token_id") is not None:
+        writer.add_bos_token_id(config["bos_token_id"])
+    if config.get("eos_token_id") is not None:
+        writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(bool(tokenizer["post_processor"]))
+
+
+def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a checkpoint by their names in the file, as the converter changes them."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    tied = config.get("tie_word_embeddings", False)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if tied and name == "lm_head.weight":
+            continue
+        values = tensor.float().numpy()
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        part = name.split(".")[-2]
+        if architecture == "llama" and part in heads:
+            values = permuted(values, heads[part])
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        yield own, values
+    if config["rope_parameters"].get("rope_type") == "llama3":
+        yield "rope_freqs.weight", rope_factors(config)
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of q or k, as `LlamaModel.permute` of the converter does."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def rope_factors(config: Mapping[str, Any]) -> np.ndarray:
+    """Return Llama 3.1's factors, as `LlamaModel.generate_extra_tensors` of the converter computes them."""
+    rope = config["rope_parameters"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in frequencies.tolist():
+        length = 2 * np.pi / frequency
+        if length < original / high:
+            factors.append(1.0)
+        elif length > original / low:
+            factors.append(factor)
+        else:
+            smooth = (original / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
+    """Copy a checkpoint folder with the weights that the package reads from a GGUF file of it."""
+    other.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    weights = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if own not in stored:
+            weights[name] = tensor
+            continue
+        values = gguf.quants.dequantize(stored[own].data, stored[own].tensor_type)
+        values = values.reshape(tensor.shape)
+        part = name.split(".")[-2]
+        if architecture == "llama" and part in heads:
+            split = values.reshape(heads[part], -1, 2, *values.shape[1:])
+            values = split.swapaxes(1, 2).reshape(values.shape)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values - np.float32(1)
+        weights[name] = torch.from_numpy(values.copy())
+    save_file(weights, other / "model.safetensors")
+    for path in folder.glob("*.json"):
+        (other / path.name).write_text(path.read_text())
+    return other

@@ -1,0 +1,194 @@
+"""A GGUF file gives the model of the checkpoint that it was written from, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.drafters.adapter_files import target_hash
+from foredraft.model.gguf import names
+from foredraft.model.hub import resolve
+from foredraft.model.quantisation import gguf as formats
+from foredraft.model.runner import Runner
+from foredraft.model.spec import ModelSpec
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.weights import first_values, load_decoder, read_tensors, weight_headers
+from tests.support.checkpoints import ROPES, TEXT, save_checkpoint
+from tests.support.planting import Mutant, assert_caught, defect
+
+pytest.importorskip("gguf")
+
+from tests.support.gguf_files import save_dequantised, write_gguf
+
+GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16}  # the size of a head, as in the smaller Gemma models
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 2}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    "llama, norms": ("llama", {"rms_norm_eps": 1e-5}),
+    **{
+        f"llama, {rope}": ("llama", {"rope_parameters": ROPES[rope]}) for rope in ("linear", "llama3", "yarn")
+    },
+    "qwen2": ("qwen2", {}),
+    "qwen2, yarn, tied": ("qwen2", {"rope_parameters": ROPES["yarn"], "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3", GEMMA),
+    "gemma3, linear": (
+        "gemma3",
+        {
+            **GEMMA,
+            "rope_parameters": {
+                "full_attention": ROPES["linear"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # rows of whole blocks of every type
+
+WIDE_GEMMA = {"query_pre_attn_scalar": 64}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def logits(folder: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the logits [T, V] of a prompt."""
+    runner = Runner(load_decoder(folder, dtype=dtype), deterministic=False)
+    tokens = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(7))
+    found = runner.forward(runner.new_cache(1, 40), tokens, [0]).logits
+    assert found is not None
+    return found[0]
+
+
+def check_same(folder: Path, file: Path, dtype: torch.dtype | None = None) -> None:
+    """Check that a file is the model of a folder."""
+    found = resolve(file)
+    for index, (a, b) in enumerate(zip(values(folder, dtype), values(found, dtype), strict=True)):
+        assert torch.equal(a, b), f"tensor {index} differs"
+    assert torch.equal(logits(folder, dtype), logits(found, dtype))
+
+
+def values(folder: Path, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the embedding and the norms of a decoder; the logits tell of the other tensors."""
+    decoder, found = load_decoder(folder, dtype=dtype), []
+    for part in (part for layer in decoder.layers for part in (layer.attention, layer.mlp)):
+        for name in ("norm", "post_norm", "q_norm", "k_norm"):
+            norm = getattr(part, name, None)
+            found += [] if norm is None else [norm.weight]
+    return [decoder.embedding, decoder.norm.weight, *found]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_of_float32_is_its_checkpoint(name: str, tmp_path: Path) -> None:
+    family, keys = MODELS[name]
+    folder = save_checkpoint(tmp_path / "model", family, tokenizer=True, **keys)
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    spec, found = ModelSpec.from_folder(folder), ModelSpec.from_folder(resolve(file))
+    assert found == spec
+    check_same(folder, file)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("kind", ["BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+def test_a_quantised_file_is_the_checkpoint_of_its_dequantised_weights(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path / "model", family, **WIDE, **(WIDE_GEMMA if family == "gemma2" else {}))
+    file = write_gguf(folder, tmp_path / "model.gguf", kind)
+    other = save_dequantised(folder, file, tmp_path / "other")
+    for dtype in (torch.float32, torch.bfloat16):
+        check_same(other, file, dtype)
+
+
+def test_a_file_may_mix_types(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", **WIDE)
+    kinds = {"token_embd": "Q6_K", "attn_v": "Q6_K", "ffn_down": "Q8_0", "output": "F16", "attn_": "Q4_K"}
+    file = write_gguf(folder, tmp_path / "model.gguf", kinds)
+    other = save_dequantised(folder, file, tmp_path / "other")
+    check_same(other, file, torch.bfloat16)
+    stored = {kind for kind, _ in weight_headers(resolve(file)).values()}
+    assert stored == {"F32", "F16", "Q8_0", "Q4_K", "Q6_K"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("F32", "float32"),
+        ("F16", "float16"),
+        ("BF16", "bfloat16"),
+        ("Q8_0", "bfloat16"),
+        ("Q4_0", "bfloat16"),
+    ],
+)
+def test_the_dtype_is_that_of_the_matrices(kind: str, dtype: str, tmp_path: Path) -> None:
+    file = write_gguf(save_checkpoint(tmp_path / "model", **WIDE), tmp_path / "model.gguf", kind)
+    assert ModelSpec.from_folder(resolve(file)).dtype == dtype
+
+
+def test_the_tokenizer_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", tokenizer=True)
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    own, found = (Tokenizer.from_folder(each) for each in (folder, resolve(file)))
+    assert own is not None and found is not None
+    assert found.fingerprint == own.fingerprint and found.special == own.special
+    ids = own.encode(TEXT)
+    assert found.encode(TEXT) == ids and found.decode(ids) == own.decode(ids) == TEXT
+
+
+def test_rows_are_read_apart(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", **WIDE)
+    found = resolve(write_gguf(folder, tmp_path / "model.gguf"))
+    whole = read_tensors(found, lambda name: True)
+    first = dict(first_values(found))
+    assert first.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert first[name] == tensor[:1].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_model_has_one_hash_wherever_its_file_lies(tmp_path: Path, cache: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", tokenizer=True)
+    file = write_gguf(folder, tmp_path / "model.gguf", "Q8_0")
+    first = target_hash(resolve(file))
+    assert target_hash(resolve(file.rename(tmp_path / "moved.gguf"))) == first
+    other = write_gguf(save_checkpoint(tmp_path / "b", tokenizer=True, seed=1), tmp_path / "b.gguf", "Q8_0")
+    assert target_hash(resolve(other)) != first
+
+
+def test_sampling_defaults_come_from_the_file(tmp_path: Path) -> None:
+    from foredraft.model.generation import generation_defaults
+
+    def edit(writer: Any) -> None:
+        writer.add_float32("general.sampling.temp", 0.6)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    file = write_gguf(save_checkpoint(tmp_path / "model"), tmp_path / "model.gguf", edit=edit)
+    assert generation_defaults(resolve(file), 97) == {"temperature": 0.6, "top_k": 20}
+
+
+DEFECTS = [
+    ("q and k stay as the file has them", "llama", names.row_order, lambda sound: lambda *_: None, "F32"),
+    ("q is read with the heads of k", "llama", names.row_order,
+     lambda sound: lambda kind, name, rows, heads, kv: sound(kind, name, rows, kv, kv), "F32"),
+    ("Gemma's norms keep the one", "gemma2", names.adds_one, lambda sound: lambda *_: False, "F32"),
+    ("high halves first", "qwen2", formats._halves, lambda sound: lambda x: sound(x)[::-1], "Q4_K"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEFECTS, ids=lambda case: case[0])
+def test_a_defect_is_caught(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, family, seam, spoiler, kind = case
+    keys = {"num_key_value_heads": 2} | WIDE | (WIDE_GEMMA if family == "gemma2" else {})
+    folder = save_checkpoint(tmp_path / "model", family, **keys)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind)
+    other = save_dequantised(folder, file, tmp_path / "other")
+    mutant: Mutant = defect(name, seam, spoiler, lambda: check_same(other, file, torch.float32))
+    assert_caught(mutant, monkeypatch)
