@@ -370,7 +370,12 @@ DRAFTERS = [
         own_rows_taken_for_text,
         checks.tokens_of_a_copy,
     ),
-    defect("a copy drafts over the last committed row", LowBit.step, begins_one_early, checks.tokens_of_a_copy),
+    defect(
+        "a copy drafts over the last committed row",
+        LowBit.step,
+        begins_one_early,
+        checks.tokens_of_a_copy,
+    ),
     defect(
         "a draft begins after the rows of the last one",
         LayerSkip.step,
