@@ -51,7 +51,7 @@ def load(folder: Path, family: str, dtype: str, weights: str | None, rows: int =
 @functools.cache
 def tiny(dtype: str, weights: str | None) -> LLM:
     """Return a target of few words, few enough to enumerate its outputs."""
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     with tempfile.TemporaryDirectory() as folder:
         return load(Path(folder), "llama", dtype, weights, vocab_size=WORDS, num_hidden_layers=2, **ids)
 
