@@ -24,6 +24,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.lookup import NGramIndex
+from foredraft.drafters.low_bit import LowBit
 from foredraft.model.runner import Forward, Resume
 from tests.exactness import round_checks as checks
 from tests.exactness import test_identity as identity
@@ -271,7 +272,7 @@ TOLD = [
 
 
 def own_rows_taken_for_text(step: Function) -> Function:
-    def spoilt(drafter: LayerSkip, tokens: Tensor, starts: list[int], *rest: Any) -> Tensor:
+    def spoilt(drafter: LayerSkip | LowBit, tokens: Tensor, starts: list[int], *rest: Any) -> Tensor:
         logits: Tensor = step(drafter, tokens, starts, *rest)
         drafter.cache.lengths[0] = starts[0] + 1
         return logits
@@ -296,6 +297,12 @@ def own_rows_left_visible() -> tuple[tuple[Any, Spoiler], ...]:
         return emitted
 
     return (LayerSkip.step, remember), (Engine._tell_drafters, told(extend_the_row))
+
+
+def begins_one_early(step: Function) -> Function:
+    return lambda drafter, tokens, starts, *rest: step(
+        drafter, tokens, [max(0, start - 1) for start in starts], *rest
+    )
 
 
 def begins_one_further(step: Function) -> Function:
@@ -356,6 +363,18 @@ DRAFTERS = [
     ),
     Mutant(
         "a draft's own rows left visible to the next round", own_rows_left_visible(), checks.skipping_tokens
+    ),
+    defect(
+        "a copy's own rows taken for the text while it drafts",
+        LowBit.step,
+        own_rows_taken_for_text,
+        checks.tokens_of_a_copy,
+    ),
+    defect(
+        "a copy drafts over the last committed row",
+        LowBit.step,
+        begins_one_early,
+        checks.tokens_of_a_copy,
     ),
     defect(
         "a draft begins after the rows of the last one",

@@ -113,6 +113,10 @@ def exiting_tokens() -> None:
     greedy_tokens("early-exit")
 
 
+def tokens_of_a_copy() -> None:
+    greedy_tokens("low-bit")
+
+
 def distribution_of_skipping_drafts() -> None:
     cases = [enumeration.case("as it is", d) for d in ("layer-skip", "early-exit", "script")]
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2))

@@ -31,10 +31,10 @@ LONG = replace(GREEDY, max_new_tokens=2 * NEW)
 KINDS = ("none", "draft-model", "lookup")
 
 
-def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
+def save_pair(folder: Path, family: str, **keys: Any) -> tuple[Path, Path]:
     """A target, and a draft model that is the target with some noise on its weights: weak, but not blind."""
     # untied: a tiny random model with a tied head repeats one token for ever
-    model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
+    model = reference_model(family, **{"vocab_size": VOCABULARY, "tie_word_embeddings": False, **keys})
     model.save_pretrained(folder / "target")
     random_ = torch.Generator().manual_seed(1)
     with torch.no_grad():

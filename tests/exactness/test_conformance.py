@@ -33,7 +33,17 @@ from tests.support.tabular import Table
 V, LENGTH, GAMMA = 5, 20, 3
 TARGET, DRAFT = Table(V, 21), Table(V, 22)
 PROMPT = (3, 1, 4, 1, 0)
-DRAFTERS = ("draft-model", "looping", "tapping", "lookup", "mapped", "retokenize", "layer-skip", "early-exit")
+DRAFTERS = (
+    "draft-model",
+    "looping",
+    "tapping",
+    "lookup",
+    "mapped",
+    "retokenize",
+    "layer-skip",
+    "early-exit",
+    "low-bit",
+)
 CONSTRAINTS: dict[str, Callable[[], Constraint]] = {
     "no repeat": lambda: NoRepeat(V),
     "late ban": lambda: LateBan(V, (1, 0)),

@@ -112,10 +112,10 @@ def case_of(
     return Case(name, params, drafters=drafters, constraint=CONSTRAINTS[constraint], **more)
 
 
-def compare(cases: list[Case], found: list[Found], target: Table) -> None:
+def compare(cases: list[Case], found: list[Found], after: distributions.Logits) -> None:
     for one, got in zip(cases, found, strict=True):
         want = distributions.outputs(
-            target.after, list(one.prompt), one.params, eos=one.eos, constraint=one.constraint()
+            after, list(one.prompt), one.params, eos=one.eos, constraint=one.constraint()
         )
         assert sum(got.distribution.values()) == pytest.approx(1, abs=1e-9), one.name
         assert set(got.distribution) <= set(want), f"{one.name}: an impossible output"
@@ -135,7 +135,7 @@ def enumerate_and_compare(
         return make_engine(target, draft, policy(), rows=rows, noise=noise, **engine)
 
     found = outputs_of(make, cases)
-    compare(cases, found, target)
+    compare(cases, found, target.after)
     return found
 
 

@@ -342,7 +342,7 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
         assert one.discarded == (one.emitted == 0)
     skip_draft = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
     assert bool(skip_draft) == (
-        drafter in ("script", "draft-model", "looping", "tapping", "layer-skip", "early-exit")
+        drafter in ("script", "draft-model", "looping", "tapping", "layer-skip", "early-exit", "low-bit")
     )
 
 
@@ -372,7 +372,7 @@ def test_a_drafter_with_nonfinite_logits_is_reset_once_and_then_dropped() -> Non
 
 
 @pytest.mark.parametrize("policy", [Fixed(3), TargetConfidence(3)], ids=lambda p: f"{p.name}")
-@pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
+@pytest.mark.parametrize("drafter", ["layer-skip", "early-exit", "low-bit"])
 def test_a_target_with_nonfinite_self_drafts_continues_without_them(drafter: str, policy: Policy) -> None:
     """They wrote in its cache, but past the text, where the verifying pass writes in its turn."""
     engine = make_engine(Tabular(TARGET, drafter_nonfinite=True), DRAFT, policy, rows=3)

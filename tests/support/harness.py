@@ -1,4 +1,4 @@
-"""Engines over tabular models, with every invariant checked before and after each round."""
+"""Engines whose rounds are checked: over tabular models, before and after each round."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.support.parts import (
     draft_model,
     layer_skip,
     looping,
+    low_bit,
     mapped,
     retokenize,
 )
@@ -44,17 +45,12 @@ DRAFTERS = (
     "retokenize",
     "layer-skip",
     "early-exit",
+    "low-bit",
 )
 
 
-class CheckedEngine(Engine):
-    """Looks at the caches around every round."""
-
-    def round(self) -> list[Sequence]:
-        self.check()
-        done = super().round()
-        self.check()
-        return done
+class ForkingEngine(Engine):
+    """Looks at every draft, and tells `ForkingNoise` its lengths."""
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         assert all(
@@ -67,6 +63,16 @@ class CheckedEngine(Engine):
         beyond = torch.arange(draft.tokens.shape[1]) >= draft.lengths[:, None]
         assert not draft.tokens[beyond].any(), "padded with 0"
         return super()._verify(inputs, draft)
+
+
+class CheckedEngine(ForkingEngine):
+    """Looks at the caches around every round."""
+
+    def round(self) -> list[Sequence]:
+        self.check()
+        done = super().round()
+        self.check()
+        return done
 
     def check(self) -> None:
         rows = self.rows.sequences
@@ -133,6 +139,7 @@ def make_engine(
         retokenize(draft, rows, positions),
         layer_skip(model, cache, Skips(attention=(0,))),
         layer_skip(model, cache, Skips(exit=1), "early-exit"),
+        low_bit(model, cache, draft),
     ]
     return CheckedEngine(
         model,  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
 from foredraft.drafters.vocabulary import VocabularyMap
@@ -92,6 +93,12 @@ def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "la
     drafter = LayerSkip(target, cache, skips)  # type: ignore[arg-type]
     drafter.name = name
     return drafter
+
+
+def low_bit(target: Tabular, cache: TokenCache, table: Table) -> LowBit:
+    """The shipped one, over a tabular copy that is as sick as the target."""
+    sick = {"venom": target.venom, "drafter_nonfinite": target.drafter_nonfinite}
+    return LowBit(Tabular(table, coded=True, **sick), cache)  # type: ignore[arg-type]
 
 
 class TappingStepper(Stepper):

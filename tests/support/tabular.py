@@ -13,6 +13,8 @@ of its context, and an upper one that reads something else yields the poisoned d
 - A plan that leaves layers out (there are two, the levels) gives another table's logits. Without the lower one,
   it reads and writes the upper level alone, with ids that the target would never have there; without the upper
   one, it reads and writes the lower level as the target does.
+- A copy in few bits has logits of its own, and writes ids that the target would never have in both levels of the
+  target's cache.
 - Idle rows write to the scratch positions and return logits that no draw must ever follow.
 """
 
@@ -124,7 +126,8 @@ class Tabular:
     venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
     Its drafts for itself have the distribution of `skipping`. sick: they are NaN, and so is what they write where the
     target would write something else.
-    loops: it takes all the steps of a draft in one call.
+    loops: it takes all the steps of a draft in one call. coded: it is a copy in few bits of the model whose cache it
+    writes to.
     """
 
     def __init__(
@@ -138,8 +141,9 @@ class Tabular:
         venom: int | None = None,
         drafter_nonfinite: bool = False,
         loops: bool = False,
+        coded: bool = False,
     ) -> None:
-        self.loops = loops
+        self.loops, self.coded = loops, coded
         self.table, self.vocabulary = table, table.vocabulary
         self.chunk, self.max_queries = chunk, max_queries
         self.fatal, self.patience, self.venom = fatal, patience, venom
@@ -147,6 +151,9 @@ class Tabular:
         self.decoder = SimpleNamespace(spec=SimpleNamespace(max_positions=10_000, layers=2))
         self.poisoned = 0  # real columns whose context was poisoned
         self.passes = 0
+
+    def reserve_positions(self, positions: int) -> None:
+        pass
 
     def new_cache(self, rows: int, positions: int) -> TokenCache:
         return TokenCache(self.vocabulary, rows, positions)
@@ -171,7 +178,7 @@ class Tabular:
         rows = np.arange(first_row, first_row + batch)
         positions = self._positions(cache, width, starts, idle)
         real = _real(batch, width, idle, counts)
-        if plan is not None and not all((*plan.attention, *plan.mlp)):
+        if self.coded or (plan is not None and not all((*plan.attention, *plan.mlp))):
             return self._skip(cache, tokens.numpy(), rows, positions, real, plan, taps)
         known = np.zeros(batch, dtype=int)
         if resume is not None:
@@ -195,11 +202,11 @@ class Tabular:
         rows: np.ndarray,
         positions: np.ndarray,
         real: np.ndarray,
-        plan: Plan,
+        plan: Plan | None,
         taps: Seq[int],
     ) -> Forward:
-        """Return the logits of the other table, from the level that runs whole."""
-        if all((plan.attention[0], plan.mlp[0])):
+        """Return the logits of the other table, from the level that runs whole; a copy runs both."""
+        if plan is not None and all((plan.attention[0], plan.mlp[0])):
             states = self._lower(cache, tokens, rows, positions, real, np.ones(real.shape, dtype=bool))
         else:
             strange = (tokens + 1.0) % self.vocabulary
@@ -207,7 +214,8 @@ class Tabular:
                 strange[tokens == self.venom] = np.nan
             if self.drafter_nonfinite:
                 strange[:] = np.nan
-            cache.data[1][rows[:, None], positions] = np.where(real, strange, cache.poison)
+            for level in (0, 1) if self.coded else (1,):
+                cache.data[level][rows[:, None], positions] = np.where(real, strange, cache.poison)
             states = _states(cache, 1, rows, positions)
         broken = np.isnan(cache.data[:2, rows]).any((0, 2))[:, None] | np.isnan(states).any(-1)
         token, before, checksum, _ = np.nan_to_num(states).astype(int).transpose(2, 0, 1)

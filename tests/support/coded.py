@@ -1,0 +1,83 @@
+"""Targets with weights in few bits, and every drafter that fits beside them, in real forwards."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import foredraft
+from foredraft import LLM
+from foredraft.decode.policy import Policy
+from foredraft.drafters.low_bit import LowBit, low_bit_copy
+from foredraft.kinds import DRAFTERS
+from foredraft.kinds.tables import Parts
+from foredraft.verify.plain_target import PlainTarget
+from tests.exactness.test_bits import save_pair
+from tests.support.adapters import save_adapter
+from tests.support.distributions import Logits
+from tests.support.harness import ForkingEngine
+
+POSITIONS = 64
+WORDS = 5  # of the vocabulary of `tiny`
+
+
+def load(folder: Path, family: str, dtype: str, weights: str | None, rows: int = 8, **keys: Any) -> LLM:
+    """Load a target with every drafter of its own tokenizer.
+
+    A target of 4 bits has a copy as well, which is the target itself: `load` would refuse one that saves nothing.
+
+    Args:
+        folder: Where the checkpoints go.
+        family: Of the target and the draft model.
+        dtype: Of both.
+        weights: As `foredraft.load` takes them.
+        rows: Of the cache.
+        **keys: Config keys.
+    """
+    target, draft = save_pair(folder, family, **keys)
+    adapter = save_adapter(target, folder / "adapter")
+    llm = foredraft.load(
+        target, draft=draft, adapter=adapter, plan="skip:attn=1/mlp=0", dtype=dtype, weights=weights,
+        draft_weights=None if weights == "int4" else "int4", drafter="layer-skip", policy="fixed", device="cpu",
+        max_batch=rows, max_length=512,
+    )  # fmt: skip
+    engine: Any = llm._engine
+    engine.drafters.setdefault("low-bit", LowBit(low_bit_copy(engine.target, 4), engine.cache))
+    return llm
+
+
+@functools.cache
+def tiny(dtype: str, weights: str | None) -> LLM:
+    """Return a target of few words, few enough to enumerate its outputs."""
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    with tempfile.TemporaryDirectory() as folder:
+        return load(Path(folder), "llama", dtype, weights, vocab_size=WORDS, num_hidden_layers=2, **ids)
+
+
+def after(llm: LLM) -> Logits:
+    """Return the function of a text that gives the target's logits, one token a pass."""
+    plain = PlainTarget(llm, POSITIONS)
+    return lambda context: plain.logits(context[:1], context[1:]).tolist()
+
+
+def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) -> ForkingEngine:
+    """Return an engine of its own over the loaded weights, with caches and drafters that saw nothing."""
+    loaded: Any = llm._engine
+    cache = loaded.target.new_cache(rows, POSITIONS)
+    parts = Parts(
+        target=loaded.target,
+        cache=cache,
+        draft=loaded.drafters["draft-model"].draft_pass.runner,
+        rows=rows,
+        positions=POSITIONS,
+        skips=loaded.drafters["layer-skip"].skips,
+        adapter=loaded.drafters["kangaroo"].adapter,
+        low_bit=loaded.drafters["low-bit"].draft_pass.runner,
+    )
+    makes = {name: DRAFTERS[name].make for name in loaded.drafters}
+    return ForkingEngine(
+        loaded.target, cache, policy, {name: make(parts) for name, make in makes.items() if make is not None},
+        vocabulary=loaded.vocabulary, device=loaded.device, vocab_ops=loaded.vocab_ops, noise=noise,
+    )  # fmt: skip
