@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+import foredraft
+from foredraft import SamplingParams
 from foredraft.drafters.adapter_files import target_hash
+from foredraft.kernels.compilation import library
+from foredraft.loading.inspection import inspect_models
 from foredraft.model.gguf import names
 from foredraft.model.hub import resolve
+from foredraft.model.quantisation import Coding
 from foredraft.model.quantisation import gguf as formats
 from foredraft.model.runner import Runner
+from foredraft.model.runner.native import NativeCodes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import first_values, load_decoder, read_tensors, weight_headers
@@ -192,3 +198,50 @@ def test_a_defect_is_caught(case: Any, tmp_path: Path, monkeypatch: pytest.Monke
     other = save_dequantised(folder, file, tmp_path / "other")
     mutant: Mutant = defect(name, seam, spoiler, lambda: check_same(other, file, torch.float32))
     assert_caught(mutant, monkeypatch)
+
+
+NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
+WHOLE = {"hidden_size": 64, "intermediate_size": 96}  # rows of whole groups of 32
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("kind", "coding"), [("Q4_0", Coding(4)), ("Q8_0", Coding(8))])
+def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path: Path) -> None:
+    """A tied head, too."""
+    folder = save_checkpoint(tmp_path / "model", family, tie_word_embeddings=True, **WHOLE)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind)
+    decoder = load_decoder(resolve(file), dtype=torch.float32, native=True)
+    assert all(isinstance(one, NativeCodes) and one.coding == coding for one in decoder.products)
+    other = load_decoder(save_dequantised(folder, file, tmp_path / "other"), dtype=torch.float32)
+    for one, two in zip(decoder.products, other.products, strict=True):
+        assert torch.equal(one.dense(), two.dense())
+    assert torch.equal(decoder.embedding, other.embedding)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K"])
+def test_greedy_speculation_equals_plain_decoding(kind: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", tokenizer=True, eos_token_id=None, **WIDE)
+    draft = save_checkpoint(
+        tmp_path / "draft", tokenizer=True, eos_token_id=None, num_hidden_layers=1, **WIDE
+    )
+    files = [write_gguf(each, each.with_suffix(".gguf"), kind) for each in (folder, draft)]
+    params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    with foredraft.load(
+        files[0], draft=files[1], device="cpu", max_length=128, policy="fixed", plan="exit:1"
+    ) as llm:
+        prompts = ["a b a b a b", "the cat"]
+        plain = [output.token_ids for output in llm.generate(prompts, params, drafter="none")]
+        for drafter in ("lookup", "draft-model", "layer-skip"):
+            outputs = llm.generate(prompts, params, drafter=drafter)
+            assert sum(output.stats.drafted for output in outputs) > 0
+            assert [output.token_ids for output in outputs] == plain
+
+
+def test_info_names_the_file_and_its_formats(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", tokenizer=True, **WHOLE)
+    file = write_gguf(folder, tmp_path / "model.gguf", {"output": "F16", "": "Q8_0"})
+    [model] = inspect_models(file, device="cpu").models
+    assert model.folder == str(file) and model.quantisation == "gguf, Q8_0"
+    assert model.architecture == "LlamaForCausalLM" and model.weights_checked

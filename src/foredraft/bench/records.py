@@ -70,6 +70,7 @@ class Model:
         parameters: Number of weights.
         step_bytes: Bytes of the weights that one step reads, without an embedding that it only looks up in.
         dtype: Of the weights.
+        weights: How they are quantised; None if they are not, or if the report is of an older version.
     """
 
     role: str
@@ -77,6 +78,7 @@ class Model:
     parameters: int
     step_bytes: int
     dtype: str
+    weights: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

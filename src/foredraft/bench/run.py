@@ -25,6 +25,7 @@ from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.loading import load_for
+from foredraft.loading.low_bit import DEFAULT_COPY
 from foredraft.loading.policies import check_settings
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
@@ -65,6 +66,8 @@ def bench(
         KeyboardInterrupt: The benchmark was interrupted before the first row was finished.
     """
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
+    if any(name in DRAFTERS and DRAFTERS[name].needs_copy for name in options.methods or ()):
+        loading = {**loading, "draft_weights": loading.get("draft_weights") or DEFAULT_COPY}
     llm, loaded_bytes = _load(workloads, options, {"model": model} | loading, progress)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, loading)
@@ -248,9 +251,8 @@ def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
     """Return the records of the target and of the draft model."""
     target = llm._engine.target
     assert isinstance(target, Runner)
-    models = [model_record("target", folders[0].name, target)]
-    for drafter in llm._engine.drafters.values():
-        runner = target if drafter.draft_pass is None else drafter.draft_pass.runner
-        if runner is not target and folders[1] is not None:
-            models.append(model_record("draft", folders[1].name, runner))
+    models = [model_record("target", folders[0].name, target, llm.weights)]
+    for name, drafter in llm._engine.drafters.items():
+        if DRAFTERS[name].needs_draft and drafter.draft_pass is not None and folders[1] is not None:
+            models.append(model_record("draft", folders[1].name, drafter.draft_pass.runner))
     return tuple(models)

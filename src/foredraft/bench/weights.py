@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,11 +13,12 @@ from foredraft.bench.records import Model
 from foredraft.model.decoder import Decoder
 from foredraft.model.device import dtype_name
 from foredraft.model.runner import Runner
+from foredraft.model.runner.native import NativeCodes
 
 __all__ = ["model_record"]
 
 
-def model_record(role: str, name: str, runner: Runner) -> Model:
+def model_record(role: str, name: str, runner: Runner, weights: str | None = None) -> Model:
     """Return the record of a loaded model.
 
     A tied head counts once, as the head, because every step reads it. An untied embedding counts as
@@ -26,16 +28,20 @@ def model_record(role: str, name: str, runner: Runner) -> Model:
         role: "target" or "draft".
         name: The model's name.
         runner: The model's runner.
+        weights: How the weights are quantised.
     """
     decoder = runner.decoder
     read = sum(_sizes(decoder))
+    coded = [product for product in decoder.products if isinstance(product, NativeCodes)]
+    saved = sum(math.prod(each.shape) * decoder.dtype.itemsize - each.weight.nbytes for each in coded)
     looked_up = 0 if decoder.spec.tied else decoder.embedding.numel()
     return Model(
         role=role,
         name=name,
         parameters=read + looked_up,
-        step_bytes=read * decoder.dtype.itemsize,
+        step_bytes=read * decoder.dtype.itemsize - saved,
         dtype=dtype_name(decoder.dtype),
+        weights=weights,
     )
 
 

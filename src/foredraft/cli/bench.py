@@ -14,7 +14,7 @@ from foredraft.bench.records import Exactness, Report, Row, Spread
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
-from foredraft.cli.layout import table
+from foredraft.cli.layout import table, with_weights
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
@@ -174,7 +174,8 @@ def about(report: Report) -> str:
         best = f"{speed.bytes_per_second / 1e9:.1f} GB/s ({speed.method})"
         step += f" and reads its weights at {costs.bandwidth_share:.0%} of {best}"
     return (
-        f"{options['model']}, {target.parameters / 1e6:.0f} M parameters, {target.dtype}; temperature"
+        f"{options['model']}, {target.parameters / 1e6:.0f} M parameters,"
+        f" {with_weights(target.dtype, target.weights)}; temperature"
         f" {options['temperature']:g}, {options['new_tokens']} tokens, {options['repeats']} repeats;"
         f" {machine['cpu']}, {machine['threads']} threads, PyTorch {machine['torch']}; {step}"
     )

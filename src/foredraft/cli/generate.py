@@ -277,7 +277,7 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None
             except KeyboardInterrupt:  # the second Ctrl-C, raised by `interrupt`
                 pass
         bars.clear()
-        made = document(shown.outputs, stats, comparison)
+        made = document(shown.outputs, stats, comparison, job.llm.weights)
         if options.json:
             print_document(made)
         else:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-__all__ = ["fitted", "table", "terminal_width"]
+__all__ = ["fitted", "table", "terminal_width", "with_weights"]
 
 GAP = "  "  # between two columns
 NARROWEST = 8  # characters of a column whose cells are wrapped
@@ -83,3 +83,8 @@ def _broken(text: str, width: int) -> list[str]:
         text.strip(), width, initial_indent=indent, subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+
+
+def with_weights(dtype: str, weights: str | None) -> str:
+    """Return the name of a model's dtype, with how its weights are quantised: "bfloat16, weights int4"."""
+    return dtype if weights is None else f"{dtype}, weights {weights}"

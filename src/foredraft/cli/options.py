@@ -133,7 +133,7 @@ class DraftModelOptions:
     """The options of the draft model that need no weights."""
 
     draft: Annotated[str | None, common(DRAFTING)] = None
-    """Draft model: a folder, a GGUF file or a Hugging Face id."""
+    """Draft model: a folder, a GGUF file or a hub id."""
     draft_revision: str | None = None
     """Branch, tag or commit of --draft on the Hugging Face Hub."""
 

@@ -149,8 +149,10 @@ def speedup(comparison: Comparison) -> str:
     )
 
 
-def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | None) -> dict[str, Any]:
-    """Return the `--json` document."""
+def document(
+    outputs: Sequence[Output], stats: Stats, comparison: Comparison | None, weights: str | None = None
+) -> dict[str, Any]:
+    """Return the `--json` document; `weights` says how the target's weights are quantised."""
     deterministic = all(output.deterministic for output in outputs)
     differs = comparison is not None and comparison.identical is False
     figures: dict[str, Any] = {
@@ -164,6 +166,8 @@ def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | N
     }
     if not deterministic:
         figures["deterministic"] = False
+    if weights is not None:
+        figures["weights"] = weights
     if comparison is not None:
         figures["compare"] = comparison.as_dict()
     return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from foredraft.cli.layout import table
+from foredraft.cli.layout import table, with_weights
 from foredraft.kinds import DRAFTERS
 from foredraft.verify.defects import DEFECTS
 
@@ -55,7 +55,7 @@ def header(report: Report, names: Names) -> str:
     draft = f" ({names['draft']})" if names["draft"] and DRAFTERS[about["drafter"]].needs_draft else ""
     draft = f" ({about['plan']})" if about["plan"] else draft
     return (
-        f"Target {names['model']}, {about['dtype']} on {about['device']}"
+        f"Target {names['model']}, {with_weights(about['dtype'], about['weights'])} on {about['device']}"
         f"{'' if about['deterministic'] else ', not deterministic'}; drafter {about['drafter']}{draft}"
         f"{', greedy' if about['greedy_drafts'] else ''}, policy {about['policy']}; up to"
         f" {about['max_batch']} sequences in a batch; {about['threads']} threads; foredraft"

@@ -47,6 +47,7 @@ class LLM:
 
     Attributes:
         model: The folder or hub id that was loaded; "demo" for the demo models.
+        weights: How the target's weights are quantised, such as "int4"; None if they are not.
         tokenizer: The model's, with `encode`, `decode` and `encode_chat`; None where its folder has none.
         default_params: The parameters of requests without their own, from generation_config.json.
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
@@ -76,8 +77,9 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
         profile_seconds: float = 0.0,
         model: str = "",
+        weights: str | None = None,
     ) -> None:
-        self.model, self._spec, self.tokenizer = model, spec, tokenizer
+        self.model, self.weights, self._spec, self.tokenizer = model, weights, spec, tokenizer
         self.default_drafter, self.max_length = default_drafter, max_length
         self.default_params = default_params or SamplingParams()
         self.deterministic, self.profile_seconds = deterministic, profile_seconds
@@ -93,7 +95,7 @@ class LLM:
         engine = self._driver.engine
         return (
             f"<LLM {self.model!r}: drafters {', '.join(engine.drafters) or 'none'}; policy"
-            f" {engine.policy.name}; {dtype_name(engine.cache.dtype)} on {engine.device}>"
+            f" {engine.policy.name}; {self.weights or dtype_name(engine.cache.dtype)} on {engine.device}>"
         )
 
     def __enter__(self) -> LLM:

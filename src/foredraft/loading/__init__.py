@@ -172,6 +172,7 @@ def _assemble(options: LoadOptions) -> LLM:
         deterministic=options.deterministic,
         progress=options.progress,
         profile_seconds=profiled,
+        weights=checkpoints.target.weights,
         model="demo" if options.model == demo.target_path() else str(options.model),
     )
 

@@ -55,6 +55,13 @@ class Checkpoint:
         return stored.bits if self.bits is None and stored is not None else self.bits
 
     @property
+    def weights(self) -> str | None:
+        """How its weights are quantised, as people say it: "int4", or "gptq, 4 bits in groups of 128"."""
+        if self.bits is not None:
+            return next(name for name, bits in BITS.items() if bits == self.bits)
+        return None if self.spec.quantisation is None else self.spec.quantisation.described
+
+    @property
     def source(self) -> Path:
         """The folder or the GGUF file that the user has."""
         return source_of(self.folder)

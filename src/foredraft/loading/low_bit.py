@@ -23,11 +23,11 @@ from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.weights import coded_copy_bytes, weight_bytes
 
-__all__ = ["ChosenCopy", "choose_copy", "offer_copy"]
+__all__ = ["DEFAULT_COPY", "ChosenCopy", "choose_copy", "offer_copy"]
 
 logger = logging.getLogger(__name__)
 
-UNASKED = "int4"  # the copy that nobody asked for
+DEFAULT_COPY = "int4"
 LEAST = 2**27  # bytes of the smallest target that gets one: a smaller one lies in the processor's caches
 SHARE = 4  # it takes at most this fraction of the memory that the weights leave, 1 / SHARE
 
@@ -65,7 +65,7 @@ def choose_copy(
     if not named and options.draft_weights is None:
         return None
     option = Option("drafter", drafter) if named else Option("draft_weights", options.draft_weights)
-    bits = BITS[options.draft_weights or "int4"]
+    bits = BITS[options.draft_weights or DEFAULT_COPY]
     if target.coded_bits is not None and target.coded_bits <= bits:
         raise ConfigError(
             f"but the target has {target.coded_bits} bits itself", option=option.name, value=option.value,
@@ -86,7 +86,7 @@ def choose_copy(
 
 def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenCopy | None:
     """Return a copy for a target that has no other drafter but guessers; None where it may not pay or fit."""
-    target, bits = checkpoints.target, BITS[UNASKED]
+    target, bits = checkpoints.target, BITS[DEFAULT_COPY]
     if target.coded_bits is not None or not options.allows_kernels:
         return None
     weights = weight_bytes(target.spec, device, target.dtype)

@@ -132,7 +132,7 @@ def _add_models(app: FastAPI, state: App) -> None:
         chat = model.chats
         return {
             "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
-            "deterministic": llm.deterministic,
+            "deterministic": llm.deterministic, "weights": llm.weights,
             "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
             "default_drafter": llm.default_drafter,
             "policy": llm._engine.policy.name, "policies": list(POLICIES),

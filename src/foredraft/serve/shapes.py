@@ -480,6 +480,7 @@ class Capabilities(TypedDict):
     max_model_len: int
     max_batch: int
     deterministic: bool
+    weights: str | None
     drafters: dict[str, DrafterTraits]
     default_drafter: str | None
     policy: str

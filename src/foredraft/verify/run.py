@@ -217,6 +217,7 @@ def _about(llm: LLM, drafter: str) -> dict[str, Any]:
         "policy": engine.policy.name,
         "greedy_drafts": engine.greedy_drafts,
         "dtype": dtype_name(engine.cache.dtype),
+        "weights": llm.weights,
         "device": str(engine.device),
         "deterministic": llm.deterministic,
         "max_batch": engine.cache.rows,

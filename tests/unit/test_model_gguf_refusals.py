@@ -1,0 +1,196 @@
+"""GGUF files that cannot be read: each is refused in one line that names the file, and what is wrong."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import foredraft
+from foredraft.cli import main
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.model.hub import resolve
+from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_checkpoint
+
+gguf = pytest.importorskip("gguf")
+
+from tests.support.gguf_files import write_gguf  # noqa: E402
+
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "model", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def sound(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_gguf(folder, tmp_path_factory.mktemp("file") / "model.gguf").read_bytes()
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_decoder(resolve(file))
+    message = str(caught.value)
+    assert str(file) in message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (lambda data: b"", "is empty"),
+        (lambda data: b"GG", "is not a GGUF file"),
+        (lambda data: b"ABCD" + data[4:], "is not a GGUF file"),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "version 1"),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "big-endian"),
+        (lambda data: data[:20], "ends too early"),
+        (lambda data: data[:500], "ends too early"),
+        (lambda data: data[:-100], "ends within tensor"),
+        (lambda data: data[:8] + struct.pack("<Q", 2**62) + data[16:], "model.gguf"),
+        (lambda data: data[:16] + struct.pack("<Q", 2**62) + data[24:], "model.gguf"),
+    ],
+)
+def test_a_broken_container_is_refused(
+    tmp_path: Path, sound: bytes, content: Callable[[bytes], bytes], says: str
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content(sound))
+    assert says in refusal(file)
+
+
+def remove(name: str) -> Callable[[Arrays], Arrays]:
+    return lambda tensors: {own: value for own, value in tensors.items() if own != name}
+
+
+def add(name: str, *shape: int) -> Callable[[Arrays], Arrays]:
+    return lambda tensors: tensors | {name: np.zeros(shape, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (remove("blk.1.ffn_up.weight"), "lacks tensor blk.1.ffn_up.weight"),
+        (remove("token_embd.weight"), "has no matrix token_embd.weight"),
+        (
+            add("blk.0.attn_k.weight", 8, 64),
+            "has tensor blk.0.attn_k.weight of shape [8, 64], but its metadata",
+        ),
+        (add("blk.9.attn_k.weight", 64, 64), "has tensor blk.9.attn_k.weight, which is not part of a Llama"),
+        (add("rope_freqs.weight", 3), "has rope_freqs.weight of shape [3]"),
+        (lambda t: add("rope_freqs.weight", t["blk.0.attn_q.weight"].shape[0] // 8)(t), "rope_freqs.weight"),
+    ],
+)
+def test_other_tensors_than_the_models_are_refused(
+    tmp_path: Path, folder: Path, tensors: Callable[[Arrays], Arrays], says: str
+) -> None:
+    assert says in refusal(write_gguf(folder, tmp_path / "model.gguf", tensors=tensors))
+
+
+def test_a_type_that_is_not_supported_is_named(tmp_path: Path, folder: Path) -> None:
+    def edit(writer: Any) -> None:
+        blocks = np.zeros((4, 176), np.uint8)
+        writer.add_tensor("extra.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q5_K)
+
+    message = refusal(write_gguf(folder, tmp_path / "model.gguf", edit=edit))
+    assert "has tensor extra.weight of type Q5_K, which is not supported; take a file with F32" in message
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda w: w.add_uint32("llama.expert_count", 8), "expert_count is 8; only 0 is supported"),
+        (lambda w: w.add_uint32("llama.other_key", 1), "other_key"),
+        (lambda w: w.add_float32("llama.attention.scale", 0.5), "attention.scale"),
+        (lambda w: w.add_uint32("llama.attention.sliding_window", 16), "attention.sliding_window"),
+        (lambda w: w.add_uint16("split.count", 3), "is one of several parts"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "supported are none, linear, yarn"),
+        (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "rope.scaling.attn_factor"),
+        (lambda w: w.add_uint32("general.alignment", 12), "has the alignment 12; it must be a multiple of 8"),
+    ],
+)
+def test_metadata_that_are_not_understood_are_refused(
+    tmp_path: Path, folder: Path, edit: Callable[[Any], None], says: str
+) -> None:
+    assert says in refusal(write_gguf(folder, tmp_path / "model.gguf", edit=edit))
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path, sound: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(sound.replace(b"llama", b"mamba"))
+    assert "has the architecture 'mamba', which is not supported; supported are llama, qwen2" in refusal(file)
+
+
+def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path, sound: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(sound)
+    made = resolve(file)
+    file.write_bytes(sound + b"\0")
+    with pytest.raises(CheckpointError, match="has changed while it was used"):
+        load_decoder(made)
+    load_decoder(resolve(file))  # made again
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.gguf cannot be read"):
+        load_decoder(made)
+
+
+def test_random_damage_is_refused_or_harmless(tmp_path: Path, sound: bytes) -> None:
+    """Whatever bytes are flipped or cut off, a `CheckpointError` comes, or a model."""
+    draw, file = random.Random(0), tmp_path / "model.gguf"
+    heads = sound.index(b"output_norm") + 400  # past the metadata, among the tensors' heads
+    for _ in range(200):
+        damaged = bytearray(sound)
+        for _ in range(draw.choice((1, 1, 4))):
+            damaged[draw.randrange(min(heads, len(damaged)))] = draw.randrange(256)
+        if draw.random() < 0.2:
+            del damaged[draw.randrange(len(damaged)) :]
+        file.write_bytes(bytes(damaged))
+        with suppress(CheckpointError):
+            load_decoder(resolve(file))
+
+
+# --- as a user meets them ------------------------------------------------------------------------------------
+
+
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path, sound: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(sound[:500])
+    for command in (["info"], ["generate", "a"], ["quantise", "--out", str(tmp_path / "out")]):
+        assert main([*command, "--model", str(tmp_path / "model.gguf")]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "model.gguf ends too early" in told
+
+
+def test_a_vocabulary_that_is_not_known_needs_a_tokenizer(tmp_path: Path, folder: Path) -> None:
+    file = write_gguf(folder, tmp_path / "model.gguf", pre="other")
+    with pytest.raises(CheckpointError, match=r"pre-tokenizer 'other', which is not supported.*tokenizer"):
+        foredraft.load(file, device="cpu")
+    with pytest.raises(ConfigError, match=r"which has no tokenizer\.json"):
+        foredraft.load(file, tokenizer=tmp_path, device="cpu")
+    with (
+        foredraft.load(file, tokenizer=folder, device="cpu", max_length=64) as llm,
+        foredraft.load(folder, device="cpu", max_length=64) as plain,
+    ):
+        params = foredraft.SamplingParams(temperature=0, max_new_tokens=8)
+        assert llm.generate("the cat", params)[0].text == plain.generate("the cat", params)[0].text
+
+
+def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    file = write_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(ConfigError, match=r"model\.gguf is quantised already \(gguf, Q8_0\)"):
+        foredraft.load(file, device="cpu", weights="int4")
