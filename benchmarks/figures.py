@@ -440,6 +440,15 @@ def few_bits() -> list[str]:
     )
 
 
+def few_bits_peers() -> list[str]:
+    """The same passes by other programs, in times of Foredraft's."""
+    ratios = result("few_bits")["peer_over_foredraft"]
+    rows = (
+        (name, *(f"{ratios[name][count]['median']:.2f}" for count in ("1", "4", "8", "16"))) for name in ratios
+    )
+    return table(("program and weights", "1 token", "4", "8", "16"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "speed": speed,
     "speculative sampling": speculative_sampling,
@@ -457,6 +466,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "kangaroo": kangaroo,
     "losses": losses,
     "few bits": few_bits,
+    "few bits, peers": few_bits_peers,
     "low bit": low_bit,
 }
 
