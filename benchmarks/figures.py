@@ -444,7 +444,8 @@ def few_bits_peers() -> list[str]:
     """The same passes by other programs, in times of Foredraft's."""
     ratios = result("few_bits")["peer_over_foredraft"]
     rows = (
-        (name, *(f"{ratios[name][count]['median']:.2f}" for count in ("1", "4", "8", "16"))) for name in ratios
+        (name, *(f"{ratios[name][count]['median']:.2f}" for count in ("1", "4", "8", "16")))
+        for name in ratios
     )
     return table(("program and weights", "1 token", "4", "8", "16"), *rows)
 
