@@ -112,6 +112,15 @@ def speed() -> list[str]:
     def repetition(name: str) -> str:
         return percent(median_of(row.repeated) for row in lossless(name))
 
+    def low_bit_gain(name: str) -> str:
+        found = Report.from_dict(result(f"bench_widened_low_bit_{('greedy', 'sampled').index(name)}"))
+        return gain([row for row in found.rows if row.contender == "low-bit" and row.speedup is not None])
+
+    def few_bits_step(name: str) -> str:
+        ratios = result("few_bits")["peer_over_foredraft"]
+        steps = (ratios[f"{peer} int4"]["1"]["median"] for peer in ("llama.cpp", "OpenVINO"))
+        return ", ".join(f"{step:.2f}" for step in steps) if name == "greedy" else ""
+
     assisted = over_peer("draft-model", "transformers-assisted")
     return table(
         ("ratio of tokens/s, from the worst to the best workload", "temperature 0", "temperature 1"),
@@ -121,6 +130,8 @@ def speed() -> list[str]:
         line("`draft-model` ÷ `generate` with `assistant_model`", assisted),
         line("`layer-skip` (no second model) ÷ plain decoding", gains("layer-skip")),
         line("`lookup` ÷ plain decoding", gains("lookup")),
+        line("`low-bit` (a copy in 4 bits) ÷ plain decoding, matrix unit, steps of 20 ms", low_bit_gain),
+        line("4 bits, 1.24 B: a step of llama.cpp, of OpenVINO ÷ Foredraft's, matrix unit", few_bits_step),
         line("outputs identical to plain decoding's", lambda name: identical(lossless(name))),
         line("repeated 4-grams in an output", repetition),
     )
