@@ -149,7 +149,7 @@ def test_an_early_exit_that_wins_is_saved_and_used(
     monkeypatch.setattr(
         run_module,
         "measure_plan_costs",
-        lambda *given: replace(measure(*given), verifying=(9.0,) * 3, exit=cheap),
+        lambda *given, **named: replace(measure(*given, **named), verifying=(9.0,) * 3, exit=cheap),
     )
     out, html = tmp_path / "plan.json", tmp_path / "report.html"
     assert main(with_options(command, "--plan-out", str(out), "--html", str(html))) == 0
@@ -513,8 +513,8 @@ def test_a_change_of_costs_changes_the_study(big: str, monkeypatch: pytest.Monke
         CalibrationTexts((CalibrationText((1, 2, 3), 1),), 0.0),
     )
 
-    def name() -> str:
-        return run_module._study_name("0" * 64, llm, texts, 3)
+    def name(draft_weights: str | None = None) -> str:
+        return run_module._study_name("0" * 64, llm, texts, 3, draft_weights)
 
     names = []
     for change in ({}, {"cpu": "another"}, {"threads": 77}, {"device": "a GPU"}, {"load_average": 9.0}):
@@ -526,6 +526,7 @@ def test_a_change_of_costs_changes_the_study(big: str, monkeypatch: pytest.Monke
             patch.setattr(owner, flag, not getattr(llm if owner is llm else llm._engine.target, flag))
             names.append(name())
     assert len(set(names)) == 7 and name() == names[0]
+    assert len({name(weights) for weights in (None, "int4", "int8")}) == 3
 
 
 def test_all_plans_of_a_one_layer_model_are_tried(

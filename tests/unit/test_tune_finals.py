@@ -57,8 +57,10 @@ def test_a_plan_whose_decoded_tau_differs_from_the_predicted_one_is_refused(
     """Planted: the prediction is that of a plan that skips more."""
 
     class Wrong(Agreement):
-        def __init__(self, runner: Runner, skips: Skips, draft_length: int, temperature: float) -> None:
-            super().__init__(runner, Skips((0, 1), (1, 2)), draft_length, temperature)
+        def __init__(
+            self, runner: Runner, drafting: None, skips: Skips, draft_length: int, temperature: float
+        ) -> None:
+            super().__init__(runner, drafting, Skips((0, 1), (1, 2)), draft_length, temperature)
 
     monkeypatch.setattr(finals_module, "Agreement", Wrong)
     for temperature in (0.0, 1.0):
@@ -72,7 +74,8 @@ def test_a_plan_whose_decoded_tau_differs_from_the_predicted_one_is_refused(
 
 def test_few_tokens_leave_tau_inaccurate(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finals_module, "MAX_TURNS", 1)
-    assert decode(llm, new_tokens=4).tau_error > TAU_TOLERANCE / 2
+    # one sample in about a hundred is near enough by chance
+    assert max(decode(llm, new_tokens=4).tau_error for _ in range(3)) > TAU_TOLERANCE / 2
     assert decode(llm, new_tokens=4, temperature=0.0).tau_error == 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter, Token
 
@@ -131,6 +131,8 @@ class TuneOptions:
     """Runs of every finalist and of plain decoding on every held-out prompt."""
     seed: Whole = TUNE.seed
     """Random seed of the sampler."""
+    draft_weights: Literal["int4", "int8"] | None = None
+    """Search what drafter low-bit leaves out of its copy of the model in these weights, instead."""
     plan_out: Path | None = None
     """Also write the plan to this file if it wins; generate, bench and verify find it in the cache folder."""
     html: Annotated[Path | None, common(SEARCH)] = None

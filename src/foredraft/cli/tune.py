@@ -131,10 +131,12 @@ COLUMNS = (
 
 def lines(report: Report, width: int | None = None) -> list[str]:
     """Return the report as a table, at most `width` characters wide, and sentences."""
-    best = report.best
+    best, weights = report.best, report.options.get("draft_weights")
+    copy = "" if weights is None else f" of its copy in {weights}"
     shown = [
         *(f"WARNING: {doubt}" for doubt in report.doubts),
-        f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers on {report.tokens}"
+        f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers{copy} on"
+        f" {report.tokens}"
         f" tokens; the best predicts {best.predicted:.2f} x plain decoding at drafts of {best.draft}",
         "",
     ]

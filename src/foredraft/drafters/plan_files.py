@@ -60,6 +60,7 @@ class PlanFile:
         date: Date of the measurement, YYYY-MM-DD.
         foredraft: Version of Foredraft that wrote the file.
         temperature: Temperature of the search and the measurement. None: the file does not say, as old files.
+        draft_weights: The weights of the copy whose sub-layers are skipped, as in "int4"; None: the model's.
         format: Version of the file format.
     """
 
@@ -80,6 +81,7 @@ class PlanFile:
     date: str
     foredraft: str
     temperature: float | None = None
+    draft_weights: str | None = None
     format: int = FORMAT
 
     @property
@@ -89,7 +91,10 @@ class PlanFile:
     def __str__(self) -> str:
         """Return the plan and its measurement, for display."""
         temperature = "" if self.temperature is None else f" at temperature {self.temperature:g}"
-        return f"{self.skips}, measured{temperature} at {self.speedup:.2f} x plain decoding on {self.date}"
+        copy = "" if self.draft_weights is None else f" of a copy in {self.draft_weights}"
+        return (
+            f"{self.skips}{copy}, measured{temperature} at {self.speedup:.2f} x plain decoding on {self.date}"
+        )
 
     def doubt(self, device: str, dtype: str) -> str | None:
         """Return a warning if the plan runs on another device or in another dtype than it was measured on."""
@@ -121,7 +126,13 @@ def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) ->
     Raises:
         ConfigError: The file cannot be read, or is not a valid plan.
     """
-    record = Record("plan", REMEDY, "make a new plan with `foredraft tune`", BOUNDS, {"temperature": None})
+    record = Record(
+        "plan",
+        REMEDY,
+        "make a new plan with `foredraft tune`",
+        BOUNDS,
+        {"temperature": None, "draft_weights": None},
+    )
     plan = record.read(PlanFile, file, read)
     if (mistake := plan.skips.mistake(plan.layers)) is not None:
         problem, remedy = mistake
@@ -139,13 +150,15 @@ def write_plan(plan: PlanFile, file: Path, option: str = "plan") -> None:
     write_whole(file, json.dumps(asdict(plan), indent=1, allow_nan=False) + "\n", option)
 
 
-def plan_place(hash: str) -> Path | None:
+def plan_place(hash: str, draft_weights: str | None = None) -> Path | None:
     """Return the file of a model's plan in the cache folder, or None if there is no cache folder.
 
-    The folder of the file may not exist yet.
+    A plan of the model's copy in few bits lies beside that of the model. The folder of the file may not exist
+    yet.
     """
     folder = cache_folder("plans")
-    return None if folder is None else folder / f"{hash}.json"
+    name = hash if draft_weights is None else f"{hash}-{draft_weights}"
+    return None if folder is None else folder / f"{name}.json"
 
 
 def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
@@ -157,7 +170,7 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    place = plan_place(plan.model_hash)
+    place = plan_place(plan.model_hash, plan.draft_weights)
     if place is not None:
         with suppress(OSError):  # the write below reports the error
             make_folder(place.parent)
@@ -175,17 +188,26 @@ def plans_kept() -> bool:
         return False
 
 
-def find_plan(hash: str) -> PlanFile | None:
+def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
     """Return the plan in the cache folder for the model with this hash, or None if there is none.
+
+    Args:
+        hash: Of the model.
+        draft_weights: The weights of the copy that the plan is to be of; None: the model's own.
 
     Raises:
         ConfigError: The plan cannot be used, or another user could have written it.
     """
-    place = plan_place(hash)
+    place = plan_place(hash, draft_weights)
     if place is None or not os.path.lexists(place):
         return None
     plan = read_plan(place, read=lambda file: read_private(check_folder(file.parent) / file.name))
     plan.check(hash, f"the one of {place}")
+    if plan.draft_weights != draft_weights:
+        raise ConfigError(
+            f"{place} is a plan of other weights ({plan.draft_weights or 'the model itself'})",
+            remedy="remove it",
+        )
     return plan
 
 

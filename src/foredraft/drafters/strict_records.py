@@ -100,6 +100,7 @@ _WORDS = {
     "float": "a finite number",
     "int | None": "a whole number or null",
     "float | None": "a finite number or null",
+    "str | None": "a string or null",
     "tuple[int, ...]": "a list of whole numbers",
 }
 
@@ -116,6 +117,8 @@ def _is(value: Any, type_: str) -> bool:
             return value is None or _is(value, "float")
         case "int | None":
             return value is None or type(value) is int
+        case "str | None":
+            return value is None or _is(value, "str")
         case _:
             return isinstance(value, list) and all(type(each) is int for each in value)
 

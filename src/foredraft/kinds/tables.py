@@ -51,6 +51,7 @@ class Parts:
         adapter: The trained adapter; None without one.
         low_bit: Runner of the target's copy in few bits; None without one.
         low_bit_skips: Sub-layers that this copy leaves out; None for none.
+        low_bit_planned: As `planned`, of the copy's plan.
     """
 
     target: Runner
@@ -65,6 +66,7 @@ class Parts:
     adapter: Adapter | None = None
     low_bit: Runner | None = None
     low_bit_skips: Skips | None = None
+    low_bit_planned: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "low-bit": DrafterKind(
         "the model itself with its weights in 4 or 8 bits",
         lambda parts: _in("drafters.low_bit").LowBit(
-            parts.low_bit, parts.cache, parts.low_bit_skips, parts.planned if parts.low_bit_skips else None
+            parts.low_bit, parts.cache, parts.low_bit_skips, parts.low_bit_planned
         ),
         needs_copy=True,
         stepper=True,

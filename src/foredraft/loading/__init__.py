@@ -221,6 +221,7 @@ def _engine(
         drafting.planned_draft,
     )
     cache = runners.target.new_cache(size.rows, size.positions)
+    copied = None if drafting.copy is None else drafting.copy.plan
     parts = Parts(
         target=runners.target,
         cache=cache,
@@ -234,6 +235,7 @@ def _engine(
         adapter=None if drafting.adapter is None else drafting.adapter.load(runners.target),
         low_bit=None if drafting.copy is None else drafting.copy.make(runners.target),
         low_bit_skips=None if drafting.copy is None else drafting.copy.skips,
+        low_bit_planned=None if copied is None else copied.max_draft,
     )
     return Engine(
         runners.target,

@@ -52,10 +52,10 @@ class ChosenDrafting:
         kind = DRAFTERS[self.drafter]
         if kind.needs_adapter and self.adapter is not None:
             return self.adapter.config.max_draft
-        planned = kind.needs_plan or (
-            kind.needs_copy and self.copy is not None and self.copy.skips is not None
-        )
-        return self.plan.max_draft if planned and self.plan is not None else None
+        plan = self.plan if kind.needs_plan else None
+        if kind.needs_copy and self.copy is not None:
+            plan = self.copy.plan
+        return None if plan is None else plan.max_draft
 
 
 def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenDrafting:
@@ -76,6 +76,8 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     plan = choose_plan(options.plan, checkpoints.target, device, needed=kind.needs_plan)
     adapter = choose_adapter(options.adapter, checkpoints.target, needed=kind.needs_adapter)
     copy = choose_copy(options, drafter, plan, checkpoints.target, device)
+    if plan is not None and plan.draft_weights is not None:
+        plan = None  # it is the copy's
     if kind.chooses and not (draft_given or plan or adapter or copy):
         copy = offer_copy(options, checkpoints, device)
     given = models_given(checkpoints, plan, adapter, copy)

@@ -18,7 +18,7 @@ from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints
 from foredraft.loading.memory import as_gib, free_memory
 from foredraft.loading.options import LoadOptions
-from foredraft.loading.planning import ChosenPlan
+from foredraft.loading.planning import ChosenPlan, choose_plan
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.weights import coded_copy_bytes, weight_bytes
@@ -39,12 +39,16 @@ class ChosenCopy:
     Attributes:
         bits: Of a weight.
         bytes: Memory of its weights.
-        skips: Sub-layers that it leaves out; None for none.
+        plan: The sub-layers that it leaves out; None for none.
     """
 
     bits: int
     bytes: int
-    skips: Skips | None
+    plan: ChosenPlan | None
+
+    @property
+    def skips(self) -> Skips | None:
+        return None if self.plan is None else self.plan.skips
 
     def make(self, target: Runner) -> Runner:
         """Return the runner of the copy."""
@@ -56,16 +60,30 @@ def choose_copy(
 ) -> ChosenCopy | None:
     """Return the copy that the options ask for; None where they ask for none.
 
-    A plan that is given beside this drafter is that of its copy.
+    A plan that is given beside this drafter is that of its copy. Without one, the plan counts that is kept
+    for a copy in these weights.
 
     Raises:
-        ConfigError: The copy cannot run here, or would have no fewer bits than the target.
+        ConfigError: The copy cannot run here, or would have no fewer bits than the target, or the given
+            plan is another copy's.
     """
     named = DRAFTERS[drafter].needs_copy
+    weights = options.draft_weights or DEFAULT_COPY
+    if (
+        options.plan is not None
+        and plan is not None
+        and plan.draft_weights not in (None, weights if named else None)
+    ):
+        raise ConfigError(
+            f"is for drafter low-bit in {plan.draft_weights}", option="plan",
+            remedy=(
+                "give ", Option("drafter", "low-bit"), " and ", Option("draft_weights", plan.draft_weights)
+            ),
+        )  # fmt: skip
     if not named and options.draft_weights is None:
         return None
     option = Option("drafter", drafter) if named else Option("draft_weights", options.draft_weights)
-    bits = BITS[options.draft_weights or DEFAULT_COPY]
+    bits = BITS[weights]
     if target.coded_bits is not None and target.coded_bits <= bits:
         raise ConfigError(
             f"but the target has {target.coded_bits} bits itself", option=option.name, value=option.value,
@@ -80,8 +98,10 @@ def choose_copy(
             f"which needs Foredraft's kernels: {reason}", option=option.name, value=option.value,
             remedy="leave it out",
         )  # fmt: skip
-    skips = plan.skips if named and plan is not None and options.plan is not None else None
-    return ChosenCopy(bits, coded_copy_bytes(target.spec, bits), skips)
+    own = plan if named and options.plan is not None else None
+    if options.plan is None:
+        own = choose_plan(None, target, device, needed=False, draft_weights=weights)
+    return ChosenCopy(bits, coded_copy_bytes(target.spec, bits), own)
 
 
 def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenCopy | None:
@@ -99,4 +119,5 @@ def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.dev
         "drafter low-bit is at hand, too: a copy of the model in 4 bits, %s; a named drafter does without it",
         as_gib(size),
     )
-    return ChosenCopy(bits, size, None)
+    plan = choose_plan(None, target, device, needed=False, draft_weights=DEFAULT_COPY)
+    return ChosenCopy(bits, size, plan)

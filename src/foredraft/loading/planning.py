@@ -27,14 +27,21 @@ class ChosenPlan:
     Attributes:
         skips: Sub-layers that a draft skips.
         max_draft: Draft length that the plan was tuned for, in tokens; None where it is not known.
+        draft_weights: The weights of the copy that it is a plan of; None: of the model, or of either.
     """
 
     skips: Skips
     max_draft: int | None = None
+    draft_weights: str | None = None
 
 
 def choose_plan(
-    plan: PlanSource | None, checkpoint: Checkpoint, device: torch.device, *, needed: bool
+    plan: PlanSource | None,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    needed: bool,
+    draft_weights: str | None = None,
 ) -> ChosenPlan | None:
     """Return the given plan, or else the plan that is kept for the model.
 
@@ -44,12 +51,13 @@ def choose_plan(
         device: The device that will run it.
         needed: The default drafter uses the plan. Otherwise a kept plan that cannot be used is left out with
             a warning.
+        draft_weights: The weights of the copy whose kept plan is wanted; None: the model's.
 
     Raises:
         ConfigError: The plan cannot be read or is for another model, or a plan is needed and none is found.
     """
     try:
-        found = _kept(checkpoint.folder) if plan is None else _given(plan, checkpoint.folder)
+        found = _kept(checkpoint.folder, draft_weights) if plan is None else _given(plan, checkpoint.folder)
     except ConfigError as error:
         if needed or plan is not None:
             raise
@@ -67,9 +75,9 @@ def choose_plan(
     return _fitting(found, checkpoint, device, warn=needed or plan is not None)
 
 
-def _kept(folder: Path) -> PlanFile | None:
+def _kept(folder: Path, draft_weights: str | None) -> PlanFile | None:
     """Return the plan kept for the model in a folder. Its files are hashed only where some plan is kept."""
-    return find_plan(model_hash(folder)) if plans_kept() else None
+    return find_plan(model_hash(folder), draft_weights) if plans_kept() else None
 
 
 def _given(plan: PlanSource, folder: Path) -> PlanFile | Skips:
@@ -99,4 +107,4 @@ def _fitting(plan: PlanFile, checkpoint: Checkpoint, device: torch.device, *, wa
     doubt = plan.doubt(device.type, dtype_name(checkpoint.dtype))
     if doubt is not None and warn:
         logger.warning("%s", doubt)
-    return ChosenPlan(plan.skips, plan.max_draft)
+    return ChosenPlan(plan.skips, plan.max_draft, plan.draft_weights)

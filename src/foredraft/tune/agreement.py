@@ -27,8 +27,11 @@ class Agreement:
         expected_rounds: Rounds that teacher forcing expects of each text.
     """
 
-    def __init__(self, runner: Runner, skips: Skips, draft_length: int, temperature: float) -> None:
-        self.runner, self.draft_length, self.temperature = runner, draft_length, temperature
+    def __init__(
+        self, runner: Runner, drafting: Runner | None, skips: Skips, draft_length: int, temperature: float
+    ) -> None:
+        self.runner, self.drafting = runner, drafting
+        self.draft_length, self.temperature = draft_length, temperature
         self.plan = skips.plan(runner.decoder.spec.layers)
         self.tokens = 0
         self.decoded_rounds: list[int] = []
@@ -39,7 +42,7 @@ class Agreement:
         pairs = zip(texts, rounds, strict=True)
         ordered = sorted(pairs, key=lambda pair: -pair[0].new_tokens)  # the order that TeacherForced uses
         calibration = CalibrationTexts(tuple(text for text, _ in ordered), self.temperature)
-        teacher_forced = TeacherForced(self.runner, calibration, self.draft_length)
+        teacher_forced = TeacherForced(self.runner, calibration, self.draft_length, drafting=self.drafting)
         starts = teacher_forced.rounds(self.plan, every_start=True).starts[self.draft_length - 1]  # [R, N]
         self.expected_rounds += map(float, starts.sum(1))
         self.decoded_rounds += [decoded for _, decoded in ordered]

@@ -22,6 +22,7 @@ from foredraft.bench.schedule import turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner
@@ -44,9 +45,10 @@ Runs = list[list[Timing]]  # by prompt, then by repeat
 
 @dataclass(frozen=True, slots=True)
 class _Contest:
-    """Everything that all finalists share: the model, the prompts, and the options."""
+    """Everything that all finalists share: the model, the runner of drafts, the prompts, and the options."""
 
     llm: LLM
+    drafting: Runner | None
     prompts: list[list[int]]
     options: Options
 
@@ -61,7 +63,12 @@ class _Contest:
 
 
 def decode_finalists(
-    llm: LLM, trials: Sequence[Trial], prompts: Sequence[list[int]], options: Options, progress: Progress
+    llm: LLM,
+    trials: Sequence[Trial],
+    prompts: Sequence[list[int]],
+    options: Options,
+    progress: Progress,
+    drafting: Runner | None = None,
 ) -> list[Finalist]:
     """Decode held-out prompts with each plan, and return what was measured, in the order of `trials`.
 
@@ -71,9 +78,10 @@ def decode_finalists(
         prompts: Token ids of the held-out prompts.
         options: The options of the search.
         progress: Reports the prompts.
+        drafting: Runs the drafts: the target's copy in few bits. None is the target itself.
     """
-    plain = _Contest(llm, [], options).contender(PLAIN, 0)
-    contest = _Contest(llm, _without_loops(plain, prompts, options), options)
+    plain = _Contest(llm, None, [], options).contender(PLAIN, 0)
+    contest = _Contest(llm, drafting, _without_loops(plain, prompts, options), options)
     names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
     with _added_drafters(contest, {name: Skips.parse(trial.skips) for name, trial in names.items()}):
         contenders = {name: contest.contender(name, trial.draft) for name, trial in names.items()}
@@ -112,7 +120,9 @@ def _without_loops(
 def _added_drafters(contest: _Contest, plans: dict[str, Skips]) -> Iterator[None]:
     """Add a drafter for each plan to the engine while the context is open."""
     engine = contest.llm._engine
-    added = {name: LayerSkip(contest.runner, engine.cache, skips) for name, skips in plans.items()}
+    kind = LayerSkip if contest.drafting is None else LowBit
+    runner = contest.drafting or contest.runner
+    added = {name: kind(runner, engine.cache, skips) for name, skips in plans.items()}
     with replaced(engine, "drafters", engine.drafters | added):
         yield
 
@@ -139,7 +149,9 @@ def _measure_agreement(
 ) -> Agreement:
     """Compare decoded and predicted τ over the timed runs, and over more runs until τ is accurate enough."""
     prompts, options = contest.prompts, contest.options
-    found = Agreement(contest.runner, Skips.parse(trial.skips), trial.draft, options.temperature)
+    found = Agreement(
+        contest.runner, contest.drafting, Skips.parse(trial.skips), trial.draft, options.temperature
+    )
     for turn in range(MAX_TURNS):
         if turn < options.repeats:
             timings = [repeats[turn] for repeats in runs]

@@ -30,6 +30,7 @@ class Options:
         new_tokens: New tokens per held-out prompt while the finalists are timed.
         repeats: Runs of every finalist on every held-out prompt.
         seed: Random seed of the sampler.
+        draft_weights: The copy in few bits whose sub-layers are searched, "int4" or "int8"; None: the model.
 
     Raises:
         ConfigError: A value is out of range.
@@ -46,6 +47,7 @@ class Options:
     new_tokens: int = 64
     repeats: int = 3
     seed: int = 0
+    draft_weights: str | None = None
 
     def __post_init__(self) -> None:
         for option in ("trials", "max_draft", "tokens", "finalists", "repeats"):

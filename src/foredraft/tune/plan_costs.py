@@ -106,6 +106,7 @@ def measure_plan_costs(
     temperature: float,
     progress: Progress = silent,
     repeats: int = REPEATS,
+    drafting: Runner | None = None,
 ) -> PlanCosts:
     """Measure the costs at batch 1.
 
@@ -116,9 +117,12 @@ def measure_plan_costs(
         temperature: Temperature of the draws.
         progress: Called after each turn.
         repeats: Turns that count.
+        drafting: Runs the drafts: a copy of the model, whose early exits save no verification, since its
+            states are not the model's. None is the model itself.
     """
     spec, of_exits = llm._spec, max(1, repeats // 2)
-    after = Steps(progress, "costs", 1 + repeats + (1 + of_exits if spec.layers > 1 else 0))
+    exits = spec.layers > 1 and drafting is None
+    after = Steps(progress, "costs", 1 + repeats + (1 + of_exits if exits else 0))
     everything = range(spec.layers)
     full = Plan.full(spec.layers)
     nothing = full.without(everything, everything)
@@ -127,7 +131,9 @@ def measure_plan_costs(
     }
     others = (set(everything).difference(layers) for layers in layers_of.values())
     alone = [*(full.without(rest, everything) for rest in others), full.without(attention=everything)]
-    steps, seconds = _timed(llm, [nothing, *alone, full], context, longest, temperature, repeats, after)
+    steps, seconds = _timed(
+        llm, [nothing, *alone, full], context, longest, temperature, repeats, after, drafting
+    )
     drafts = {
         key: draft_seconds(steps[key], steps["verify", key[1] + 1]) for key in steps if key[0] != "verify"
     }
@@ -141,7 +147,7 @@ def measure_plan_costs(
     return PlanCosts(
         seconds, fixed, tuple(by_window[window] for window in spec.windows), mlp / spec.layers,
         tuple(max(1.0, table.verify(1, rows)) for rows in range(2, longest + 2)),
-        measure_exit_costs(llm, context, longest, of_exits, after), together, start,
+        measure_exit_costs(llm, context, longest, of_exits, after) if exits else None, together, start,
     )  # fmt: skip
 
 
@@ -176,6 +182,7 @@ def _timed(
     temperature: float,
     repeats: int,
     after: Callable[[], None],
+    drafting: Runner | None,
 ) -> tuple[dict[Any, list[float]], float]:
     """Time verifying passes and whole rounds in turns with plain steps.
 
@@ -193,7 +200,7 @@ def _timed(
         works["verify", rows] = bare.verify(rows)
     for plan, length in dict.fromkeys([(plans[0], 1), *((plan, longest) for plan in plans)]):
         draws = _draws(llm, context, length, temperature)
-        draft = bare.draft(DraftPass(runner, plan), length, draws)
+        draft = bare.draft(DraftPass(drafting or runner, plan), length, draws)
         works[plan, length] = in_sequence(draft, works["verify", length + 1])
     seconds = interleaved(works, llm._engine.device, repeats, warm=1, settle=0.0, after=after)
     plain = seconds.pop("step")

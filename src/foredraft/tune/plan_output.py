@@ -20,6 +20,7 @@ from foredraft.files import TEMPORARY
 from foredraft.llm import LLM
 from foredraft.model.device import dtype_name
 from foredraft.ownership import NotPrivateError, check_folder, make_folder
+from foredraft.tune.options import Options
 from foredraft.tune.records import Finalist
 from foredraft.user_cache import PRIVATE_CACHE
 
@@ -62,7 +63,7 @@ def dtype_of(llm: LLM) -> str:
     return dtype_name(llm._engine.cache.dtype)
 
 
-def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperature: float) -> PlanFile:
+def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, options: Options) -> PlanFile:
     """Return the plan file of a finalist, dated today.
 
     Args:
@@ -70,7 +71,7 @@ def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperatur
         model: Name of the model, for display.
         hash: Hash of the model (`plan_files.model_hash`).
         llm: The model.
-        temperature: Temperature of the search.
+        options: Of the search.
     """
     skips = Skips.parse(winner.skips)
     return PlanFile(
@@ -90,7 +91,8 @@ def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperatur
         predicted=winner.predicted,
         date=datetime.now(UTC).date().isoformat(),
         foredraft=foredraft.__version__,
-        temperature=temperature,
+        temperature=options.temperature,
+        draft_weights=options.draft_weights,
     )
 
 
@@ -112,7 +114,8 @@ def save_plan(plan: PlanFile, plan_out: Path | None) -> tuple[list[str], list[st
             files.append(str(cached))
     except ConfigError as error:
         unwritten.append(
-            f"the plan was not written to {plan_place(plan.model_hash)} ({_reason(error)}); set"
+            f"the plan was not written to {plan_place(plan.model_hash, plan.draft_weights)}"
+            f" ({_reason(error)}); set"
             " FOREDRAFT_CACHE to a writable folder and run the same command again to continue the study"
         )
     return files, unwritten
@@ -122,19 +125,21 @@ def _reason(error: ConfigError) -> str:
     return getattr(error.__cause__, "strerror", None) or "not a place for a file"
 
 
-def replaced_plan_note(hash: str) -> str | None:
+def replaced_plan_note(hash: str, draft_weights: str | None = None) -> str | None:
     """Return a note on the cached plan that a winner replaces, or None if there is none that can be used."""
     with suppress(ConfigError):
-        if (plan := find_plan(hash)) is not None:
+        if (plan := find_plan(hash, draft_weights)) is not None:
             return f"The winner replaces the earlier plan {plan}."
     return None
 
 
-def remaining_plan_note(hash: str, finalists: Sequence[Finalist]) -> str | None:
+def remaining_plan_note(
+    hash: str, finalists: Sequence[Finalist], draft_weights: str | None = None
+) -> str | None:
     """Return a note on the cached plan that stays in use because no finalist won; None if there is none."""
-    file = plan_place(hash)
+    file = plan_place(hash, draft_weights)
     try:
-        plan = find_plan(hash)
+        plan = find_plan(hash, draft_weights)
     except ConfigError as error:
         return f"An earlier plan cannot be used: {error}."
     if plan is None:

@@ -98,7 +98,7 @@ class _Sample:
     """One draft of each of the first texts, and forwards of them through a range of layers."""
 
     def __init__(self, teacher_forced: TeacherForced) -> None:
-        self.runner, self.cache = teacher_forced.runner, teacher_forced.cache
+        self.runner, self.cache = teacher_forced.drafting, teacher_forced.cache
         self.layers = self.runner.decoder.spec.layers
         rows = max(1, min(len(teacher_forced.texts), MAX_COLUMNS // teacher_forced.max_draft))
         of_each_text = teacher_forced.blocks([0] * len(teacher_forced.texts))[:rows]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from foredraft import demo
 from foredraft.bench.machine import LoadWatch, machine
+from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
@@ -97,7 +98,9 @@ def tune(
     ids, held_out = hold_out(_encode(llm, prompts, options, truncate))
     with stages("calibrate"):
         calibration = run.calibrate(ids)
-        teacher_forced = TeacherForced(target.runner, calibration, max_draft, deadline.check, watch)
+        teacher_forced = TeacherForced(
+            target.runner, calibration, max_draft, deadline.check, watch, target.drafting
+        )
     result = run.search(calibration, teacher_forced, deadline)
     finalists, finished = run.decode(result, held_out)
     return run.report(result, finalists, finished, plan_out)
@@ -123,6 +126,12 @@ class _Target:
     def runner(self) -> Runner:
         assert isinstance(self.llm._engine.target, Runner)
         return self.llm._engine.target
+
+    @property
+    def drafting(self) -> Runner | None:
+        """Runs the drafts: the copy in few bits, if one was asked for; None: the target does."""
+        copy = self.llm._engine.drafters.get(LowBit.name)
+        return None if copy is None or copy.draft_pass is None else copy.draft_pass.runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +182,15 @@ class _Run:
         llm, options = self.target.llm, self.options
         max_draft = teacher_forced.max_draft
         context = int(median(text.prompt_length + text.new_tokens // 2 for text in calibration.texts))
-        study = _study_name(self.target.hash, llm, calibration, max_draft)
+        study = _study_name(self.target.hash, llm, calibration, max_draft, options.draft_weights)
         with self.storage.loss_reported():
             with self.stages("costs"):
                 search = Search(
                     self.storage, study, options, teacher_forced,
-                    lambda: measure_plan_costs(llm, context, max_draft, options.temperature, self.progress),
+                    lambda: measure_plan_costs(
+                        llm, context, max_draft, options.temperature, self.progress,
+                        drafting=self.target.drafting,
+                    ),
                     deadline,
                 )  # fmt: skip
             finished = self._run_trials(search)
@@ -215,8 +227,9 @@ class _Run:
         try:
             with self.stages("decode"):
                 best = best_trials(result.trials, self.options.finalists)
-                llm = self.target.llm
-                return tuple(decode_finalists(llm, best, held_out, self.options, self.progress)), True
+                llm, drafting = self.target.llm, self.target.drafting
+                found = decode_finalists(llm, best, held_out, self.options, self.progress, drafting)
+                return tuple(found), True
         except KeyboardInterrupt:
             return (), False
 
@@ -230,13 +243,11 @@ class _Run:
         if result.exhausted is not None:
             notes.append(f"All {result.exhausted} plans of this model were tried, so the search ended early.")
         if winner is not None:
-            notes.append(replaced_plan_note(target.hash))
-            plan = make_plan_file(
-                finalists[winner], target.name, target.hash, target.llm, options.temperature
-            )
+            notes.append(replaced_plan_note(target.hash, options.draft_weights))
+            plan = make_plan_file(finalists[winner], target.name, target.hash, target.llm, options)
             files, unwritten = save_plan(plan, plan_out)
         else:
-            notes.append(remaining_plan_note(target.hash, finalists))
+            notes.append(remaining_plan_note(target.hash, finalists, options.draft_weights))
         shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm)}
         return Report(
             model=target.name,
@@ -291,7 +302,8 @@ def _load(
         if stage != "prefill":
             progress(stage, done, total)
 
-    return load_for(needs, folder, drafter="none", progress=without_prefill, **loading)
+    given = {**loading, "draft_weights": options.draft_weights}
+    return load_for(needs, folder, drafter="none", progress=without_prefill, **given)
 
 
 def _encode(
@@ -348,13 +360,17 @@ def _too_long(
     )
 
 
-def _study_name(hash: str, llm: LLM, calibration: CalibrationTexts, max_draft: int) -> str:
+def _study_name(
+    hash: str, llm: LLM, calibration: CalibrationTexts, max_draft: int, draft_weights: str | None
+) -> str:
     """Return the name of the study in which all trials are comparable.
 
     They have the same model, texts, temperature and draft length. They also have the same costs, so
     machines share a study only if they are of one kind and run the passes in the same way.
     """
     sampling = f"T={calibration.temperature:g} K={max_draft}"
+    if draft_weights is not None:
+        sampling += f" drafts in {draft_weights}"
     about = machine(llm._engine.device)
     device = about.get("device") or f"{about['cpu']}, {about['threads']} threads"
     runner = llm._engine.target

@@ -63,6 +63,7 @@ class TeacherForced:
         max_draft: K, the longest draft, in tokens.
         before_pass: Called before every pass; an exception that it raises ends the trial.
         progress: Reports the tokens of the texts as the target reads them.
+        drafting: Runs the drafts on the target's cache: a copy of the target; None is the target itself.
 
     Raises:
         ConfigError: The keys and values of the texts do not fit into memory.
@@ -75,7 +76,9 @@ class TeacherForced:
         max_draft: int,
         before_pass: Callable[[], None] = lambda: None,
         progress: Progress = silent,
+        drafting: Runner | None = None,
     ) -> None:
+        self.drafting = drafting or runner
         self.runner, self.max_draft, self.before_pass = runner, max_draft, before_pass
         # From the longest to the shortest, so that neighbours in a pass have about as many drafts.
         self.texts = sorted(calibration.texts, key=lambda text: -text.new_tokens)
@@ -88,6 +91,7 @@ class TeacherForced:
         rows, positions = len(self.texts), max(len(text.ids) for text in self.texts) + max_draft
         _check_memory(runner, self.texts, positions)
         self.cache: KVCache = runner.new_cache(rows, positions)  # the target's; drafts overwrite it
+        self.drafting.reserve_positions(self.cache.stored)
         width = max(self.lengths) + max_draft
         self._p = torch.ones(rows, int(width), device=device)  # target's probability of each new token
         read = Steps(progress, "read", sum(len(text.ids) for text in self.texts))
@@ -193,7 +197,7 @@ class TeacherForced:
             p = torch.cat([self._p[row, first : first + columns] for row, first, columns in blocks])
             stops = np.cumsum(counts)
             for indices, hidden in self._forward(trie, blocks, tokens, starts):
-                q = self._probabilities(hidden[real], next_tokens)
+                q = self._probabilities(self.drafting, hidden[real], next_tokens)
                 acceptance = (q / p).clamp_max(1).cpu().numpy()
                 for block, stop in zip(blocks, stops, strict=True):
                     yield indices, block, acceptance[stop - block.columns : stop]
@@ -220,7 +224,7 @@ class TeacherForced:
         """
         counts = [block.columns for block in blocks]
         known = [tokens.shape[1]] * len(blocks)
-        hidden = self.runner.forward(
+        hidden = self.drafting.forward(
             self.cache, tokens, starts, first_row=blocks[0].row, idle=[not count for count in counts],
             counts=counts, plan=node.plan, stop=node.stop, want_logits=False, exact=False,
             resume=None if entering is None else Resume(node.start, entering, known),
@@ -233,12 +237,12 @@ class TeacherForced:
     def _new_ids(self, row: int) -> tuple[int, ...]:
         return self.texts[row].ids[self.texts[row].prompt_length :]
 
-    def _probabilities(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the probability of each token [N] after states [N, D]; logits are held in pieces."""
+    def _probabilities(self, runner: Runner, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return the probability of each token [N] after a runner's states [N, D], a few at a time."""
         step = max(1, MAX_LOGITS // self.runner.decoder.spec.vocab_size)
         found = []
         for first in range(0, len(tokens), step):
-            logits = self.runner.head(hidden[None, first : first + step])
+            logits = runner.head(hidden[None, first : first + step])
             distribution, finite = distribution_of(logits, self._table)
             found.append((distribution.at(tokens[None, first : first + step]) * finite)[0])
         return torch.cat(found)
@@ -253,7 +257,7 @@ class TeacherForced:
             first, last = max(start, text.prompt_length - 1), min(end, stop - 1)
             if first < last and not self._greedy:  # a greedy text has each of its tokens with probability 1
                 tokens = upload(list(text.ids[first + 1 : last + 1]), hidden.device)
-                own = self._probabilities(hidden[first - start : last - start], tokens)
+                own = self._probabilities(self.runner, hidden[first - start : last - start], tokens)
                 self._p[row, first + 1 - text.prompt_length : last + 1 - text.prompt_length] = own
             start = end
 
