@@ -64,7 +64,10 @@ def test_the_calls_that_it_prints_work_as_pasted(keys: bool) -> None:
         found = subprocess.run(
             [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, env=environment()
         )
-        ends = ("finish_reason='length'", "finish_reason='stop'")  # the text is drawn, and may come to its end
+        ends = (
+            "finish_reason='length'",
+            "finish_reason='stop'",
+        )  # the text is drawn, and may come to its end
         assert any(end in found.stdout for end in ends), found.stderr
 
 
