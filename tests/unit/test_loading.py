@@ -231,9 +231,7 @@ def test_missing_tokenizers_are_refused_where_vocabulary_sizes_differ(
             foredraft.load(folders["big"], draft=folders["draft"], device="cpu", policy="fixed")
         for part in (str(folders["big"]), "384", str(folders["draft"]), "400"):
             assert part in str(caught.value)
-        assert str(caught.value).endswith(
-            f"put the tokenizer.json that is missing into {folders[without[0]]}"
-        )
+        assert str(caught.value).endswith(f"give {folders[without[0]]} as a folder with its tokenizer.json")
 
 
 def test_a_retokenizing_draft_model_gets_twice_the_positions(

@@ -23,6 +23,7 @@ from torch import Tensor
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError, Option
 from foredraft.model.config import read_json
+from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import HEAD, IGNORED, INDEX, SINGLE
@@ -171,6 +172,10 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
 
 def _sources(folder: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
     """Yield the checkpoint's tensor names, each with the open file that holds it."""
+    if (folder / RECORD).is_file():
+        stored = open_tensors(folder, torch.device("cpu"))
+        yield from ((name, stored) for name in stored.infos)
+        return
     single = (folder / SINGLE).is_file()
     files = [SINGLE] if single else sorted(set(read_json(folder / INDEX)["weight_map"].values()))
     for file in files:

@@ -27,6 +27,7 @@ from foredraft.llm import LLM
 from foredraft.loading import load_for
 from foredraft.loading.low_bit import DEFAULT_COPY
 from foredraft.loading.policies import check_settings
+from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
 
@@ -251,8 +252,8 @@ def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
     """Return the records of the target and of the draft model."""
     target = llm._engine.target
     assert isinstance(target, Runner)
-    models = [model_record("target", folders[0].name, target, llm.weights)]
+    models = [model_record("target", source_of(folders[0]).name, target, llm.weights)]
     for name, drafter in llm._engine.drafters.items():
         if DRAFTERS[name].needs_draft and drafter.draft_pass is not None and folders[1] is not None:
-            models.append(model_record("draft", folders[1].name, drafter.draft_pass.runner))
+            models.append(model_record("draft", source_of(folders[1]).name, drafter.draft_pass.runner))
     return tuple(models)

@@ -21,7 +21,7 @@ __all__ = ["quantise"]
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     model: Annotated[str | None, common(MODEL)] = None
-    """The model: a folder or a Hugging Face id. Default: the demo target."""
+    """The model: a folder, a GGUF file or a Hugging Face id. Default: the demo target."""
     revision: str | None = None
     """Branch, tag or commit of --model on the Hugging Face Hub."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None

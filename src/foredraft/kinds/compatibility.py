@@ -35,8 +35,8 @@ class ModelsGiven:
     """The models and files that drafters can be built from.
 
     Attributes:
-        target: The target's folder, as error messages name it.
-        draft: The draft model's folder; None without one.
+        target: The target's folder or GGUF file, as error messages name it.
+        draft: The draft model's, likewise; None without one.
         other_tokenizer: The draft model has another tokenizer than the target.
         plan: There is a plan of sub-layers to skip.
         adapter: There is a trained adapter.

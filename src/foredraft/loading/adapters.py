@@ -69,7 +69,7 @@ def choose_adapter(given: str | Path | None, checkpoint: Checkpoint, *, needed: 
                 raise missing_part("kangaroo", "this drafter")
             return None
         config = read_adapter(folder)
-        config.check(target_hash(checkpoint.folder), str(checkpoint.folder))
+        config.check(target_hash(checkpoint.folder), str(checkpoint.source))
     except ConfigError as error:
         if needed or given is not None:
             raise

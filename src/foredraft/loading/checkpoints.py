@@ -178,11 +178,11 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> bool:
         return same_tokenizer(target.tokenizer, draft.tokenizer)
     sizes = target.spec.vocab_size, draft.spec.vocab_size
     if sizes[0] != sizes[1]:
-        without = target.folder if target.tokenizer is None else draft.folder
+        without = target if target.tokenizer is None else draft
         raise ConfigError(
-            f"the draft model {draft.folder} has a vocabulary of {sizes[1]} and the target {target.folder}"
+            f"the draft model {draft.source} has a vocabulary of {sizes[1]} and the target {target.source}"
             f" one of {sizes[0]}",
-            remedy=f"to match their tokens, put the tokenizer.json that is missing into {without}",
+            remedy=f"to match their tokens, give {without.source} as a folder with its tokenizer.json",
         )
     return True
 

@@ -94,8 +94,8 @@ def models_given(
     """Return what drafters can be built from."""
     draft = checkpoints.draft
     return ModelsGiven(
-        target=str(checkpoints.target.folder),
-        draft=None if draft is None else str(draft.folder),
+        target=str(checkpoints.target.source),
+        draft=None if draft is None else str(draft.source),
         other_tokenizer=checkpoints.other_tokenizer,
         plan=plan is not None,
         adapter=adapter is not None,

@@ -57,7 +57,7 @@ def choose_plan(
         ConfigError: The plan cannot be read or is for another model, or a plan is needed and none is found.
     """
     try:
-        found = _kept(checkpoint.folder, draft_weights) if plan is None else _given(plan, checkpoint.folder)
+        found = _kept(checkpoint.folder, draft_weights) if plan is None else _given(plan, checkpoint)
     except ConfigError as error:
         if needed or plan is not None:
             raise
@@ -80,7 +80,7 @@ def _kept(folder: Path, draft_weights: str | None) -> PlanFile | None:
     return find_plan(model_hash(folder), draft_weights) if plans_kept() else None
 
 
-def _given(plan: PlanSource, folder: Path) -> PlanFile | Skips:
+def _given(plan: PlanSource, checkpoint: Checkpoint) -> PlanFile | Skips:
     """Return the plan that the user gives, in any form."""
     if isinstance(plan, str) and is_skips(plan):
         return Skips.parse(plan)
@@ -91,7 +91,7 @@ def _given(plan: PlanSource, folder: Path) -> PlanFile | Skips:
             option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
         )
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
-    found.check(model_hash(folder), str(folder))
+    found.check(model_hash(checkpoint.folder), str(checkpoint.source))
     return found
 
 

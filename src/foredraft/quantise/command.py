@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def quantise_checkpoint(
     """Write a model with weights of few bits as a checkpoint of its own.
 
     Args:
-        model: A folder or a hub id; None is the demo target.
+        model: A folder, a GGUF file or a hub id; None is the demo target.
         weights: "int4" or "int8".
         out: The folder to write.
         data: Files of text to compare the models on, as `foredraft train` reads them.
@@ -64,7 +64,12 @@ def quantise_checkpoint(
     """
     draft = {} if model is None else {"draft": None}
     given = options_for(model or demo.target_path(), device="cpu", weights=weights, **draft, **load)
-    checkpoint = find_checkpoints(given).target
+    checkpoint = find_checkpoints(replace(given, weights=None)).target
+    if checkpoint.weights is not None:
+        raise ConfigError(
+            f"which is quantised already ({checkpoint.weights})", option="model",
+            value=str(checkpoint.source), remedy="give the model that it was made from",
+        )  # fmt: skip
     check_out(out, lambda folder: False)
     documents = _documents(checkpoint, data)
     try:
@@ -87,8 +92,8 @@ def _documents(checkpoint: Checkpoint, data: Sequence[Path]) -> list[Any]:
         return []
     if checkpoint.tokenizer is None:
         raise ConfigError(
-            f"but {checkpoint.folder} has no tokenizer", option="data", value=" ".join(map(str, data)),
-            remedy="put the model's tokenizer.json there",
+            f"but {checkpoint.source} has no tokenizer", option="data", value=" ".join(map(str, data)),
+            remedy="give the model's folder, with its tokenizer.json",
         )  # fmt: skip
     length = min(LENGTH, checkpoint.spec.max_positions)
     return Reader(checkpoint.tokenizer, None, length).corpus(data).documents

@@ -1,8 +1,9 @@
 """Write a quantised checkpoint: "pack-quantized" weights of compressed-tensors, which other programs load.
 
 The linear layers and the head are coded; a head that was tied to the embedding becomes a tensor of its own.
-Every other tensor, and every other file of the folder, is copied. One tensor is in memory at a time, beside
-the file that is being filled.
+Every other tensor, and every other file of the folder, is copied, except the record of a GGUF file, because
+the new checkpoint has weights of its own. One tensor is in memory at a time, beside the file that is being
+filled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.model.config import read_json
+from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.quantisation import codable, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
@@ -47,7 +49,7 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
         CheckpointError: The checkpoint is broken.
     """
     for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX, RECORD):
             shutil.copyfile(file, out / file.name)
     plain: list[str] = []  # linear layers that keep their weights
     files: dict[str, str] = {}  # tensor -> file

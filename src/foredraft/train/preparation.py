@@ -88,8 +88,8 @@ def prepare(
     check_dtype(device, checkpoint.dtype)
     if checkpoint.tokenizer is None:
         raise ConfigError(
-            f"{checkpoint.folder} has no tokenizer, so no text can be read",
-            remedy="put the model's tokenizer.json there",
+            f"{checkpoint.source} has no tokenizer, so no text can be read",
+            remedy="give the model's folder, with its tokenizer.json",
         )
     hash = target_hash(checkpoint.folder)
     folder = _work(options, hash, processes)

@@ -302,6 +302,8 @@ def _config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     }
     templates = {"default": metadata[key]} if key in metadata else {}
     templates |= named
+    if not all(isinstance(text, str) for text in templates.values()):
+        raise UnreadableVocabularyError("has a chat template that is not a text")
     if templates:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     return config
