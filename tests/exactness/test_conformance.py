@@ -25,6 +25,7 @@ from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.retokenize import Retokenize
+from tests.support import harness
 from tests.support.harness import CPU, CheckedEngine, make_engine, request
 from tests.support.parts import LateBan, NoRepeat, StopUnsure
 from tests.support.planting import assert_caught, defect
@@ -33,17 +34,7 @@ from tests.support.tabular import Table
 V, LENGTH, GAMMA = 5, 20, 3
 TARGET, DRAFT = Table(V, 21), Table(V, 22)
 PROMPT = (3, 1, 4, 1, 0)
-DRAFTERS = (
-    "draft-model",
-    "looping",
-    "tapping",
-    "lookup",
-    "mapped",
-    "retokenize",
-    "layer-skip",
-    "early-exit",
-    "low-bit",
-)
+DRAFTERS = [name for name in harness.DRAFTERS if name not in (None, "script")]  # a script knows no table
 CONSTRAINTS: dict[str, Callable[[], Constraint]] = {
     "no repeat": lambda: NoRepeat(V),
     "late ban": lambda: LateBan(V, (1, 0)),

@@ -234,7 +234,7 @@ def _engine(
         planned=None if drafting.plan is None else drafting.plan.max_draft,
         adapter=None if drafting.adapter is None else drafting.adapter.load(runners.target),
         low_bit=None if drafting.copy is None else drafting.copy.make(runners.target),
-        low_bit_skips=None if drafting.copy is None else drafting.copy.skips,
+        low_bit_skips=None if copied is None else copied.skips,
         low_bit_planned=None if copied is None else copied.max_draft,
     )
     return Engine(

@@ -124,14 +124,16 @@ def _tokenizer_folder(given: str | Path | None) -> Path | None:
     Raises:
         ConfigError: It holds no tokenizer.
     """
-    if given is None or (Path(given) / "tokenizer.json").is_file():
-        return None if given is None else Path(given)
-    raise ConfigError(
-        "which has no tokenizer.json",
-        option="tokenizer",
-        value=str(given),
-        remedy="give the folder of a checkpoint",
-    )
+    if given is None:
+        return None
+    if not (Path(given) / "tokenizer.json").is_file():
+        raise ConfigError(
+            "which has no tokenizer.json",
+            option="tokenizer",
+            value=str(given),
+            remedy="give the folder of a checkpoint",
+        )
+    return Path(given)
 
 
 def _read(folder: Path, dtype: str | None, tokenizer_folder: Path | None) -> Checkpoint:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.drafters.low_bit import low_bit_copy
-from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints
@@ -46,10 +45,6 @@ class ChosenCopy:
     bytes: int
     plan: ChosenPlan | None
 
-    @property
-    def skips(self) -> Skips | None:
-        return None if self.plan is None else self.plan.skips
-
     def make(self, target: Runner) -> Runner:
         """Return the runner of the copy."""
         return low_bit_copy(target, self.bits)
@@ -69,11 +64,7 @@ def choose_copy(
     """
     named = DRAFTERS[drafter].needs_copy
     weights = options.draft_weights or DEFAULT_COPY
-    if (
-        options.plan is not None
-        and plan is not None
-        and plan.draft_weights not in (None, weights if named else None)
-    ):
+    if plan is not None and plan.draft_weights not in (None, weights if named else None):
         raise ConfigError(
             f"is for drafter low-bit in {plan.draft_weights}", option="plan",
             remedy=(
@@ -89,31 +80,28 @@ def choose_copy(
             f"but the target has {target.coded_bits} bits itself", option=option.name, value=option.value,
             remedy="leave it out",
         )  # fmt: skip
-    if not options.allows_kernels:
-        reason: str | None = "they are off"
-    else:
-        reason = unserved_because(target.spec, device, target.dtype)
-    if reason is not None:
+    if (reason := _no_kernels_because(options, target, device)) is not None:
         raise ConfigError(
             f"which needs Foredraft's kernels: {reason}", option=option.name, value=option.value,
             remedy="leave it out",
         )  # fmt: skip
-    own = plan if named and options.plan is not None else None
     if options.plan is None:
-        own = choose_plan(None, target, device, needed=False, draft_weights=weights)
-    return ChosenCopy(bits, coded_copy_bytes(target.spec, bits), own)
+        plan = choose_plan(None, target, device, needed=False, draft_weights=weights)
+    elif not named:
+        plan = None  # it is the target's
+    return ChosenCopy(bits, coded_copy_bytes(target.spec, bits), plan)
 
 
 def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenCopy | None:
     """Return a copy for a target that has no other drafter but guessers; None where it may not pay or fit."""
     target, bits = checkpoints.target, BITS[DEFAULT_COPY]
-    if target.coded_bits is not None or not options.allows_kernels:
+    if target.coded_bits is not None:
         return None
     weights = weight_bytes(target.spec, device, target.dtype)
     size = coded_copy_bytes(target.spec, bits)
     if weights < LEAST or SHARE * size > free_memory(device) - weights:
         return None
-    if unserved_because(target.spec, device, target.dtype) is not None:  # last: its check takes memory
+    if _no_kernels_because(options, target, device) is not None:  # last: the kernels' check takes memory
         return None
     logger.warning(
         "drafter low-bit is at hand, too: a copy of the model in 4 bits, %s; a named drafter does without it",
@@ -121,3 +109,10 @@ def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.dev
     )
     plan = choose_plan(None, target, device, needed=False, draft_weights=DEFAULT_COPY)
     return ChosenCopy(bits, size, plan)
+
+
+def _no_kernels_because(options: LoadOptions, target: Checkpoint, device: torch.device) -> str | None:
+    """Return why the kernels do not run a target; None where they run it."""
+    if not options.allows_kernels:
+        return "they are off"
+    return unserved_because(target.spec, device, target.dtype)

@@ -323,12 +323,11 @@ class _Builder:
         tensors = self.tensors
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
+        bias = tensors.load(biases) if has_bias else None
         stored = tensors.codes(weights) if self.native and isinstance(tensors, _Checkpoint) else None
         if stored is not None:
-            bias = tensors.load(biases) if has_bias else None
             return pack_codes(stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
-        bias = tensors.load(biases) if has_bias else None
         if self.bits is not None and codable(columns) and not weight.is_meta:
             codes = quantise(weight, self.bits)
             if self.native:
@@ -498,7 +497,9 @@ class _Checkpoint:
             return self.view(name, shape)
         rows, columns = shape
         codes = self._codes(name, (rows, columns), format)
-        return self._empty(shape) if codes is None else codes.expand(self.dtype)
+        if codes is None:
+            return torch.empty(shape, device=self.device, dtype=self.dtype)
+        return codes.expand(self.dtype)
 
     def _codes(self, name: str, shape: tuple[int, int], format: WeightFormat) -> Codes | None:
         """Return a quantised weight; None on the device "meta", where only its tensors are checked."""
@@ -508,9 +509,6 @@ class _Checkpoint:
                 tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
         format.check(module, shape, tensors)
         return None if self.device.type == "meta" else format.codes(shape, tensors)
-
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
 
     def _format(self, name: str) -> WeightFormat | None:
         return _format_of(name, self.quantisation)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "Codes", "Coding", "codable"]
+__all__ = ["GROUP", "PIECE", "Codes", "Coding", "codable"]
 
 GROUP = 32  # columns that share a scale in a weight that is kept coded
-PIECE = 2**22  # values that are expanded at once: bounds the memory besides the weight itself
+PIECE = 2**22  # weights that are expanded or quantised at a time: it bounds the memory
 
 
 def codable(columns: int) -> bool:

@@ -21,10 +21,9 @@ from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, exactly, read_names
 
-__all__ = ["BLOCKS", "HARMLESS", "METHOD", "TENSORS", "GGUFFormat", "read_gguf"]
+__all__ = ["BLOCKS", "METHOD", "TENSORS", "GGUFFormat", "read_gguf"]
 
 METHOD, TENSORS = "gguf", "tensors"  # its quant_method, and its key: modules by format
-HARMLESS = frozenset[str]()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import declare, library
-from foredraft.model.quantisation.codes import GROUP, Codes, Coding
+from foredraft.model.quantisation.codes import GROUP, PIECE, Codes, Coding
 
 __all__ = ["BITS", "define", "quantise"]
 
@@ -23,7 +23,6 @@ BITS = {"int4": 4, "int8": 8}  # name -> bits of a code
 # The largest weight of a group becomes the code -2 ** (bits - 1) times one of these.
 SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8), 8: (1.0,)}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # of dtypes that the kernel takes
-PIECE = 1 << 22  # weights that the definition works on at a time: it bounds the memory
 
 
 def quantise(weight: Tensor, bits: int) -> Codes:

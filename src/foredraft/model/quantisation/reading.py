@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader], Quantisation]]
     "awq": (awq.HARMLESS, awq.read_awq),
     "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
     "fp8": (fp8.HARMLESS, fp8.read_fp8),
-    gguf.METHOD: (gguf.HARMLESS, gguf.read_gguf),
+    gguf.METHOD: (frozenset(), gguf.read_gguf),
     "gptq": (gptq.HARMLESS, gptq.read_gptq),
 }
 

@@ -164,14 +164,13 @@ def pack_codes(
     """Return the product with a packed copy of codes.
 
     Args:
-        codes: With a coding, and of groups that `GROUP` divides.
+        codes: With a coding, and of groups of `GROUP` columns.
         dtype: Of x.
         bias: [M], or None.
         arena: Holds the packed weight; None allocates it by itself.
     """
-    codes = codes.regrouped(GROUP)
     (rows, columns), coding, scale = codes.shape, codes.coding, codes.scales.dtype
-    assert coding is not None and columns % GROUP == 0
+    assert coding is not None and codes.group == GROUP and columns % GROUP == 0
     shape = (coded_bytes(rows, columns, coding, scale),)
     packed = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.empty(shape, torch.uint8)
     values, scales = codes.codes.to(torch.int8).contiguous(), codes.scales.contiguous()
