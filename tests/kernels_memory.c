@@ -73,7 +73,7 @@ static Linear linear(int64_t n, int64_t k, int word) {
     uint32_t *weight = elements(n * k, word), *packed = array(blocks * words * BLOCK, sizeof(uint32_t));
     foredraft_pack(weight, n, words, packed, 3);
     free(weight);
-    return (Linear){packed, floats(blocks * BLOCK), n, k};
+    return (Linear){packed, floats(blocks * BLOCK), n, k, .inputs = n % 3};
 }
 
 static Norm norm(int64_t n, int word, int offset) {

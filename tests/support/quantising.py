@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["KINDS", "SINGLE", "Kind", "edit_config", "edit_tensors", "quantise"]
+__all__ = ["KINDS", "SINGLE", "Kind", "by_token", "edit_config", "edit_tensors", "quantise"]
 
 SINGLE = "model.safetensors"
 GROUP = 32  # columns of a group
@@ -130,8 +130,18 @@ def gptq_config(bits: int, group: int, sym: bool, layout: str = "gptq") -> dict[
     }  # fmt: skip
 
 
-def tensors_config(layout: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+def by_token(type: str) -> dict[str, Any]:
+    """Return the `input_activations` of dynamic scales by token."""
+    return {
+        "num_bits": 8, "type": type, "symmetric": True, "strategy": "token", "dynamic": True, "group_size": None,
+        "block_structure": None, "actorder": None, "observer": None, "observer_kwargs": {},
+    }  # fmt: skip
+
+
+def tensors_config(layout: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None,
+    }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
@@ -161,6 +171,8 @@ KINDS: dict[str, Kind] = {
     "w8-channel": Kind(tensors_config(PACK, num_bits=8, strategy="channel"), packed(8, None, zeros=False)),
     "int8": Kind(tensors_config("int-quantized", num_bits=8, strategy="channel"), int8),
     "fp8-channel": Kind(tensors_config("float-quantized", **FLOAT8), float8),
+    "w8a8": Kind(tensors_config("int-quantized", by_token("int"), num_bits=8, strategy="channel"), int8),
+    "fp8-dynamic": Kind(tensors_config("float-quantized", by_token("float"), **FLOAT8), float8),
     "fp8-blocks": Kind(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
         float8_blocks,

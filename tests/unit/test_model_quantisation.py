@@ -147,6 +147,8 @@ def test_joined_codes_stand_for_the_joined_weights() -> None:
         ("w4-zeros", "compressed-tensors, 4 bits in groups of 32"),
         ("int8", "compressed-tensors, 8 bits per channel"),
         ("fp8-channel", "compressed-tensors, FP8 per channel"),
+        ("w8a8", "compressed-tensors, 8 bits per channel, activations in 8 bits by token"),
+        ("fp8-dynamic", "compressed-tensors, FP8 per channel, activations in FP8 by token"),
         ("fp8-blocks", "fp8, FP8 in blocks of 128 x 128 (activations stay in the model's dtype;"),
     ],
 )

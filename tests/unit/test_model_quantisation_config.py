@@ -14,7 +14,7 @@ from foredraft.model.quantisation import Quantisation
 from foredraft.model.quantisation.gptq import GPTQFormat
 from foredraft.model.spec import ModelSpec
 from tests.support.checkpoints import LLAMA
-from tests.support.quantising import KINDS
+from tests.support.quantising import KINDS, by_token
 
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 LAYER = "model.layers.1"
@@ -76,7 +76,7 @@ def test_the_old_key_of_compressed_tensors_is_read() -> None:
 
 
 BNB = {"quant_method": "bitsandbytes"}
-BY_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True, "type": "int"}
+BY_TOKEN = by_token("int")
 NEIGHBOURS = "a token would depend on its neighbours"
 REFUSED: list[tuple[Any, str]] = [
     # methods
@@ -161,16 +161,22 @@ REFUSED: list[tuple[Any, str]] = [
     (changed("w4", ignore="lm_head"), "ignore is 'lm_head'"),
     (changed("w4", ignore=["re:("]), "'re:(' is not a regular expression"),
     (changed("w4", scheme="new"), "scheme = 'new' is not known"),
-    (group(input_activations=BY_TOKEN), "config_groups, 'group_0': input_activations is"),
-    (
-        group(input_activations=BY_TOKEN),
-        "activations quantised by token are not supported; use a checkpoint with quantised weights alone",
-    ),
+    (group(input_activations=8), "'group_0': input_activations is 8; it must be a JSON object or null"),
     (group(input_activations={**BY_TOKEN, "strategy": "tensor"}), NEIGHBOURS),
+    (group(input_activations={**BY_TOKEN, "strategy": None}), NEIGHBOURS),
+    (group(input_activations={**BY_TOKEN, "strategy": "group"}), "strategy is 'group'; supported are token"),
     (
-        group(input_activations={**BY_TOKEN, "strategy": "tensor", "dynamic": False}),
-        "activations quantised are not supported",
+        group(input_activations={**BY_TOKEN, "dynamic": False}),
+        "fixed scales of activations are not supported",
     ),
+    (group(input_activations={**BY_TOKEN, "dynamic": "local"}), "input_activations: dynamic is 'local'"),
+    (
+        group(input_activations={**BY_TOKEN, "num_bits": 4}),
+        "input_activations: num_bits is 4; supported are 8",
+    ),
+    (group(input_activations={**BY_TOKEN, "symmetric": False}), "input_activations: symmetric is False"),
+    (group(input_activations={**BY_TOKEN, "group_size": 128}), "input_activations: group_size is 128"),
+    (group(input_activations={**BY_TOKEN, "extra": 1}), "input_activations: extra = 1 is not known"),
     (group(output_activations=BY_TOKEN), "output_activations is"),
     (group(targets=["Embedding"]), "of the classes of modules only Linear is supported"),
     (group(targets=[]), "targets is []; it must name modules"),

@@ -40,9 +40,11 @@ from tests.support.checkpoints import save_checkpoint, save_variant
 from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.quantising import KINDS, SINGLE, edit_config, edit_tensors, quantise
 
-EXPANDED = ("gptq-v2-8", "fp8-channel", "fp8-blocks")  # codes of 9 bits, and no integers
+EXPANDED = ("gptq-v2-8", "fp8-channel", "fp8-dynamic", "fp8-blocks")  # codes of 9 bits, and no integers
+ROUNDED = ("w8a8", "fp8-dynamic")  # inputs, as well
 NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+PROMPTS = torch.arange(3, 35).view(8, 4)
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -67,6 +69,16 @@ def check_same(coded: Path, twin: Path, **options: Any) -> None:
         weights_of(load_decoder(coded, **options)), weights_of(load_decoder(twin, **options)), strict=True
     )
     assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def check_near(name: str, one: Tensor | None, two: Tensor | None) -> None:
+    """Compare the logits of `PROMPTS` that are computed in two orders.
+
+    An input within the error of such an order from the middle of two integers may become either.
+    """
+    assert one is not None and two is not None
+    off = (one - two).abs().flatten(1).amax(1)
+    assert (off.median() if name == "w8a8" else off.max()) < 1e-4
 
 
 def refusal(folder: Path, *, device: str = "cpu") -> str:
@@ -170,10 +182,8 @@ def test_the_kernels_keep_codes(tmp_path: Path, name: str) -> None:
     logits = []
     for native in (True, False):
         runner = Runner(load_decoder(coded, native=native))
-        logits.append(runner.forward(runner.new_cache(1, 64), torch.arange(3, 35)[None], [0]).logits)
-    one, two = logits
-    assert one is not None and two is not None
-    assert (one - two).abs().max() < 1e-4
+        logits.append(runner.forward(runner.new_cache(8, 64), PROMPTS, [0] * 8).logits)
+    check_near(name, *logits)
     kept = sum(product.weight.nbytes for product in decoder.products)  # type: ignore[attr-defined]
     spec = ModelSpec.from_folder(coded)
     others = weight_bytes(replace(spec, quantisation=None), torch.device("cpu"), torch.float32) - sum(
@@ -216,7 +226,7 @@ def test_a_copy_in_few_bits_has_fewer_than_the_target(tmp_path: Path, name: str,
     assert output.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "w4-zeros", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "w4-zeros", "fp8-blocks", *ROUNDED])
 def test_greedy_speculation_equals_plain_decoding(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {"tokenizer": True, "eos_token_id": None}
     coded, twin = saved(tmp_path / "big", name, seed=1, **options)
@@ -230,7 +240,8 @@ def test_greedy_speculation_equals_plain_decoding(tmp_path: Path, name: str) -> 
         return [output.token_ids for output in outputs]
 
     plain = texts(coded, "none")
-    assert texts(twin, "none") == plain
+    if name not in ROUNDED:
+        assert texts(twin, "none") == plain
     assert texts(coded, "lookup") == plain
     assert texts(coded, "draft-model", draft=draft) == plain
 
@@ -454,7 +465,9 @@ def test_shapes_that_a_format_cannot_hold_are_named(
     assert named in refusal(coded)
 
 
-@pytest.mark.parametrize("name", ["w4", "w4-zeros", "w8-channel", "int8", "fp8-channel", "fp8-blocks"])
+@pytest.mark.parametrize(
+    "name", ["w4", "w4-zeros", "w8-channel", "int8", "fp8-channel", *ROUNDED, "fp8-blocks"]
+)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """transformers expands the weights with the code of compressed-tensors, or its own for FP8 blocks."""
     transformers = pytest.importorskip("transformers")
@@ -465,14 +478,13 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     )  # scales in the model's dtype: compressed-tensors multiplies in theirs
     edit_tensors(coded, {key: value.float() for key, value in tensors.items() if key.endswith("_scale")})
     shutil.copytree(coded, theirs := tmp_path / "theirs")
-    edit_config(theirs, {"quantization_config": {**KINDS[name].config, "dequantize": True}})
+    if name not in ROUNDED:
+        edit_config(theirs, {"quantization_config": {**KINDS[name].config, "dequantize": True}})
     model = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
-    runner, tokens = Runner(load_decoder(coded)), torch.arange(3, 35)[None]
-    found = runner.forward(runner.new_cache(1, 64), tokens, [0]).logits
-    assert found is not None
+    runner = Runner(load_decoder(coded))
+    found = runner.forward(runner.new_cache(8, 64), PROMPTS, [0] * 8).logits
     with torch.no_grad():
-        expected = model(tokens).logits
-    assert (found - expected).abs().max() < 1e-4
+        check_near(name, found, model(PROMPTS).logits)
 
 
 Function = Callable[..., Any]

@@ -49,8 +49,9 @@ enum { BFLOAT16, FLOAT16, FLOAT32 };
 typedef struct { int64_t bits, scale, zeros; } Coding;
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
-// or two bfloat16.
-typedef struct { const void *weight; const float *bias; int64_t n, k; Coding coding; } Linear;
+// or two bfloat16. inputs: the numbers that the inputs are rounded to first; 0: they stay as they are.
+enum { INT8 = 1, FLOAT8 };
+typedef struct { const void *weight; const float *bias; int64_t n, k; Coding coding; int64_t inputs; } Linear;
 
 // An RMS norm; no weight: no norm. offset: Gemma's form, 1 + weight in float32.
 typedef struct { const void *weight; float eps; int32_t offset; } Norm;
@@ -140,6 +141,20 @@ static inline V activation(V x, int64_t gelu) {
     if (!gelu) return x / (exponential(-x) + splat(1.0f));
     const V inner = (x + x * x * x * splat(0.044715f)) * splat(0.797884561f);
     return x * splat(0.5f) * (hyperbolic_tangent(inner) + splat(1.0f));
+}
+
+// Rounds floats to integers, ties to even; they lie within +-2 ** 22.
+static inline V nearest(V v) { return (v + splat(0x1.8p23f)) - splat(0x1.8p23f); }
+
+// Rounds floats to float8_e4m3fn, ties to even; they lie within +-448.
+static inline V to_float8(V v) {
+    const U bits = (U)v, rounded = (bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u;
+    const V small = (v + splat(0x1.8p14f)) - splat(0x1.8p14f);  // multiples of 2 ** -9, below the smallest normal number
+    return choose((v >= splat(0x1p-6f)) | (v <= splat(-0x1p-6f)), (V)rounded, small);
+}
+
+static inline V clamped(V v, float low, float high) {
+    return choose(v < splat(low), splat(low), choose(v > splat(high), splat(high), v));
 }
 
 // Transposes 16 x 16 words in place: swaps squares of 1, 2, 4 and 8 words across the diagonal.
@@ -255,10 +270,7 @@ void foredraft_pack_codes(
 static inline void codes_of(const float *w, float scale, float lowest, float *code) {
     const float inverse = scale == 0 ? 0 : 1 / scale;
     for (int i = 0; i < GROUP_COLUMNS; i += LANES) {
-        // Adding and taking away 1.5 * 2 ** 23 rounds what is near; what is far is cut first.
-        V v = load(w + i) * splat(inverse);
-        v = choose(v < splat(lowest), splat(lowest), choose(v > splat(-lowest - 1), splat(-lowest - 1), v));
-        store(code + i, (v + splat(12582912.0f)) - splat(12582912.0f));
+        store(code + i, nearest(clamped(load(w + i) * splat(inverse), lowest, -lowest - 1)));
     }
 }
 

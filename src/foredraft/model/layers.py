@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.model.quantisation.activations import ActivationFormat
+
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
@@ -66,6 +68,24 @@ class Linear:
 
     def dense(self) -> Tensor:
         return self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedInputs:
+    """A linear layer that rounds its inputs first."""
+
+    linear: Product
+    format: ActivationFormat
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.linear.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(self.format.rounded(x))
+
+    def dense(self) -> Tensor:
+        return self.linear.dense()
 
 
 def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:

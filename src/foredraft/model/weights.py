@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,9 +34,10 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.gguf.tensors import RECORD, open_tensors
-from foredraft.model.layers import Linear, Product, RMSNorm
+from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm
 from foredraft.model.quantisation import (
     GROUP,
+    ActivationFormat,
     Codes,
     Coding,
     Quantisation,
@@ -43,7 +45,7 @@ from foredraft.model.quantisation import (
     codable,
     quantise,
 )
-from foredraft.model.runner.native import coded_bytes, pack_codes, pack_native
+from foredraft.model.runner.native import NativeCodes, NativeLinear, coded_bytes, pack_codes, pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
@@ -320,6 +322,15 @@ class _Builder:
 
     def linear(self, names: dict[str, int], columns: int, has_bias: bool = False) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows."""
+        product = self._product(names, columns, has_bias)
+        inputs = _inputs_of(names, self.spec.quantisation)
+        if inputs is None:
+            return product
+        if isinstance(product, NativeLinear | NativeCodes):
+            return replace(product, inputs=inputs)
+        return QuantisedInputs(product, inputs)
+
+    def _product(self, names: dict[str, int], columns: int, has_bias: bool) -> Product:
         tensors = self.tensors
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
@@ -573,6 +584,25 @@ def _format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | N
     if quantisation is None or (module == EMBEDDING and not quantisation.embedding):
         return None
     return quantisation.format_of(module)
+
+
+def _inputs_of(names: Collection[str], quantisation: Quantisation | None) -> ActivationFormat | None:
+    """Return the format of the inputs that the named linear layers share; None if they stay as they are.
+
+    Raises:
+        CheckpointError: They have several.
+    """
+    if quantisation is None:
+        return None
+    formats = {name: None if name == EMBEDDING else quantisation.inputs_of(name) for name in names}
+    found = set(formats.values())
+    if len(found) > 1:
+        shown = ", ".join(f"{name}: {format or 'none'}" for name, format in formats.items())
+        raise CheckpointError(
+            f"layers that share their inputs quantise them differently ({shown})",
+            remedy="use a checkpoint that quantises them alike",
+        )
+    return found.pop()
 
 
 def _coding(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:

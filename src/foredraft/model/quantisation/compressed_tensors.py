@@ -6,7 +6,7 @@ columns of the weight, and `weight_zero_point` holds z likewise, packed along it
 compressed-tensors (https://github.com/vllm-project/compressed-tensors, `compressors/`), which multiplies in
 the scale's dtype: the result is the same where that is the model's dtype.
 
-Schemes that quantise activations are refused: those of weights alone are served.
+Activations may be quantised while the model runs, with a scale for each token (`activations.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
+from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.packing import subtract_zeros, unpack, words
 from foredraft.model.quantisation.scheme import (
@@ -39,7 +39,7 @@ from foredraft.model.quantisation.scheme import (
 __all__ = ["HARMLESS", "PackedFormat", "PlainFormat", "read_compressed_tensors"]
 
 HARMLESS = frozenset({"global_compression_ratio", "version"})
-HARMLESS_IN_WEIGHTS = frozenset({"observer", "observer_kwargs", "zp_dtype"})  # the stored dtypes are checked
+HARMLESS_IN_NUMBERS = frozenset({"observer", "observer_kwargs", "zp_dtype"})  # the stored dtypes are checked
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 MIXED = "mixed-precision"  # every group of modules has a format of its own
 LINEAR = "Linear"  # the class of the modules that this project has
@@ -173,7 +173,7 @@ def _rules(read: ConfigReader, layout: str) -> list[Rule]:
         if not isinstance(group, dict):
             raise read.error("config_groups", f"{shortened(name)} must be a JSON object")
         inner = ConfigReader(group, f"{read.where}, config_groups, {shortened(name)}", frozenset())
-        format = _group(inner, layout)
+        format, inputs = _group(inner, layout)
         targets = read_names(inner, "targets")
         if not targets:
             raise inner.error("targets", "it must name modules")
@@ -182,17 +182,16 @@ def _rules(read: ConfigReader, layout: str) -> list[Rule]:
                 raise inner.error("targets", f"another group has the target {shortened(target)}")
             if target[0].isupper() and target != LINEAR:
                 raise inner.error("targets", f"of the classes of modules only {LINEAR} is supported")
-            found[target] = Rule(_pattern(inner, "targets", target), format)
+            found[target] = Rule(_pattern(inner, "targets", target), format, inputs)
         inner.reject_unknown_keys()
     # names go before expressions, and the class comes last
     order = sorted(found, key=lambda target: (target == LINEAR, _is_regex(target), target))
     return [found[target] for target in order]
 
 
-def _group(read: ConfigReader, layout: str) -> WeightFormat:
-    """Return the weight format of a group of modules."""
-    if (inputs := read.take("input_activations")) is not None:
-        raise read.error("input_activations", _why_refused(inputs))
+def _group(read: ConfigReader, layout: str) -> tuple[WeightFormat, ActivationFormat | None]:
+    """Return the formats of the weights and the inputs of a group of modules."""
+    inputs = _inputs(read)
     if read.take("output_activations") is not None:
         raise read.error("output_activations", "quantised outputs are not supported; it must be null")
     own = read.choice("format", (PACKED, INTEGERS, FLOATS, NAIVE, None), None)
@@ -201,22 +200,34 @@ def _group(read: ConfigReader, layout: str) -> WeightFormat:
     section = read.take("weights")
     if not isinstance(section, dict):
         raise read.error("weights", "it must be a JSON object")
-    weights = ConfigReader(section, f"{read.where}, weights", HARMLESS_IN_WEIGHTS)
+    weights = ConfigReader(section, f"{read.where}, weights", HARMLESS_IN_NUMBERS)
     found = _weights(weights, own or layout)
     weights.reject_unknown_keys()
-    return found
+    return found, inputs
 
 
-def _why_refused(inputs: Any) -> str:
-    """Return the remedy for quantised inputs of modules, with the reason."""
-    settings = inputs if isinstance(inputs, dict) else {}
-    if settings.get("dynamic") and settings.get("strategy") in (None, "tensor"):
-        return (
-            "activations have one scale in a pass, so a token would depend on its neighbours;"
-            " use a checkpoint with quantised weights alone"
+def _inputs(read: ConfigReader) -> ActivationFormat | None:
+    """Return the format of the inputs of a group of modules; None where they stay as they are."""
+    section = read.take("input_activations")
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise read.error("input_activations", "it must be a JSON object or null")
+    inputs = ConfigReader(section, f"{read.where}, input_activations", HARMLESS_IN_NUMBERS)
+    if inputs.take("dynamic", False) is not True:
+        raise inputs.error("dynamic", "fixed scales of activations are not supported; it must be true")
+    if inputs.take("strategy") in (None, "tensor"):
+        raise inputs.error(
+            "strategy", "activations have one scale in a pass, so a token would depend on its neighbours"
         )
-    kind = "by token " if settings.get("strategy") == "token" else ""
-    return f"activations quantised {kind}are not supported; use a checkpoint with quantised weights alone"
+    inputs.choice("strategy", ("token",))
+    inputs.choice("num_bits", (8,), 8)
+    inputs.choice("symmetric", (True,), True)
+    for key in ("group_size", "block_structure", "actorder", "scale_dtype"):
+        inputs.choice(key, (None,), None)
+    float8 = inputs.choice("type", ("int", "float"), "int") == "float"
+    inputs.reject_unknown_keys()
+    return ActivationFormat.FP8 if float8 else ActivationFormat.INT8
 
 
 def _weights(read: ConfigReader, layout: str) -> WeightFormat:

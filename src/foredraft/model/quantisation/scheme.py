@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader
+from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import Codes, Coding
 
 __all__ = [
@@ -92,11 +93,16 @@ class Rule:
 
     Attributes:
         pattern: A regular expression; modules match whose name begins with it.
-        format: The format of the modules that match; None leaves them unquantised.
+        format: The format of the weights of the modules that match; None leaves them unquantised.
+        inputs: The format of their inputs; None leaves these as they are.
     """
 
     pattern: str
     format: WeightFormat | None
+    inputs: ActivationFormat | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(str(part) for part in (self.format, self.inputs) if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,16 @@ class Quantisation:
         Args:
             module: Its name in the checkpoint, such as "model.layers.0.mlp.up_proj".
         """
-        return next((rule.format for rule in self.rules if re.match(rule.pattern, module)), None)
+        rule = self._rule_of(module)
+        return None if rule is None else rule.format
+
+    def inputs_of(self, module: str) -> ActivationFormat | None:
+        """Return the format of a linear layer's inputs; None if they are not quantised."""
+        rule = self._rule_of(module)
+        return None if rule is None else rule.inputs
+
+    def _rule_of(self, module: str) -> Rule | None:
+        return next((rule for rule in self.rules if re.match(rule.pattern, module)), None)
 
     @property
     def bits(self) -> int | None:
@@ -132,7 +147,7 @@ class Quantisation:
     @property
     def described(self) -> str:
         """Method and formats, and the note: "gptq, 4 bits in groups of 128"."""
-        formats = dict.fromkeys(str(rule.format) for rule in self.rules if rule.format is not None)
+        formats = dict.fromkeys(str(rule) for rule in self.rules if rule.format is not None)
         note = "" if self.note is None else f" ({self.note})"
         return f"{self.method}, {' and '.join(formats)}{note}"
 

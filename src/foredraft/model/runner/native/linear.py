@@ -19,6 +19,7 @@ from torch import Tensor
 from foredraft.kernels.compilation import declare, library
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.layers import Product
+from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import GROUP, Codes, Coding
 from foredraft.model.quantisation.quantise import quantise
 
@@ -54,6 +55,7 @@ class CLinear(ctypes.Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("coding", CCoding),
+        ("inputs", c_int64),
     )
 
 
@@ -65,11 +67,13 @@ class NativeLinear:
         weight: The packed weight, [ceil(M / 32), K, 32] of the weight's dtype; only the kernels read it.
         shape: (M, K).
         bias: [M, padded to whole blocks] float32, or None.
+        inputs: The numbers that x is rounded to first; None leaves it as it is.
     """
 
     weight: Tensor
     shape: tuple[int, int]
     bias: Tensor | None
+    inputs: ActivationFormat | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [..., K] times the weight, plus the bias: [..., M]."""
@@ -78,7 +82,7 @@ class NativeLinear:
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
-        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, CCoding(0, 0, 0))
+        return _linear_struct(self, CCoding(0, 0, 0))
 
     def dense(self) -> Tensor:
         """Return the weight as an ordinary tensor [M, K], a copy."""
@@ -99,6 +103,7 @@ class NativeCodes:
         scale: The dtype of the scales.
         dtype: Of x, and of the weight that `dense` returns.
         bias: [M, padded to whole blocks] float32, or None.
+        inputs: The numbers that x is rounded to first; None leaves it as it is.
     """
 
     weight: Tensor
@@ -107,6 +112,7 @@ class NativeCodes:
     scale: torch.dtype
     dtype: torch.dtype
     bias: Tensor | None
+    inputs: ActivationFormat | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [..., K] times the weight, plus the bias: [..., M]."""
@@ -115,8 +121,7 @@ class NativeCodes:
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
-        coding = _as_struct(self.coding, self.scale)
-        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, coding)
+        return _linear_struct(self, _coding_struct(self.coding, self.scale))
 
     def codes(self) -> Codes:
         """Return the weight as codes, a copy."""
@@ -174,7 +179,7 @@ def pack_codes(
     shape = (coded_bytes(rows, columns, coding, scale),)
     packed = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.empty(shape, torch.uint8)
     values, scales = codes.codes.to(torch.int8).contiguous(), codes.scales.contiguous()
-    described = _as_struct(coding, scale)
+    described = _coding_struct(coding, scale)
     _pack_codes()(
         values.data_ptr(), scales.data_ptr(), rows, columns, ctypes.addressof(described), packed.data_ptr(),
         torch.get_num_threads(),
@@ -223,7 +228,7 @@ def suffix(dtype: torch.dtype) -> str:
 
 
 def _call(linear: CLinear, x: Tensor) -> Tensor:
-    x = x.contiguous()
+    x = x.clone() if linear.inputs else x.contiguous()  # the kernel rounds it in place
     assert x.shape[-1] == linear.k
     out = x.new_empty(*x.shape[:-1], linear.n)
     rows = x.numel() // linear.k
@@ -231,7 +236,12 @@ def _call(linear: CLinear, x: Tensor) -> Tensor:
     return out
 
 
-def _as_struct(coding: Coding, scale: torch.dtype) -> CCoding:
+def _linear_struct(linear: NativeLinear | NativeCodes, coding: CCoding) -> CLinear:
+    inputs = 0 if linear.inputs is None else linear.inputs
+    return CLinear(linear.weight.data_ptr(), _address(linear.bias), *linear.shape, coding, inputs)
+
+
+def _coding_struct(coding: Coding, scale: torch.dtype) -> CCoding:
     return CCoding(coding.bits, SCALES[scale], coding.zeros)
 
 

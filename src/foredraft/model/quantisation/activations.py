@@ -1,0 +1,40 @@
+"""Activation formats: how a quantised model rounds the inputs of its linear layers.
+
+Each row has one scale, taken from its largest value, so a token's result does not depend on its neighbours.
+The values stay in their dtype, in which every step is rounded. That is how compressed-tensors defines it
+(`calculate_qparams` and `fake_quantize` in
+https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/quantization); vLLM's
+kernels divide by 127 in float32 instead.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+__all__ = ["ActivationFormat"]
+
+
+class ActivationFormat(IntEnum):
+    """The numbers that inputs become; the values are those of kernels.c."""
+
+    INT8 = 1  # integers from -128 to 127
+    FP8 = 2  # float8_e4m3fn
+
+    def __str__(self) -> str:
+        numbers = "8 bits" if self is ActivationFormat.INT8 else "FP8"
+        return f"activations in {numbers} by token"
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return what the numbers of x [..., K] stand for; the definition of the kernels' rounding."""
+        integers = self is ActivationFormat.INT8
+        scales = x.abs().amax(-1, keepdim=True)
+        # divided by a tensor: a number might be inverted first
+        scales = scales / torch.full_like(scales, 127.5 if integers else 448)
+        scales = torch.where(scales == 0, torch.finfo(x.dtype).eps, scales)
+        shares = x / scales
+        if integers:
+            return shares.clamp(-128, 127).round() * scales
+        return shares.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scales

@@ -1,0 +1,164 @@
+"""Quantised inputs of linear layers: bit for bit those of the library that defines them, and local to a row.
+
+Seen to fail on every defect of the table at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.errors import CheckpointError
+from foredraft.kernels.compilation import library
+from foredraft.model.layers import QuantisedInputs
+from foredraft.model.quantisation import ActivationFormat, quantise
+from foredraft.model.runner.native import NativeCodes, NativeLinear, pack_codes, pack_native
+from foredraft.model.weights import load_decoder
+from tests.support import quantising
+from tests.support.checkpoints import save_checkpoint
+from tests.support.planting import Spoiler, assert_caught, defect
+from tests.support.quantising import KINDS, by_token, edit_config
+
+FORMATS = list(ActivationFormat)
+DTYPES = [torch.float32, torch.bfloat16]
+KEYS = {ActivationFormat.INT8: "int", ActivationFormat.FP8: "float"}
+NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
+
+
+def inputs(columns: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of many sizes, of skewed values, and of zeros."""
+    random = torch.Generator().manual_seed(columns)
+    rows = torch.randn(37, columns, generator=random) * torch.logspace(-4, 4, 37)[:, None]
+    rows[5] = 0
+    rows[7] *= torch.linspace(-1, 1, columns) ** 9
+    return rows.to(dtype)
+
+
+def check_library(format: ActivationFormat, dtype: torch.dtype) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    args, linear = QuantizationArgs(**by_token(KEYS[format])), torch.nn.Linear(1, 1)
+    linear.quantization_status = QuantizationStatus.COMPRESSED  # type: ignore[assignment]
+    for columns in (33, 96, 2048):
+        x = inputs(columns, dtype)
+        expected = forward_quantize(linear, x[None], "input", args)[0]
+        assert (expected != x).any()
+        assert torch.equal(format.rounded(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_inputs_become_those_of_the_library(format: ActivationFormat, dtype: torch.dtype) -> None:
+    check_library(format, dtype)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_kernels_round_as_it_is_defined(format: ActivationFormat, dtype: torch.dtype) -> None:
+    for columns in (34, 96, 2048):
+        x, identity = inputs(columns, dtype), pack_native(torch.eye(columns, dtype=dtype), None)
+        kept = x.clone()
+        assert torch.equal(replace(identity, inputs=format)(x), format.rounded(x))
+        assert torch.equal(x, kept), "a caller's tensor stays as it is"
+
+
+def products(format: ActivationFormat, dtype: torch.dtype) -> list[Any]:
+    """Return every kind of product with one weight, over quantised inputs."""
+    weight = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    codes = quantise(weight, 8)
+    native = [pack_native(weight, None), pack_codes(codes, dtype, None)]
+    return [replace(product, inputs=format) for product in native]
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_has_the_same_bits_beside_any_others(format: ActivationFormat, dtype: torch.dtype) -> None:
+    x, before = inputs(96, dtype), torch.get_num_threads()
+    try:
+        for product in products(format, dtype):
+            whole = product(x)
+            plain = replace(product, inputs=None)
+            assert torch.equal(whole, plain(format.rounded(x)))
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                for count in (1, 2, 5, 16, 17, 33):
+                    assert torch.equal(product(x[3:][:count]), whole[3:][:count]), (threads, count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def save(folder: Path, name: str, **keys: Any) -> Path:
+    save_checkpoint(folder, "llama", **keys)
+    quantising.quantise(folder, KINDS[name])
+    return folder
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_KERNELS), False])
+@pytest.mark.parametrize("name", ["w8a8", "fp8-dynamic", "int8"])
+def test_layers_round_their_inputs_and_the_head_does_not(tmp_path: Path, name: str, native: bool) -> None:
+    decoder = load_decoder(save(tmp_path / "model", name), native=native)
+    wanted = {"w8a8": ActivationFormat.INT8, "fp8-dynamic": ActivationFormat.FP8}.get(name)
+    for product in decoder.products:
+        found = None
+        if isinstance(product, QuantisedInputs):
+            found = product.format
+        elif isinstance(product, NativeLinear | NativeCodes):
+            found = product.inputs
+        assert found == (None if product is decoder.output else wanted)
+
+
+def test_layers_that_share_their_inputs_quantise_them_alike(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "w8a8")
+    config: dict[str, Any] = dict(KINDS["w8a8"].config)
+    keys = {"targets": ["re:.*k_proj"], "weights": config["config_groups"]["group_0"]["weights"]}
+    config["config_groups"] = {**config["config_groups"], "keys": keys}
+    edit_config(folder, {"quantization_config": config})
+    with pytest.raises(CheckpointError) as caught:
+        load_decoder(folder)
+    assert "layers that share their inputs quantise them differently" in str(caught.value)
+    assert "model.layers.0.self_attn.k_proj: none" in str(caught.value)
+
+
+def one_scale(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Take the scale from all rows of a pass."""
+    return lambda self, x: rounded(self, x.flatten()).view(x.shape)
+
+
+def without_rounding(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda self, x: x
+
+
+def in_float32(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Round to the dtype at the end only."""
+    return lambda self, x: rounded(self, x.float()).to(x.dtype)
+
+
+def by_127(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def spoilt(self: ActivationFormat, x: Tensor) -> Tensor:
+        scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return (x / scales).round().clamp(-128, 127) * scales
+
+    return spoilt
+
+
+@pytest.mark.parametrize(
+    "spoiler", [one_scale, without_rounding, in_float32, by_127], ids=lambda s: s.__name__
+)
+def test_a_planted_defect_is_caught(spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("compressed_tensors")
+
+    def check() -> None:
+        check_library(ActivationFormat.INT8, torch.bfloat16)
+
+    check()
+    assert_caught(defect("planted", ActivationFormat.rounded, spoiler, check), monkeypatch)
