@@ -194,14 +194,20 @@ static void passes(
 // Products with coded weights, of no row, part or block too many.
 static void coded_products(int word, int64_t n, int64_t k) {
     const int64_t rows[] = {1, 5, 16, 17, 33, 64, 70};
-    const Coding codings[] = {{4, BFLOAT16, 0}, {8, BFLOAT16, 0}, {4, FLOAT16, 1}, {4, FLOAT32, 0}, {8, FLOAT32, 0}};
+    const Coding codings[] = {
+        {4, BFLOAT16}, {8, BFLOAT16}, {4, FLOAT16, 1}, {4, FLOAT32}, {8, FLOAT32}, {4, NESTED, 0, 1}, {6, NESTED}, {6, NESTED, 0, 1},
+    };
     int8_t *codes = array(n * k, 1);
     for (int64_t i = 0; i < n * k; i++) codes[i] = i * 7 % 16 - 8;
     uint8_t *scales = elements(n * (k / GROUP_COLUMNS), 1);  // as float32, which is the longest
+    uint8_t *offsets = array(n * (k / 16), 1);
+    uint16_t *steps = array(n * (k / 256) + 1, 2);
+    const Codes all = {codes, scales, offsets, steps, steps};
     for (size_t c = 0; c < sizeof codings / sizeof *codings; c++) {
+        if (codings[c].scale == NESTED && k % (GROUP_COLUMNS * SUPER)) continue;
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-        uint8_t *packed = array(blocks * (k / GROUP_COLUMNS) * group_bytes(codings[c]), 1);
-        foredraft_pack_codes(codes, scales, n, k, codings + c, packed, 3);
+        uint8_t *packed = array(blocks * block_bytes(codings[c], k), 1);
+        foredraft_pack_codes(&all, n, k, codings + c, packed, 3);
         const Linear l = {packed, NULL, n, k, codings[c]};
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
             void *x = elements(rows[i] * k, word), *y = elements(rows[i] * n, word);
@@ -211,7 +217,7 @@ static void coded_products(int word, int64_t n, int64_t k) {
         }
         free(packed);
     }
-    free(codes), free(scales);
+    free(codes), free(scales), free(offsets), free(steps);
 }
 
 // Every vocabulary operation, over `count` rows of n values.
@@ -278,7 +284,7 @@ int main(void) {
         passes(word, 80, 1, 9, 34, 70, 64);
         passes(word, 500, 1, 1, 16, 32, 1);
         passes(word, 512, 1, 2, 16, 32, 40);
-        coded_products(word, 45, 96), coded_products(word, 1, 32);
+        coded_products(word, 45, 96), coded_products(word, 1, 32), coded_products(word, 33, 512);
     }
     const int64_t widths[] = {1, 2, 15, 16, 17, 127, 129, 1000, 20011};
     for (size_t i = 0; i < sizeof widths / sizeof *widths; i++)

@@ -12,12 +12,14 @@ from torch import Tensor
 from foredraft.kernels.compilation import library
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.quantisation import BITS, Codes, Coding, quantise
+from foredraft.model.quantisation.codes import SUPER
 from foredraft.model.quantisation.quantise import define
 from foredraft.model.runner.native import NativeCodes, code_native, coded_bytes, pack_codes, pack_native
 from tests.support.planting import Spoiler, assert_caught, defect
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 SHAPES = [(72, 96), (32, 32), (1, 64), (256, 320), (100, 2048)]
+NESTED_SHAPES = [(72, 256), (1, 512), (100, 2048)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -27,7 +29,12 @@ CODINGS = [
     (Coding(4, zeros=True), torch.float16),
     (Coding(8), torch.float16),
     (Coding(4), torch.float32),
+    (Coding(4, nested=True, offsets=True), torch.int8),
+    (Coding(6, nested=True), torch.int8),
+    (Coding(6, nested=True, offsets=True), torch.int8),
+    (Coding(4, nested=True), torch.int8),
 ]
+CASES = [(coded, shape) for coded in CODINGS for shape in (NESTED_SHAPES if coded[0].nested else SHAPES)]
 Coded = tuple[Coding, torch.dtype]
 
 
@@ -35,9 +42,17 @@ def codes_of(rows: int, columns: int, coded: Coded) -> Codes:
     """Return random codes, with the extreme ones, and random scales, with subnormal ones."""
     coding, dtype = coded
     random = torch.Generator().manual_seed(rows + columns)
-    low = -(2 ** (coding.bits - 1))
-    codes = torch.randint(low, -low, (rows, columns), generator=random, dtype=torch.int8)
-    codes[0, :2] = torch.tensor([low, -low - 1])
+    low = 0 if coding.nested and coding.bits == 4 else -(2 ** (coding.bits - 1))
+    high = low + 2**coding.bits
+    codes = torch.randint(low, high, (rows, columns), generator=random, dtype=torch.int8)
+    codes[0, :2] = torch.tensor([low, high - 1])
+    if coding.nested:
+        shape, steps = (rows, columns // coding.group), (rows, columns // SUPER)
+        numbers = [torch.randint(-128, 128, shape, generator=random, dtype=torch.int8) for _ in range(2)]
+        sizes = [torch.randn(steps, generator=random).half() for _ in range(2)]
+        sizes[0][0, 0] = 2.0**-22
+        more = {"offsets": numbers[1], "offset_steps": sizes[1]} if coding.offsets else {}
+        return Codes(codes, numbers[0], coding.group, coding, sizes[0], **more)
     scales = torch.randn(rows, columns // 32, generator=random)
     if dtype == torch.float16:
         scales[::3] *= 2.0**-22
@@ -48,22 +63,30 @@ def codes_of(rows: int, columns: int, coded: Coded) -> Codes:
     return Codes(codes, scales.to(dtype), 32, coding)
 
 
+def in_steps(numbers: Tensor, steps: Tensor | None, group: int) -> Tensor:
+    """Return scales or offsets for every column."""
+    found = numbers.double().repeat_interleave(group, 1)
+    return found if steps is None else found * steps.double().repeat_interleave(SUPER, 1)
+
+
 def check_values(coded: Coded, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Hold a product against the definition in double precision."""
     codes = codes_of(*shape, coded)
     bias = torch.randn(shape[0])
     product = pack_codes(codes, dtype, bias.to(dtype))
     x = torch.randn(7, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    weight = codes.codes.double() * codes.scales.double().repeat_interleave(32, 1)
-    want = x.double() @ weight.T + bias.to(dtype).double()
-    size = x.double().abs() @ weight.abs().T + want.abs()
+    scaled = codes.codes.double() * in_steps(codes.scales, codes.steps, codes.group)
+    offsets = torch.zeros(1).double()
+    if codes.offsets is not None:
+        offsets = in_steps(codes.offsets, codes.offset_steps, codes.group)
+    want = x.double() @ (scaled - offsets).T + bias.to(dtype).double()
+    size = x.double().abs() @ (scaled.abs() + offsets.abs()).T + want.abs()
     error = torch.finfo(torch.float32).eps * 8 * size + torch.finfo(dtype).eps * want.abs()
     assert ((product(x).double() - want).abs() <= error).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("coded", CODINGS, ids=str)
+@pytest.mark.parametrize(("coded", "shape"), CASES, ids=str)
 def test_values_are_those_of_the_definition(coded: Coded, shape: tuple[int, int], dtype: torch.dtype) -> None:
     check_values(coded, shape, dtype)
 
@@ -71,8 +94,9 @@ def test_values_are_those_of_the_definition(coded: Coded, shape: tuple[int, int]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("coded", CODINGS, ids=str)
 def test_a_row_has_the_same_bits_in_every_product(coded: Coded, dtype: torch.dtype) -> None:
-    product = pack_codes(codes_of(100, 320, coded), dtype, None)
-    x = torch.randn(70, 320).to(dtype)
+    columns = 512 if coded[0].nested else 320
+    product = pack_codes(codes_of(100, columns, coded), dtype, None)
+    x = torch.randn(70, columns).to(dtype)
     whole, before = product(x), torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -86,13 +110,15 @@ def test_a_row_has_the_same_bits_in_every_product(coded: Coded, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("coded", CODINGS, ids=str)
+@pytest.mark.parametrize(("coded", "shape"), CASES, ids=str)
 def test_packed_codes_come_back(coded: Coded, shape: tuple[int, int], dtype: torch.dtype) -> None:
     codes = codes_of(*shape, coded)
     product = pack_codes(codes, dtype, None, Arena())
     found = product.codes()
-    assert torch.equal(found.codes, codes.codes) and torch.equal(found.scales, codes.scales)
+    for name in ("codes", "scales", "steps", "offsets", "offset_steps"):
+        one, other = getattr(found, name), getattr(codes, name)
+        assert (one is None) == (other is None), name
+        assert one is None or torch.equal(one, other), name
     assert torch.equal(product.dense(), codes.expand(dtype))
     assert product.weight.numel() == coded_bytes(*shape, *coded)
 

@@ -38,12 +38,22 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "passes.inc", "codes.inc", "tiles.inc", "attention.inc", "fused.inc", "vocab.inc")
+SOURCES = (
+    "kernels.c",
+    "passes.inc",
+    "coding.inc",
+    "codes.inc",
+    "tiles.inc",
+    "attention.inc",
+    "fused.inc",
+    "vocab.inc",
+)
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 # GCC copies vectors in pieces of 16 bytes by default, and reading them whole then waits for the pieces: with
 # AVX2, products take 2 to 4 times as long. GCC 12 and later know these flags, for x86 alone.
 WHOLE_COPIES = ("-mmove-max=512", "-mstore-max=512")
-NATIVE = ("-march=native",)
+# Tuned for Zen, GCC takes some sums of products apart, and others not: a row would depend on those beside it.
+NATIVE = ("-march=native", "-mtune=generic")
 COMPILERS = (["cc"], ["gcc"])
 LIBRARIES = HERE / "libraries"  # of an installed wheel: <level>.so, and the manifest
 MANIFEST = "manifest.json"  # {"sources": digest of the sources, "libraries": {level: digest of its library}}

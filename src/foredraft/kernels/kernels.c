@@ -1,5 +1,5 @@
-// CPU kernels of Foredraft: forward passes of a decoder for bfloat16 and float32 (passes.inc, attention.inc, codes.inc),
-// vocabulary operations (vocab.inc), and both in one call (fused.inc).
+// CPU kernels of Foredraft: forward passes of a decoder for bfloat16 and float32 (passes.inc, attention.inc), with coded
+// weights (coding.inc, codes.inc), vocabulary operations (vocab.inc), and both in one call (fused.inc).
 //
 // The order of every sum depends only on the position that it belongs to, never on the rows, queries or keys that
 // share the call, nor on the number of threads. So a position gets the same bits in a call of any shape.
@@ -40,13 +40,14 @@ enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 
 #else
 enum { TILE = 2 };
 #endif
-// Coded weights (codes.inc). GROUP_COLUMNS share a scale; AHEAD: bytes that are prefetched.
-enum { GROUP_COLUMNS = 32, AHEAD = 2048 };
+// Coded weights (coding.inc, codes.inc). GROUP_COLUMNS are coded together; AHEAD: bytes that are prefetched. SUPER groups
+// share the steps of nested scales; SUMS: sums of inputs that a thread keeps.
+enum { GROUP_COLUMNS = 32, AHEAD = 2048, SUPER = 8, SUMS = 1 << 16 };
 
-// How a weight is coded. bits: 0 where it is not, or 4 or 8. scale: the dtype of the scales. zeros: with 4 bits, every
-// group has a zero point.
-enum { BFLOAT16, FLOAT16, FLOAT32 };
-typedef struct { int64_t bits, scale, zeros; } Coding;
+// How a weight is coded. bits: 0 where it is not, or 4, 6 or 8. scale: the dtype of the scales. zeros: every group has a
+// zero point; with 4 bits only. offsets: every scale has an offset, which its weights are less; nested scales only.
+enum { BFLOAT16, FLOAT16, FLOAT32, NESTED };
+typedef struct { int64_t bits, scale, zeros, offsets; } Coding;
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
 // or two bfloat16. inputs: the numbers that the inputs are rounded to first; 0: they stay as they are.
@@ -87,6 +88,16 @@ static inline int64_t last_column(const Pass *p, int64_t group) { return p->firs
 
 static const I LANE_INDEX = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+// Returns a b + c, rounded once where the machine can. Tuned for some CPUs, compilers fuse in one tile and not in another:
+// with AVX-512 this says so, and elsewhere the kernels are tuned for none (building.py).
+static inline __attribute__((always_inline)) V fused(V a, V b, V c) {
+#ifdef __AVX512F__
+    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
 static inline V splat(float x) { return x - (V){0}; }
 static inline V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
@@ -120,13 +131,13 @@ static inline V exponential(V x) {
     const V n = shifted - splat(12582912.0f);
     const V r = (x - n * splat(0.693145752f)) - n * splat(1.42860677e-6f);
     V p = splat(1.0f / 5040);
-    p = p * r + splat(1.0f / 720);
-    p = p * r + splat(1.0f / 120);
-    p = p * r + splat(1.0f / 24);
-    p = p * r + splat(1.0f / 6);
-    p = p * r + splat(0.5f);
-    p = p * r + splat(1.0f);
-    p = p * r + splat(1.0f);
+    p = fused(p, r, splat(1.0f / 720));
+    p = fused(p, r, splat(1.0f / 120));
+    p = fused(p, r, splat(1.0f / 24));
+    p = fused(p, r, splat(1.0f / 6));
+    p = fused(p, r, splat(0.5f));
+    p = fused(p, r, splat(1.0f));
+    p = fused(p, r, splat(1.0f));
     const U power = ((U)shifted << 23) + (127u << 23);
     return choose(low, splat(0.0f), p * (V)power);
 }
@@ -220,86 +231,7 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
     }
 }
 
-// Bytes of the scales of a group, and of a whole group.
-static inline int64_t scale_bytes(Coding c) { return BLOCK * (c.scale == FLOAT32 ? 4 : 2); }
-static inline int64_t group_bytes(Coding c) {
-    return scale_bytes(c) + (c.zeros ? BLOCK : 0) + GROUP_COLUMNS * BLOCK * c.bits / 8;
-}
-
-// The scales of 16 outputs of a group, from the first of them on.
-static inline V scales_of(const uint8_t *group, Coding c, int output) {
-    if (c.scale == FLOAT32) return load((const float *)group + output);
-    const uint16_t *from = (const uint16_t *)group + output;
-    return c.scale == FLOAT16 ? from_half(from) : widened(from);
-}
-
-// Packs codes [n, k], bytes, and scales [n, k / GROUP_COLUMNS] as a coded weight; outputs past n have a scale of 0. The
-// zero point of a group is that of its lowest code.
-void foredraft_pack_codes(
-    const int8_t *codes, const uint8_t *scales, int64_t n, int64_t k, const Coding *coding, uint8_t *packed, int threads) {
-    const Coding c = *coding;
-    const int64_t groups = k / GROUP_COLUMNS, size = scale_bytes(c) / BLOCK;
-#pragma omp parallel num_threads(threads)
-    {
-        const Share blocks = thread_share((n + BLOCK - 1) / BLOCK);
-        for (int64_t at = blocks.from * groups; at < blocks.to * groups; at++) {
-            const int64_t block = at / groups, group = at % groups;
-            uint8_t *to = packed + at * group_bytes(c), *zeros = to + scale_bytes(c), *words = zeros + (c.zeros ? BLOCK : 0);
-            memset(to, 0, group_bytes(c));
-            for (int64_t i = 0; i < BLOCK && block * BLOCK + i < n; i++) {
-                const int64_t row = block * BLOCK + i;
-                const int8_t *from = codes + row * k + group * GROUP_COLUMNS;
-                memcpy(to + i * size, scales + (row * groups + group) * size, size);
-                int lowest = -8;
-                if (c.zeros) {
-                    lowest = from[0];
-                    for (int j = 1; j < GROUP_COLUMNS; j++) lowest = from[j] < lowest ? from[j] : lowest;
-                    zeros[i] = lowest + 16;
-                }
-                for (int j = 0; j < GROUP_COLUMNS; j++) {
-                    const int half = j / 2 * 2 + i / LANES, byte = 2 * (i % LANES) + j % 2;  // see codes.inc
-                    if (c.bits == 8) words[half * 2 * LANES + byte] = from[j];
-                    else words[half / 4 * 4 * LANES + 2 * byte + half % 4 / 2] |= ((from[j] - lowest) & 15) << half % 2 * 4;
-                }
-            }
-        }
-    }
-}
-
-// The codes of a group of weights under a scale: the nearest of lowest ... -lowest - 1, ties to even.
-static inline void codes_of(const float *w, float scale, float lowest, float *code) {
-    const float inverse = scale == 0 ? 0 : 1 / scale;
-    for (int i = 0; i < GROUP_COLUMNS; i += LANES) {
-        store(code + i, nearest(clamped(load(w + i) * splat(inverse), lowest, -lowest - 1)));
-    }
-}
-
-// The largest weight of a group, with its sign; the first of several.
-static inline float extreme_of(const float *w) {
-    const V a = load(w), b = load(w + LANES);
-    const float most = lanes_max(maximum(maximum(a, -a), maximum(b, -b)));
-    for (int i = 0; i < GROUP_COLUMNS; i++)
-        if (fabsf(w[i]) == most) return w[i];
-    return 0;
-}
-
-static inline D doubles(const float *x) {
-    typedef float F __attribute__((vector_size(32)));
-    F v;
-    memcpy(&v, x, sizeof v);
-    return __builtin_convertvector(v, D);
-}
-
-static inline double doubles_sum(D x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
-
-// Rounds to bfloat16, ties to even.
-static inline float half_precision(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-    memcpy(&x, &bits, sizeof bits);
-    return x;
-}
+#include "coding.inc"
 
 // The result of a kernel that allocates work memory. After NO_MEMORY its outputs hold nothing of use.
 enum { DONE, NO_MEMORY };

@@ -36,13 +36,11 @@ from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm
 from foredraft.model.quantisation import (
-    GROUP,
     ActivationFormat,
     Codes,
     Coding,
     Quantisation,
     WeightFormat,
-    codable,
     quantise,
 )
 from foredraft.model.runner.native import NativeCodes, NativeLinear, coded_bytes, pack_codes, pack_native
@@ -182,7 +180,7 @@ def weight_bytes(
         rows, columns = _joined(shapes)
         if (coding := _coding(shapes, spec.quantisation)) is not None:
             saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, coding, stored)
-        elif bits is not None and codable(columns):
+        elif bits is not None and Coding(bits).holds(columns):
             saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, Coding(bits))
     return whole - saved
 
@@ -191,7 +189,8 @@ def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
     """Return the memory of a coded copy of a model's linear layers."""
     decoder = build_decoder(spec, _SizeCounter(torch.device("meta"), torch.float32))
     shapes = [product.shape for product in decoder.products]
-    return sum(coded_bytes(rows, columns, Coding(bits)) for rows, columns in shapes if codable(columns))
+    coding = Coding(bits)
+    return sum(coded_bytes(rows, columns, coding) for rows, columns in shapes if coding.holds(columns))
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -339,7 +338,7 @@ class _Builder:
         if stored is not None:
             return pack_codes(stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
-        if self.bits is not None and codable(columns) and not weight.is_meta:
+        if self.bits is not None and Coding(self.bits).holds(columns) and not weight.is_meta:
             codes = quantise(weight, self.bits)
             if self.native:
                 return pack_codes(codes, weight.dtype, bias, self.arena)
@@ -488,7 +487,7 @@ class _Checkpoint:
                 format = self._format(name)
                 assert format is not None
                 if (codes := self._codes(name, (rows, columns), format)) is not None:
-                    parts.append(codes.regrouped(GROUP))
+                    parts.append(codes)
         return Codes.joined(parts) if parts else None
 
     def free_temporary(self) -> None:
@@ -608,10 +607,9 @@ def _inputs_of(names: Collection[str], quantisation: Quantisation | None) -> Act
 def _coding(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:
     """Return how the kernels keep the joined weights coded; None where they do not."""
     formats = [_format_of(name, quantisation) for name in shapes]
-    columns = {shape[1] for shape in shapes.values()}
-    if not all(map(codable, columns)):
-        return None
-    return Coding.of_all(None if format is None else format.coding for format in formats)
+    coding = Coding.of_all(None if format is None else format.coding for format in formats)
+    [columns] = {shape[1] for shape in shapes.values()}
+    return coding if coding is not None and coding.holds(columns) else None
 
 
 def _joined(shapes: Shapes) -> tuple[int, ...]:

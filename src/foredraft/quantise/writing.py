@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foredraft.model.config import read_json
 from foredraft.model.gguf.tensors import RECORD
-from foredraft.model.quantisation import codable, quantise
+from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
 from foredraft.model.spec import ModelSpec
@@ -89,7 +89,7 @@ def _tensors(
             if not (name == f"{EMBEDDING}.weight" and spec.tied):
                 continue
             module = HEAD
-        if not codable(tensor.shape[1]):
+        if not Coding(bits).holds(tensor.shape[1]):
             plain.append(module)
             yield f"{module}.weight", tensor.clone()
             continue

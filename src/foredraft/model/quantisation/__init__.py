@@ -10,7 +10,7 @@ packing.py              numbers of 4 and 8 bits in words of 32
 """
 
 from foredraft.model.quantisation.activations import ActivationFormat
-from foredraft.model.quantisation.codes import GROUP, Codes, Coding, codable
+from foredraft.model.quantisation.codes import GROUP, Codes, Coding
 from foredraft.model.quantisation.quantise import BITS, quantise
 from foredraft.model.quantisation.reading import read_quantisation
 from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, WeightFormat
@@ -25,7 +25,6 @@ __all__ = [
     "Quantisation",
     "Rule",
     "WeightFormat",
-    "codable",
     "quantise",
     "read_quantisation",
 ]

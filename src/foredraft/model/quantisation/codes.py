@@ -1,8 +1,9 @@
 """Codes: a quantised weight in the one form that all formats are read into.
 
-A weight is code · scale, with one scale for a run of `group` columns of a row. The product of a code and a
-scale of 16 bits is exact in float32, so an expanded weight was rounded once, to its dtype. With a scale in
-float32, or with an offset, the result is rounded to float32 first.
+A weight is code · scale, or code · scale - offset; a run of `group` columns of a row shares them. They may be
+nested: integers in steps that 256 columns share. The product of a code and a scale that is nested or has 16
+bits is exact in float32, so an expanded weight was rounded once, to its dtype. With a scale in float32, or
+with an offset, the result is rounded to float32 first.
 """
 
 from __future__ import annotations
@@ -13,15 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "PIECE", "Codes", "Coding", "codable"]
+__all__ = ["GROUP", "PIECE", "SUPER", "Codes", "Coding"]
 
-GROUP = 32  # columns that share a scale in a weight that is kept coded
+GROUP = 32  # columns that are coded together in a weight that is kept coded
+SUPER = 256  # columns that share the step of their nested scales
 PIECE = 2**22  # weights that are expanded or quantised at a time: it bounds the memory
-
-
-def codable(columns: int) -> bool:
-    """Return whether weights [M, columns] can be kept coded: they need whole groups."""
-    return columns % GROUP == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +26,26 @@ class Coding:
     """How the kernels keep a weight coded.
 
     Attributes:
-        bits: 4 or 8: a code is one of 2 ** bits neighbouring integers, of which half are negative.
+        bits: 4, 6 or 8: a code is one of 2 ** bits neighbouring integers, of which half are negative. With 4
+            bits and nested scales none is; 6 bits have nested scales.
         zeros: With 4 bits, these integers may begin elsewhere in every group, from -16 on.
+        nested: Scales are int8, in steps of float16 that `SUPER` columns share.
+        offsets: Nested scales have offsets, in steps of their own.
     """
 
     bits: int
     zeros: bool = False
+    nested: bool = False
+    offsets: bool = False
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return 16 if self.bits == 6 else GROUP
+
+    def holds(self, columns: int) -> bool:
+        """Return whether weights [M, columns] can be coded so: they need whole groups."""
+        return columns % (SUPER if self.nested else GROUP) == 0
 
     @staticmethod
     def of(bits: int, group: int | None, *, symmetric: bool) -> Coding | None:
@@ -51,13 +62,18 @@ class Coding:
 
     @staticmethod
     def of_all(codings: Iterable[Coding | None]) -> Coding | None:
-        """Return the coding that holds the codes of all; None where one of them has none."""
+        """Return the coding that holds the codes of all; None where there is none, or one has none."""
         found = list(codings)
         known = [coding for coding in found if coding is not None]
-        if len(known) < len(found):
+        if len(known) < len(found) or len({coding.nested for coding in known}) > 1:
             return None
         bits = max(coding.bits for coding in known)
-        return Coding(bits, bits == 4 and any(coding.zeros for coding in known))
+        return Coding(
+            bits,
+            zeros=bits == 4 and any(coding.zeros for coding in known),
+            nested=known[0].nested,
+            offsets=any(coding.offsets for coding in known),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +82,21 @@ class Codes:
 
     Attributes:
         codes: [M, K] of a dtype whose values are exact in float32, zero points subtracted already.
-        scales: [M, ceil(K / group)], of any float dtype.
+        scales: [M, ceil(K / group)], of any float dtype; nested: int8.
         group: Columns that share a scale; the last group of a row may be shorter.
         coding: How the kernels can keep it coded; None where they cannot.
-        offsets: [M, K / group] float32, subtracted from the scaled codes; None: there are none.
+        steps: Of nested scales, [M, K / SUPER] float16.
+        offsets: [M, K / group] int8, subtracted from the scaled codes in steps; None: there are none.
+        offset_steps: [M, K / SUPER] float16.
     """
 
     codes: Tensor
     scales: Tensor
     group: int
     coding: Coding | None = None
+    steps: Tensor | None = None
     offsets: Tensor | None = None
+    offset_steps: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,29 +117,57 @@ class Codes:
         """Return rows of the weight, in float32."""
         full = self.shape[1] // self.group  # groups that are not short
         short = full * self.group  # where a short one begins
-        values, scales = self.codes[rows].to(torch.float32, copy=True), self.scales[rows].float()
+        values = self.codes[rows].to(torch.float32, copy=True)
+        scales = self._in_steps(self.scales, self.steps, rows)
         grouped = values[:, :short].view(len(values), full, self.group).mul_(scales[:, :full, None])
         if self.offsets is not None:
-            grouped.sub_(self.offsets[rows, :, None])
+            grouped.sub_(self._in_steps(self.offsets, self.offset_steps, rows)[..., None])
         values[:, short:].mul_(scales[:, full:])
         return values
 
+    def _in_steps(self, numbers: Tensor, steps: Tensor | None, rows: slice) -> Tensor:
+        """Return rows of scales or offsets in float32."""
+        found = numbers[rows].float()
+        if steps is None:
+            return found
+        return found * steps[rows].float().repeat_interleave(SUPER // self.group, 1)
+
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:
-        """Return the weights below each other, as one; their groups must be as long.
+        """Return the weights below each other, as one, with the coding of all; these have one.
 
         Scales of several dtypes become float32.
         """
-        [group] = {part.group for part in parts}
+        coding = Coding.of_all(part.coding for part in parts)
+        assert coding is not None
+        parts = [part._coded(coding) for part in parts]
         scales = [part.scales for part in parts]
         if len({each.dtype for each in scales}) > 1:
             scales = [each.float() for each in scales]
-        coding = Coding.of_all(part.coding for part in parts)
-        return Codes(torch.cat([part.codes for part in parts]), torch.cat(scales), group, coding)
+        return Codes(
+            torch.cat([part.codes for part in parts]),
+            torch.cat(scales),
+            coding.group,
+            coding,
+            _below([part.steps for part in parts]),
+            _below([part.offsets for part in parts]),
+            _below([part.offset_steps for part in parts]),
+        )
 
-    def regrouped(self, group: int) -> Codes:
-        """Return the same weight with a scale for every `group` columns, which divide the present groups."""
-        if group == self.group:
-            return self
-        scales = self.scales.repeat_interleave(self.group // group, dim=1)
-        return Codes(self.codes, scales, group, self.coding)
+    def _coded(self, coding: Coding) -> Codes:
+        """Return the same weight with another coding, which holds it."""
+        factor = self.group // coding.group
+        scales = self.scales.repeat_interleave(factor, 1)
+        offsets, offset_steps = self.offsets, self.offset_steps
+        if offsets is not None:
+            offsets = offsets.repeat_interleave(factor, 1)
+        elif coding.offsets:
+            assert self.steps is not None
+            offsets, offset_steps = torch.zeros_like(scales), torch.zeros_like(self.steps)
+        return Codes(self.codes, scales, coding.group, coding, self.steps, offsets, offset_steps)
+
+
+def _below(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return tensors below each other; None where there are none."""
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None

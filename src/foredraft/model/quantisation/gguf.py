@@ -83,14 +83,17 @@ def _q4_k(blocks: Tensor, rows: int, columns: int) -> Codes:
 
     Each 32 bytes hold the codes of two groups: the low halves those of the first.
     """
-    d, dmin = _float16(blocks[:, :2]).float(), _float16(blocks[:, 2:4]).float()
+    d, dmin = _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
     scales, minimums = _six_bits(blocks[:, 4:16])
     codes = torch.stack(_halves(blocks[:, 16:].reshape(-1, 4, 32)), dim=2)
     return Codes(
-        codes.view(rows, columns),
-        (d * scales.float()).view(rows, -1),
+        codes.view(rows, columns).view(torch.int8),
+        scales.view(rows, -1).view(torch.int8),
         32,
-        offsets=(dmin * minimums.float()).view(rows, -1),
+        CODINGS["Q4_K"],
+        steps=d.view(rows, -1),
+        offsets=minimums.view(rows, -1).view(torch.int8),
+        offset_steps=dmin.view(rows, -1),
     )
 
 
@@ -114,8 +117,10 @@ def _q6_k(blocks: Tensor, rows: int, columns: int) -> Codes:
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
     codes = (low | (((high >> shifts) & 3) << 4)).to(torch.int8) - 32
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _float16(blocks[:, 208:]).float()
-    return Codes(codes.view(rows, columns), scales.view(rows, -1), 16)
+    scales, d = blocks[:, 192:208].contiguous().view(torch.int8), _float16(blocks[:, 208:])
+    return Codes(
+        codes.view(rows, columns), scales.view(rows, -1), 16, CODINGS["Q6_K"], steps=d.view(rows, -1)
+    )
 
 
 def _halves(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +133,12 @@ def _float16(stored: Tensor) -> Tensor:
     return stored.contiguous().view(torch.float16)
 
 
-CODINGS = {"Q4_0": Coding(4), "Q8_0": Coding(8)}  # of the formats whose groups and codes the kernels read
+CODINGS = {  # how the kernels keep them
+    "Q4_0": Coding(4),
+    "Q8_0": Coding(8),
+    "Q4_K": Coding(4, nested=True, offsets=True),
+    "Q6_K": Coding(6, nested=True),
+}
 # kind -> values of a block, its bytes, and function of (blocks [B, bytes], rows, columns)
 BLOCKS: dict[str, tuple[int, int, Callable[[Tensor, int, int], Codes]]] = {
     "Q4_0": (32, 18, _q4_0),

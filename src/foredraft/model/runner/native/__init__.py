@@ -2,16 +2,9 @@
 
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native.check import unserved_because
+from foredraft.model.runner.native.codes import NativeCodes, code_native, coded_bytes, pack_codes
 from foredraft.model.runner.native.forward import run_layers
-from foredraft.model.runner.native.linear import (
-    NativeCodes,
-    NativeLinear,
-    code_native,
-    coded_bytes,
-    fits,
-    pack_codes,
-    pack_native,
-)
+from foredraft.model.runner.native.linear import NativeLinear, fits, pack_native
 from foredraft.model.runner.native.passes import NativePasses
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The self-check of the C kernels: right values, and the same bits at every shape, for one model.
 
 Contract: the source fixes the order of every sum; the check proves that the compiler kept it. It runs before
-the weights are loaded, on cancelling probes (`probes`): one product for each inner width of the model, and
-the attention of one layer at many shapes.
+the weights are loaded: on cancelling probes (`probes`) one product for each inner width of the model, and the
+attention of one layer at many shapes; on random codes one product for each coding of weights.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import library, unavailable_because
 from foredraft.model.device import dtype_name
+from foredraft.model.quantisation.codes import SUPER, Codes, Coding
+from foredraft.model.runner.native.codes import pack_codes
 from foredraft.model.runner.native.linear import WORD, fits, pack_native, suffix
 from foredraft.model.runner.native.passes import MAX_HEAD_DIM, CLayer, CModel, CPass, pass_struct
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
@@ -28,6 +31,14 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 2, 3, 5, 8, 9, 13, 16, 17, 64, 65, 100)  # full and partial tiles, and more than MAX_ROWS rows
 REFERENCE = 8  # rows of the product that the others are compared with
 OUTPUTS = 72  # of the probed products: two blocks and a partial one
+CODINGS = (
+    Coding(4),
+    Coding(4, zeros=True),
+    Coding(8),
+    Coding(4, nested=True, offsets=True),
+    Coding(6, nested=True),
+    Coding(6, nested=True, offsets=True),
+)
 SHAPES = (
     (1, 1, 0),
     (1, 3, 0),
@@ -64,6 +75,7 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
         return unavailable_because()
     random, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=dtype)
     exact = all(_product_is_exact(width, like, random) for width in widths)
+    exact = exact and all(_coded_product_is_exact(coding, like, random) for coding in CODINGS)
     if exact and _attention_is_exact(spec, like, random):
         return None
     logger.warning("the kernels fail their self-check on this CPU; PyTorch's operators run instead")
@@ -81,6 +93,33 @@ def _product_is_exact(columns: int, like: Tensor, random: torch.Generator) -> bo
     # A sum of n independent terms of size one grows to about n ** 0.5, and so do n errors of that size.
     tolerance = torch.finfo(like.dtype).eps * want.abs() + torch.finfo(torch.float32).eps * 2 * columns
     return bool(((got - want).abs() <= tolerance).all())
+
+
+def _coded_product_is_exact(coding: Coding, like: Tensor, random: torch.Generator) -> bool:
+    """Return whether products with codes have right values, and the same bits at every row count."""
+    columns, low = 2 * SUPER, 0 if coding.nested and coding.bits == 4 else -(2 ** (coding.bits - 1))
+
+    def integers(first: int, stop: int, columns: int) -> Tensor:
+        return torch.randint(first, stop, (OUTPUTS, columns), generator=random, dtype=torch.int8)
+
+    codes = integers(low, low + 2**coding.bits, columns)
+    scales, offsets = (integers(1, 64, columns // coding.group) for _ in range(2))
+    step = torch.ones(OUTPUTS, columns // SUPER, dtype=torch.float16)
+    weight = Codes(codes, scales if coding.nested else scales.bfloat16(), coding.group, coding)
+    if coding.nested:
+        weight = replace(weight, steps=step)
+    if coding.offsets:
+        weight = replace(weight, offsets=offsets, offset_steps=step)
+    product = pack_codes(weight, like.dtype, None)
+    x = torch.randn(max(ROWS), columns, generator=random).to(like.dtype)
+    got = product(x)
+    if not all(torch.equal(product(x[:rows]), got[:rows]) for rows in ROWS):
+        return False
+    scaled = codes.double() * scales.double().repeat_interleave(coding.group, 1)
+    shift = offsets.double().repeat_interleave(coding.group, 1) * coding.offsets
+    want, size = x.double() @ (scaled - shift).T, x.double().abs() @ (scaled.abs() + shift).T
+    tolerance = torch.finfo(like.dtype).eps * want.abs() + torch.finfo(torch.float32).eps * 8 * size
+    return bool(((got.double() - want).abs() <= tolerance).all())
 
 
 def _attention_is_exact(spec: ModelSpec, like: Tensor, random: torch.Generator) -> bool:

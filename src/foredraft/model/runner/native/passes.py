@@ -22,7 +22,8 @@ from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
 from foredraft.model.runner.job import FusedDraft, SamplingInputs
-from foredraft.model.runner.native.linear import CLinear, NativeCodes, NativeLinear, suffix
+from foredraft.model.runner.native.codes import NativeCodes
+from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
 
 __all__ = ["Groups", "NativePasses"]
 

@@ -1,0 +1,204 @@
+"""Products with coded weights, packed for the C kernels (kernels/coding.inc).
+
+A product rounds no weight: codes are exact in the dtype, their products are summed over the columns that
+share a scale, and the sum is scaled in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.huge_pages import Arena
+from foredraft.model.layers import Product
+from foredraft.model.quantisation.activations import ActivationFormat
+from foredraft.model.quantisation.codes import GROUP, SUPER, Codes, Coding
+from foredraft.model.quantisation.quantise import quantise
+from foredraft.model.runner.native.linear import (
+    BLOCK,
+    CCoding,
+    CLinear,
+    NativeLinear,
+    linear_struct,
+    multiply,
+    padded_bias,
+)
+
+__all__ = ["NativeCodes", "code_native", "coded_bytes", "pack_codes"]
+
+# numbers of the dtypes of scales in kernels.c; int8 are nested ones
+SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+
+
+class CCodes(ctypes.Structure):
+    """`Codes` in kernels/coding.inc."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("codes", "scales", "offsets", "steps", "offset_steps"))
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCodes:
+    """The product of x [N, K] with a coded weight [M, K], plus its bias.
+
+    Attributes:
+        weight: Scales and codes as the kernels read them, bytes.
+        shape: (M, K).
+        coding: Of the codes.
+        scale: The dtype of the scales.
+        dtype: Of x, and of the weight that `dense` returns.
+        bias: [M, padded to whole blocks] float32, or None.
+        inputs: The numbers that x is rounded to first; None leaves it as it is.
+    """
+
+    weight: Tensor
+    shape: tuple[int, int]
+    coding: Coding
+    scale: torch.dtype
+    dtype: torch.dtype
+    bias: Tensor | None
+    inputs: ActivationFormat | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [..., K] times the weight, plus the bias: [..., M]."""
+        assert x.dtype == self.dtype
+        return multiply(self.as_struct(), x)
+
+    def as_struct(self) -> CLinear:
+        """Return the C struct of this product, which is valid as long as this object lives."""
+        coding = _coding_struct(self.coding, self.scale)
+        return linear_struct(self.weight, self.bias, self.shape, coding, self.inputs)
+
+    def codes(self) -> Codes:
+        """Return the weight as codes, a copy."""
+        (rows, columns), coding = self.shape, self.coding
+        steps_bytes, group_bytes = _step_bytes(coding), _group_bytes(coding, self.scale)
+        per = GROUP // coding.group  # scales of an output in a group
+        blocks = -(-rows // BLOCK)
+        supers = self.weight.view(blocks, columns // (SUPER if coding.nested else GROUP), -1)
+        steps = supers[..., :steps_bytes].contiguous().view(torch.float16)
+        groups = supers[..., steps_bytes:].reshape(blocks, columns // GROUP, group_bytes)
+        scale_bytes = BLOCK * per * self.scale.itemsize
+        sizes = (
+            scale_bytes,
+            scale_bytes * coding.offsets,
+            BLOCK * coding.zeros,
+            GROUP * BLOCK // (1 if coding.bits == 8 else 2),
+            GROUP * BLOCK // 4 * (coding.bits == 6),
+        )
+        scales, offsets, zeros, low, high = torch.split_with_sizes(groups, sizes, -1)
+        if coding.bits == 8:
+            halves = low.contiguous().view(torch.int8)
+        else:
+            halves = _numbers(low, 4)
+            if coding.bits == 6:
+                halves = halves | _numbers(high, 2) << 4
+            halves = halves - (0 if coding.nested and coding.bits == 4 else 2 ** (coding.bits - 1))
+        # [blocks, groups, words, halves, outputs, columns] to rows of halves and outputs
+        words = (
+            halves.to(torch.int8)
+            .view(blocks, columns // GROUP, GROUP // 2, 2, BLOCK // 2, 2)
+            .permute(0, 3, 4, 1, 2, 5)
+        )
+        if coding.zeros:  # relative to the middle, which was subtracted
+            shifts = (zeros.to(torch.int8) - 8).view(blocks, -1, 2, BLOCK // 2)
+            words = words + shifts.permute(0, 2, 3, 1)[..., None, None]
+        return Codes(
+            words.reshape(-1, columns)[:rows],
+            _by_row(scales.contiguous().view(self.scale), rows),
+            coding.group,
+            coding,
+            _by_row(steps[..., :BLOCK], rows) if coding.nested else None,
+            _by_row(offsets.contiguous().view(torch.int8), rows) if coding.offsets else None,
+            _by_row(steps[..., BLOCK:], rows) if coding.offsets else None,
+        )
+
+    def dense(self) -> Tensor:
+        """Return the weight as an ordinary tensor [M, K], rounded to the dtype."""
+        return self.codes().expand(self.dtype)
+
+
+def _numbers(packed: Tensor, bits: int) -> Tensor:
+    """Return the numbers [..., halves, 32] of 16-bit lanes [..., bytes], the lowest bits first."""
+    lanes = packed.contiguous().view(torch.int16).to(torch.int32).view(*packed.shape[:-1], -1, BLOCK)
+    shifted = [lanes >> (bits * t) & 2**bits - 1 for t in range(16 // bits)]
+    return torch.stack(shifted, -2).flatten(-3, -2)
+
+
+def _by_row(packed: Tensor, rows: int) -> Tensor:
+    """Return [rows, groups * numbers] of [blocks, groups, numbers * 32]."""
+    blocks, groups, _ = packed.shape
+    return packed.reshape(blocks, groups, -1, BLOCK).permute(0, 3, 1, 2).reshape(blocks * BLOCK, -1)[:rows]
+
+
+def coded_bytes(rows: int, columns: int, coding: Coding, scale: torch.dtype = torch.bfloat16) -> int:
+    """Return the bytes of a coded weight [M, K]; `scale` is the dtype of scales that are not nested."""
+    scale = torch.int8 if coding.nested else scale
+    steps = columns // SUPER * _step_bytes(coding)
+    return -(-rows // BLOCK) * (columns // GROUP * _group_bytes(coding, scale) + steps)
+
+
+def _group_bytes(coding: Coding, scale: torch.dtype) -> int:
+    """Return the bytes of a group of a block, as `group_bytes` in kernels/coding.inc does."""
+    scales = scale.itemsize * (GROUP // coding.group) * (1 + coding.offsets)
+    return BLOCK * (scales + coding.zeros + GROUP * coding.bits // 8)
+
+
+def _step_bytes(coding: Coding) -> int:
+    return BLOCK * torch.float16.itemsize * (1 + coding.offsets) if coding.nested else 0
+
+
+def pack_codes(
+    codes: Codes, dtype: torch.dtype, bias: Tensor | None, arena: Arena | None = None
+) -> NativeCodes:
+    """Return the product with a packed copy of codes.
+
+    Args:
+        codes: With a coding, and the groups that it has.
+        dtype: Of x.
+        bias: [M], or None.
+        arena: Holds the packed weight; None allocates it by itself.
+    """
+    (rows, columns), coding, scale = codes.shape, codes.coding, codes.scales.dtype
+    assert coding is not None and codes.group == coding.group and coding.holds(columns)
+    shape = (coded_bytes(rows, columns, coding, scale),)
+    packed = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.empty(shape, torch.uint8)
+    parts = codes.codes.to(torch.int8), codes.scales, codes.offsets, codes.steps, codes.offset_steps
+    kept = [None if part is None else part.contiguous() for part in parts]
+    weight, described = CCodes(*map(_address, kept)), _coding_struct(coding, scale)
+    _pack()(
+        ctypes.addressof(weight), rows, columns, ctypes.addressof(described), packed.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return NativeCodes(packed, (rows, columns), coding, scale, dtype, padded_bias(bias))
+
+
+def code_native(product: Product, bits: int, arena: Arena) -> Product:
+    """Return a native product with its weight coded; itself where it has no more bits, or no whole groups."""
+    assert isinstance(product, NativeLinear | NativeCodes)
+    rows, columns = product.shape
+    if not Coding(bits).holds(columns) or (isinstance(product, NativeCodes) and product.coding.bits <= bits):
+        return product
+    weight, bias = product.dense(), None if product.bias is None else product.bias[:rows]
+    return pack_codes(quantise(weight, bits), weight.dtype, bias, arena)
+
+
+def _coding_struct(coding: Coding, scale: torch.dtype) -> CCoding:
+    return CCoding(coding.bits, SCALES[scale], coding.zeros, coding.offsets)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+@functools.cache
+def _pack() -> Any:
+    found = library()
+    assert found is not None, "weights are packed only where the kernels are available"
+    return declare(found.foredraft_pack_codes, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int))
