@@ -60,6 +60,14 @@ def refusal(file: Path) -> str:
         (lambda data: data[:20], "ends too early"),
         (lambda data: data[:500], "ends too early"),
         (lambda data: data[:-100], "ends within tensor"),
+        (
+            lambda data: data.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"),
+            "has tensor 'blk.0.ffn_up.weight' twice",
+        ),
+        (
+            lambda data: data.replace(b"bos_token_id", b"eos_token_id"),
+            "has 'tokenizer.ggml.eos_token_id' twice",
+        ),
         (lambda data: data[:8] + struct.pack("<Q", 2**62) + data[16:], "model.gguf"),
         (lambda data: data[:16] + struct.pack("<Q", 2**62) + data[24:], "model.gguf"),
     ],
@@ -90,6 +98,10 @@ def add(name: str, *shape: int) -> Callable[[Arrays], Arrays]:
             "has tensor blk.0.attn_k.weight of shape [8, 64], but its metadata",
         ),
         (add("blk.9.attn_k.weight", 64, 64), "has tensor blk.9.attn_k.weight, which is not part of a Llama"),
+        (
+            add("blk.01.attn_k.weight", 64, 64),
+            "has tensor blk.01.attn_k.weight, which is not part of a Llama",
+        ),
         (add("rope_freqs.weight", 3), "has rope_freqs.weight of shape [3]"),
         (lambda t: add("rope_freqs.weight", t["blk.0.attn_q.weight"].shape[0] // 8)(t), "rope_freqs.weight"),
     ],
