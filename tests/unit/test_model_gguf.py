@@ -13,6 +13,7 @@ from foredraft import SamplingParams
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
+from foredraft.model.generation import generation_defaults
 from foredraft.model.gguf import names
 from foredraft.model.hub import resolve
 from foredraft.model.quantisation import Coding
@@ -172,15 +173,18 @@ def test_a_model_has_one_hash_wherever_its_file_lies(tmp_path: Path, cache: Path
     assert target_hash(resolve(other)) != first
 
 
-def test_sampling_defaults_come_from_the_file(tmp_path: Path) -> None:
-    from foredraft.model.generation import generation_defaults
-
+def test_sampling_defaults_come_from_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: Path
+) -> None:
     def edit(writer: Any) -> None:
         writer.add_float32("general.sampling.temp", 0.6)
         writer.add_int32("general.sampling.top_k", 20)
 
     file = write_gguf(save_checkpoint(tmp_path / "model"), tmp_path / "model.gguf", edit=edit)
     assert generation_defaults(resolve(file), 97) == {"temperature": 0.6, "top_k": 20}
+    file = write_gguf(tmp_path / "model", file, edit=lambda w: w.add_float32("general.sampling.temp", -1.0))
+    foredraft.load(file, device="cpu", max_length=64).close()
+    assert f"{file}: temperature is -1.0" in caplog.text and str(cache) not in caplog.text
 
 
 DEFECTS = [

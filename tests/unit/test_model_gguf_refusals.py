@@ -187,6 +187,35 @@ def test_the_command_refuses_in_one_line(
         assert told.count("\n") == 1 and "model.gguf ends too early" in told
 
 
+def no_pad(writer: Any) -> None:
+    """End texts by a token that the tokenizer lacks."""
+    writer.kv_data[0]["tokenizer.ggml.token_type"].value[0] = gguf.TokenType.UNUSED
+    writer.add_eot_token_id(0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda w: w.add_uint32("tokenizer.chat_template", 7), "has a chat template that is not a text"),
+        (
+            lambda w: w.add_array("tokenizer.chat_template.tool_use", [1]),
+            "has a chat template that is not a text",
+        ),
+        (no_pad, "has a vocabulary that is not its model's: it has no token 0, which is the model's eos_tok"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused(
+    tmp_path: Path, folder: Path, edit: Callable[[Any], None], says: str
+) -> None:
+    file = write_gguf(folder, tmp_path / "model.gguf", edit=edit)
+    with pytest.raises(CheckpointError) as caught:
+        foredraft.load(file, device="cpu")
+    message = str(caught.value)
+    assert f"{file} {says}" in message and "\n" not in message and str(tmp_path / "cache") not in message
+    assert message.endswith("give the folder of the model's tokenizer as tokenizer")
+    foredraft.load(file, tokenizer=folder, device="cpu", max_length=64).close()
+
+
 def test_a_vocabulary_that_is_not_known_needs_a_tokenizer(tmp_path: Path, folder: Path) -> None:
     file = write_gguf(folder, tmp_path / "model.gguf", pre="other")
     with pytest.raises(CheckpointError, match=r"pre-tokenizer 'other', which is not supported.*tokenizer"):
