@@ -18,7 +18,8 @@ from foredraft.bench.gguf_file import write_gguf
 from foredraft.bench.llama_cpp import LlamaCpp
 from foredraft.errors import ConfigError
 from foredraft.model.hub import resolve
-from tests.support.checkpoints import save_checkpoint
+from foredraft.model.tokenizer import Tokenizer
+from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.quantising import KINDS, quantise
 
 gguf = pytest.importorskip("gguf")
@@ -142,6 +143,21 @@ class TestFile:
         write_gguf(save_checkpoint(tmp_path / "model", family, dtype=dtype, **keys), files[0], dtype)
         write_gguf(resolve(files[0]), files[1], dtype)
         assert files[0].read_bytes() == files[1].read_bytes()
+
+    def test_added_tokens_keep_their_texts(self, tmp_path: Path) -> None:
+        """Hugging Face does not list those of Llama 3 and Qwen in the vocabulary."""
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_special_tokens(["<|end|>"])
+        tokenizer.add_tokens(["<tool>"])
+        tokenizer.save(str(save_checkpoint(tmp_path, vocab_size=400) / "tokenizer.json"))
+        write_gguf(tmp_path, tmp_path / "model.gguf", torch.float32, vocabulary=True)
+        own, found = (Tokenizer.from_folder(each) for each in (tmp_path, resolve(tmp_path / "model.gguf")))
+        assert own is not None and found is not None
+        assert found.special == own.special
+        text = "<|end|>a<tool>"
+        ids = own.encode(text, add_special_tokens=False)
+        assert found.encode(text, add_special_tokens=False) == ids
+        assert found.decode(ids, skip_special=False) == text
 
     @pytest.mark.parametrize(
         ("variant", "named"),
