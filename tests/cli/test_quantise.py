@@ -12,6 +12,8 @@ import torch
 import foredraft
 from foredraft import SamplingParams
 from foredraft.cli import main
+from foredraft.model.gguf.tensors import RECORD
+from foredraft.model.hub import resolve
 from foredraft.model.quantisation import quantise
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.weights import load_decoder
@@ -19,13 +21,21 @@ from foredraft.quantise import writing
 from tests.support.checkpoints import TEXT, save_checkpoint
 
 KEYS = {"hidden_size": 64, "intermediate_size": 96}
+FLOAT32 = "--dtype", "float32"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied", "F16", "BF16"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "big"
-    return save_checkpoint(folder, "llama", tokenizer=True, tie_word_embeddings=request.param, **KEYS)
+    """A folder, or a GGUF file of the type that is named."""
+    folder, tied = tmp_path_factory.mktemp("model") / "big", request.param == "tied"
+    save_checkpoint(folder, "llama", tokenizer=True, tie_word_embeddings=tied, **KEYS)
+    if not request.param.endswith("F16"):
+        return folder
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import write_gguf
+
+    return write_gguf(folder, folder.with_suffix(".gguf"), request.param)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any, str]:
@@ -47,17 +57,22 @@ def test_the_checkpoint_stands_for_the_codes(
 ) -> None:
     monkeypatch.setattr(writing, "MOST", most)
     out = tmp_path / "few"
-    code, told, _ = run(capsys, "--model", model, "--weights", weights, "--out", out, "--json")
+    code, told, _ = run(capsys, "--model", model, "--weights", weights, "--out", out, *FLOAT32, "--json")
     assert code == 0 and json.loads(told)["weights"] == weights
     assert (len(list(out.glob("*.safetensors"))) == 1) is (most > 20_000)
-    found, original = load_decoder(out), load_decoder(model)
+    assert not (out / RECORD).exists(), "the folder has weights of its own"
+    folder = resolve(model)
+    found, original = load_decoder(out), load_decoder(folder, dtype=torch.float32)
     for one, other in zip(found.products, original.products, strict=True):
         assert torch.equal(one.dense(), quantise(other.dense(), bits).expand(torch.float32))
     assert torch.equal(found.embedding, original.embedding)
     with foredraft.load(out, device="cpu", drafter="lookup", max_length=64) as llm:
         said = llm.generate("the", GREEDY)[0].token_ids
         assert said == llm.generate("the", GREEDY, drafter="none")[0].token_ids
-    loaded = [load_decoder(out, native=True), load_decoder(model, native=True, bits=bits)]
+    loaded = [
+        load_decoder(out, native=True),
+        load_decoder(folder, dtype=torch.float32, native=True, bits=bits),
+    ]
     for one, other in zip(*(decoder.products for decoder in loaded), strict=True):
         assert isinstance(one, NativeCodes) and isinstance(other, NativeCodes)
         x = torch.randn(5, one.shape[1])
@@ -95,7 +110,7 @@ def test_other_programs_load_it(model: Path, tmp_path: Path, capsys: pytest.Capt
     import transformers
 
     out = tmp_path / "few"
-    assert run(capsys, "--model", model, "--weights", "int4", "--out", out)[0] == 0
+    assert run(capsys, "--model", model, "--weights", "int4", "--out", out, *FLOAT32)[0] == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():

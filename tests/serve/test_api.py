@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,8 +13,10 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
+import foredraft
 from foredraft.llm import LLM
-from tests.support.serving import Served
+from tests.support.checkpoints import save_checkpoint
+from tests.support.serving import Served, serving
 
 PROMPT = "def fibonacci(n):\n"
 MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
@@ -327,3 +330,16 @@ def test_models_tokens_health_and_capabilities(served: Served, client: openai.Op
     assert http.get("/nowhere").json()["error"]["message"] == "there is no /nowhere"
     assert http.get("/v1/completions").status_code == 405
     assert served.metric("foredraft_generation_tokens_total") > 0
+
+
+def test_a_gguf_file_is_served_under_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import write_gguf
+
+    file = write_gguf(save_checkpoint(tmp_path / "model", tokenizer=True), tmp_path / "tiny.gguf")
+    with serving(foredraft.load(file, device="cpu", max_length=64)) as served:
+        [model] = served.client.get("/v1/models").json()["data"]
+        assert model["id"] == "tiny.gguf"
+        for given in ("tiny.gguf", str(file)):
+            body = {"model": given, "prompt": "a", "max_tokens": 2}
+            assert served.client.post("/v1/completions", json=body).json()["model"] == "tiny.gguf"

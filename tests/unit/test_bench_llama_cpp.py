@@ -17,12 +17,16 @@ from foredraft.bench.contender import BenchContext
 from foredraft.bench.gguf_file import write_gguf
 from foredraft.bench.llama_cpp import LlamaCpp
 from foredraft.errors import ConfigError
-from tests.support.checkpoints import save_checkpoint
+from foredraft.model.hub import resolve
+from foredraft.model.tokenizer import Tokenizer
+from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.quantising import KINDS, quantise
 
 gguf = pytest.importorskip("gguf")
 
 from shape import random_checkpoint  # noqa: E402
+
+from tests.support import gguf_files  # noqa: E402
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -131,6 +135,30 @@ class TestFile:
         assert factors[0] == 1.0
         assert factors[-1] == pytest.approx(8.0)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("model", MODELS)
+    def test_a_gguf_file_gives_itself(self, tmp_path: Path, model: str, dtype: torch.dtype) -> None:
+        family, keys = MODELS[model]
+        files = tmp_path / "first.gguf", tmp_path / "second.gguf"
+        write_gguf(save_checkpoint(tmp_path / "model", family, dtype=dtype, **keys), files[0], dtype)
+        write_gguf(resolve(files[0]), files[1], dtype)
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+    def test_added_tokens_keep_their_texts(self, tmp_path: Path) -> None:
+        """Hugging Face does not list those of Llama 3 and Qwen in the vocabulary."""
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_special_tokens(["<|end|>"])
+        tokenizer.add_tokens(["<tool>"])
+        tokenizer.save(str(save_checkpoint(tmp_path, vocab_size=400) / "tokenizer.json"))
+        write_gguf(tmp_path, tmp_path / "model.gguf", torch.float32, vocabulary=True)
+        own, found = (Tokenizer.from_folder(each) for each in (tmp_path, resolve(tmp_path / "model.gguf")))
+        assert own is not None and found is not None
+        assert found.special == own.special
+        text = "<|end|>a<tool>"
+        ids = own.encode(text, add_special_tokens=False)
+        assert found.encode(text, add_special_tokens=False) == ids
+        assert found.decode(ids, skip_special=False) == text
+
     @pytest.mark.parametrize(
         ("variant", "named"),
         [
@@ -148,9 +176,13 @@ class TestFile:
             write_gguf(folder, tmp_path / "model.gguf", torch.float32)
         assert not (tmp_path / "model.gguf").exists()
 
-    def test_a_quantised_model_is_refused(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("kind", ["gptq", "Q8_0"])
+    def test_a_quantised_model_is_refused(self, tmp_path: Path, kind: str) -> None:
         folder = save_checkpoint(tmp_path / "model")
-        quantise(folder, KINDS["gptq"])
+        if kind in KINDS:
+            quantise(folder, KINDS[kind])
+        else:
+            folder = resolve(gguf_files.write_gguf(folder, tmp_path / "quantised.gguf", kind))
         with pytest.raises(ConfigError, match="a model with quantised weights cannot be converted"):
             write_gguf(folder, tmp_path / "model.gguf", torch.float32)
 

@@ -13,6 +13,7 @@ from foredraft import SamplingParams
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
+from foredraft.model.generation import generation_defaults
 from foredraft.model.gguf import names
 from foredraft.model.hub import resolve
 from foredraft.model.quantisation import Coding
@@ -57,7 +58,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # rows of whole blocks of every type
 
-WIDE_GEMMA = {"query_pre_attn_scalar": 64}
+
+def wide(family: str) -> dict[str, Any]:
+    """Return the keys of a model of a family that every type can hold."""
+    return WIDE | ({"query_pre_attn_scalar": WIDE["head_dim"]} if family.startswith("gemma") else {})
 
 
 @pytest.fixture(autouse=True)
@@ -103,12 +107,12 @@ def test_a_file_of_float32_is_its_checkpoint(name: str, tmp_path: Path) -> None:
     check_same(folder, file)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("kind", ["BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 def test_a_quantised_file_is_the_checkpoint_of_its_dequantised_weights(
     family: str, kind: str, tmp_path: Path
 ) -> None:
-    folder = save_checkpoint(tmp_path / "model", family, **WIDE, **(WIDE_GEMMA if family == "gemma2" else {}))
+    folder = save_checkpoint(tmp_path / "model", family, **wide(family))
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     other = save_dequantised(folder, file, tmp_path / "other")
     for dtype in (torch.float32, torch.bfloat16):
@@ -169,15 +173,18 @@ def test_a_model_has_one_hash_wherever_its_file_lies(tmp_path: Path, cache: Path
     assert target_hash(resolve(other)) != first
 
 
-def test_sampling_defaults_come_from_the_file(tmp_path: Path) -> None:
-    from foredraft.model.generation import generation_defaults
-
+def test_sampling_defaults_come_from_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: Path
+) -> None:
     def edit(writer: Any) -> None:
         writer.add_float32("general.sampling.temp", 0.6)
         writer.add_int32("general.sampling.top_k", 20)
 
     file = write_gguf(save_checkpoint(tmp_path / "model"), tmp_path / "model.gguf", edit=edit)
     assert generation_defaults(resolve(file), 97) == {"temperature": 0.6, "top_k": 20}
+    file = write_gguf(tmp_path / "model", file, edit=lambda w: w.add_float32("general.sampling.temp", -1.0))
+    foredraft.load(file, device="cpu", max_length=64).close()
+    assert f"{file}: temperature is -1.0" in caplog.text and str(cache) not in caplog.text
 
 
 DEFECTS = [
@@ -192,8 +199,7 @@ DEFECTS = [
 @pytest.mark.parametrize("case", DEFECTS, ids=lambda case: case[0])
 def test_a_defect_is_caught(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, family, seam, spoiler, kind = case
-    keys = {"num_key_value_heads": 2} | WIDE | (WIDE_GEMMA if family == "gemma2" else {})
-    folder = save_checkpoint(tmp_path / "model", family, **keys)
+    folder = save_checkpoint(tmp_path / "model", family, num_key_value_heads=2, **wide(family))
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     other = save_dequantised(folder, file, tmp_path / "other")
     mutant: Mutant = defect(name, seam, spoiler, lambda: check_same(other, file, torch.float32))
@@ -205,7 +211,7 @@ WHOLE = {"hidden_size": 64, "intermediate_size": 96}  # rows of whole groups of 
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize(("kind", "coding"), [("Q4_0", Coding(4)), ("Q8_0", Coding(8))])
 def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path: Path) -> None:
     """A tied head, too."""
@@ -220,12 +226,12 @@ def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K"])
-def test_greedy_speculation_equals_plain_decoding(kind: str, tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "model", tokenizer=True, eos_token_id=None, **WIDE)
-    draft = save_checkpoint(
-        tmp_path / "draft", tokenizer=True, eos_token_id=None, num_hidden_layers=1, **WIDE
-    )
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_greedy_speculation_equals_plain_decoding(kind: str, family: str, tmp_path: Path) -> None:
+    keys = {"tokenizer": True, "eos_token_id": None, **wide(family)}
+    folder = save_checkpoint(tmp_path / "model", family, **keys)
+    draft = save_checkpoint(tmp_path / "draft", family, num_hidden_layers=1, **keys)
     files = [write_gguf(each, each.with_suffix(".gguf"), kind) for each in (folder, draft)]
     params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
     with foredraft.load(

@@ -45,7 +45,7 @@ def refusal(file: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         load_decoder(resolve(file))
     message = str(caught.value)
-    assert str(file) in message and "\n" not in message
+    assert str(file) in message and "\n" not in message and str(file.parent / "cache") not in message
     return message
 
 
@@ -60,6 +60,14 @@ def refusal(file: Path) -> str:
         (lambda data: data[:20], "ends too early"),
         (lambda data: data[:500], "ends too early"),
         (lambda data: data[:-100], "ends within tensor"),
+        (
+            lambda data: data.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"),
+            "has tensor 'blk.0.ffn_up.weight' twice",
+        ),
+        (
+            lambda data: data.replace(b"bos_token_id", b"eos_token_id"),
+            "has 'tokenizer.ggml.eos_token_id' twice",
+        ),
         (lambda data: data[:8] + struct.pack("<Q", 2**62) + data[16:], "model.gguf"),
         (lambda data: data[:16] + struct.pack("<Q", 2**62) + data[24:], "model.gguf"),
     ],
@@ -90,6 +98,10 @@ def add(name: str, *shape: int) -> Callable[[Arrays], Arrays]:
             "has tensor blk.0.attn_k.weight of shape [8, 64], but its metadata",
         ),
         (add("blk.9.attn_k.weight", 64, 64), "has tensor blk.9.attn_k.weight, which is not part of a Llama"),
+        (
+            add("blk.01.attn_k.weight", 64, 64),
+            "has tensor blk.01.attn_k.weight, which is not part of a Llama",
+        ),
         (add("rope_freqs.weight", 3), "has rope_freqs.weight of shape [3]"),
         (lambda t: add("rope_freqs.weight", t["blk.0.attn_q.weight"].shape[0] // 8)(t), "rope_freqs.weight"),
     ],
@@ -119,6 +131,7 @@ def test_a_type_that_is_not_supported_is_named(tmp_path: Path, folder: Path) -> 
         (lambda w: w.add_uint16("split.count", 3), "is one of several parts"),
         (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "supported are none, linear, yarn"),
         (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "rope.scaling.attn_factor"),
+        (lambda w: w.add_eot_token_id(384), "eos_token_id is [2, 384], but vocab_size is 384"),
         (lambda w: w.add_uint32("general.alignment", 12), "has the alignment 12; it must be a multiple of 8"),
     ],
 )
@@ -173,6 +186,35 @@ def test_the_command_refuses_in_one_line(
         assert main([*command, "--model", str(tmp_path / "model.gguf")]) == 2
         told = capsys.readouterr().err
         assert told.count("\n") == 1 and "model.gguf ends too early" in told
+
+
+def no_pad(writer: Any) -> None:
+    """End texts by a token that the tokenizer lacks."""
+    writer.kv_data[0]["tokenizer.ggml.token_type"].value[0] = gguf.TokenType.UNUSED
+    writer.add_eot_token_id(0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda w: w.add_uint32("tokenizer.chat_template", 7), "has a chat template that is not a text"),
+        (
+            lambda w: w.add_array("tokenizer.chat_template.tool_use", [1]),
+            "has a chat template that is not a text",
+        ),
+        (no_pad, "has a vocabulary that is not its model's: it has no token 0, which is the model's eos_tok"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused(
+    tmp_path: Path, folder: Path, edit: Callable[[Any], None], says: str
+) -> None:
+    file = write_gguf(folder, tmp_path / "model.gguf", edit=edit)
+    with pytest.raises(CheckpointError) as caught:
+        foredraft.load(file, device="cpu")
+    message = str(caught.value)
+    assert f"{file} {says}" in message and "\n" not in message and str(tmp_path / "cache") not in message
+    assert message.endswith("give the folder of the model's tokenizer as tokenizer")
+    foredraft.load(file, tokenizer=folder, device="cpu", max_length=64).close()
 
 
 def test_a_vocabulary_that_is_not_known_needs_a_tokenizer(tmp_path: Path, folder: Path) -> None:

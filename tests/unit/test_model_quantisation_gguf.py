@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,14 +77,30 @@ def swapped(sound: Callable[..., tuple[object, object]]) -> Callable[..., tuple[
     return lambda packed: sound(packed)[::-1]
 
 
+def neighbours(sound: Callable[..., Codes]) -> Callable[..., Codes]:
+    """Give each block the scales of the block before it."""
+
+    def spoilt(format: GGUFFormat, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> Codes:
+        codes = sound(format, shape, tensors)
+        groups = BLOCKS[format.kind][0] // codes.group  # of a block
+        return replace(codes, scales=codes.scales.roll(groups, dims=1))
+
+    return spoilt
+
+
 DEFECTS = [
+    *(
+        defect(f"each block is scaled as its neighbour, {kind}", GGUFFormat.codes, neighbours,
+               lambda kind=kind: check(kind, 2, 3))
+        for kind in BLOCKS
+    ),
     *(
         defect(f"high halves first, {kind}", formats._halves, swapped, lambda kind=kind: check(kind, 2, 3))
         for kind in ("Q4_0", "Q4_K", "Q6_K")
     ),
     defect("scales and minimums exchanged", formats._six_bits, swapped, lambda: check("Q4_K", 2, 3)),
     defect("d and dmin exchanged", GGUFFormat.codes, dmin_first, lambda: check("Q4_K", 2, 3)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", DEFECTS, ids=lambda mutant: mutant.name)

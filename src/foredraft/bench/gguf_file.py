@@ -134,16 +134,16 @@ def _add_metadata(writer: Any, spec: ModelSpec, gguf: Any) -> None:
 def _add_vocabulary(writer: Any, folder: Path, spec: ModelSpec, gguf: Any) -> None:
     """Add the byte-level BPE of a tokenizer.json."""
     read = read_json(folder / "tokenizer.json")
-    model, special = read["model"], {each["id"] for each in read["added_tokens"] if each["special"]}
+    model, added = read["model"], {each["id"]: each for each in read["added_tokens"]}
     by_id = {id: token for token, id in model["vocab"].items()}
+    by_id |= {id: token["content"] for id, token in added.items()}  # the vocabulary may lack them
     ids = range(spec.vocab_size)
     kinds = gguf.TokenType
+    of_added = {id: kinds.CONTROL if token["special"] else kinds.USER_DEFINED for id, token in added.items()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([by_id.get(id, f"[{id}]") for id in ids])
-    writer.add_token_types(
-        [kinds.CONTROL if id in special else kinds.NORMAL if id in by_id else kinds.UNUSED for id in ids]
-    )
+    writer.add_token_types([of_added.get(id, kinds.NORMAL if id in by_id else kinds.UNUSED) for id in ids])
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     )

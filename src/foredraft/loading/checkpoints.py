@@ -14,7 +14,7 @@ import torch
 
 from foredraft.decode.params import SamplingParams
 from foredraft.drafters.vocabulary import same_tokenizer
-from foredraft.errors import CheckpointError, ConfigError, RequestError
+from foredraft.errors import CheckpointError, ConfigError, Option, RequestError
 from foredraft.loading.options import DTYPES, LoadOptions
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
@@ -163,12 +163,22 @@ def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, toke
             if not found and not tokenizer.has(id):
                 found = f"no token {id}, which is the model's {name}"
     if found:
-        source = source_of(folder)
-        model = folder / "config.json" if source == folder else source
+        if tokenizer_folder == folder != source_of(folder):
+            raise CheckpointError(
+                f"{source_of(folder)} has a vocabulary that is not its model's: it has {found}",
+                remedy=("give the folder of the model's tokenizer as ", Option("tokenizer")),
+            )
+        tokenizer_file, model = tokenizer_folder / "tokenizer.json", _named(folder, "config.json")
         raise CheckpointError(
-            f"{tokenizer_folder / 'tokenizer.json'} is not the tokenizer of {model}: it has {found}",
+            f"{tokenizer_file} is not the tokenizer of {model}: it has {found}",
             remedy="put the model's own tokenizer there",
         )
+
+
+def _named(folder: Path, file: str) -> Path:
+    """Return the path of a checkpoint's file, or the GGUF file that the folder was made from."""
+    source = source_of(folder)
+    return folder / file if source == folder else source
 
 
 def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> bool:
@@ -199,5 +209,5 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
         try:
             params = replace(params, **{option: value})
         except RequestError as error:
-            logger.warning("%s: %s; it is left out", checkpoint.folder / GENERATION, error)
+            logger.warning("%s: %s; it is left out", _named(checkpoint.folder, GENERATION), error)
     return params

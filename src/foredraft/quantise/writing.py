@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.model.config import read_json
+from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.quantisation.codes import GROUP
@@ -67,7 +68,8 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
         (out / INDEX).write_text(json.dumps(index), encoding="utf-8")
     else:
         save_file(filled, out / SINGLE, {"format": "pt"})
-    config = read_json(source / CONFIG) | {"tie_word_embeddings": False}
+    config = read_json(source / CONFIG) | {"tie_word_embeddings": False, "dtype": dtype_name(dtype)}
+    config.pop("torch_dtype", None)  # the older name of "dtype"
     config["quantization_config"] = _scheme(bits, plain)
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return total

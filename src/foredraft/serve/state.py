@@ -56,8 +56,8 @@ class Model:
         self.rows = engine.rows.capacity
         self.limits = Limits(settings, self.rows, metrics)
         self.generations = Generations(llm, loop, self.limits, metrics, settings)
-        folder = Path(llm.model)
-        self.names = (folder.resolve().name if folder.is_dir() else llm.model, llm.model)
+        path = Path(llm.model)  # that of a hub id does not exist
+        self.names = (path.resolve().name if path.exists() else llm.model, llm.model)
         self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
         self.drafters = tuple(engine.drafters)
 

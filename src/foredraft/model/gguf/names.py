@@ -39,7 +39,7 @@ GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-IN_FILE = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+IN_FILE = re.compile(r"(?:blk\.(0|[1-9][0-9]*)\.)?(\w+)\.(weight|bias)")  # "01" would be layer 1 again
 IN_MODEL = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)")
 
 
