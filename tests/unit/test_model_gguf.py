@@ -212,10 +212,18 @@ WHOLE = {"hidden_size": 64, "intermediate_size": 96}  # rows of whole groups of 
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
-@pytest.mark.parametrize(("kind", "coding"), [("Q4_0", Coding(4)), ("Q8_0", Coding(8))])
+@pytest.mark.parametrize(
+    ("kind", "coding"),
+    [
+        ("Q4_0", Coding(4)),
+        ("Q8_0", Coding(8)),
+        ("Q4_K", Coding(4, nested=True, offsets=True)),
+        ("Q6_K", Coding(6, nested=True)),
+    ],
+)
 def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path: Path) -> None:
     """A tied head, too."""
-    folder = save_checkpoint(tmp_path / "model", family, tie_word_embeddings=True, **WHOLE)
+    folder = save_checkpoint(tmp_path / "model", family, tie_word_embeddings=True, **wide(family))
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     decoder = load_decoder(resolve(file), dtype=torch.float32, native=True)
     assert all(isinstance(one, NativeCodes) and one.coding == coding for one in decoder.products)
@@ -223,6 +231,22 @@ def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path
     for one, two in zip(decoder.products, other.products, strict=True):
         assert torch.equal(one.dense(), two.dense())
     assert torch.equal(decoder.embedding, other.embedding)
+
+
+@NEEDS_KERNELS
+def test_a_fused_layer_of_two_formats_stays_coded(tmp_path: Path) -> None:
+    """Files of Q4_K_M have values in Q6_K beside queries and keys in Q4_K."""
+    folder = save_checkpoint(tmp_path / "model", **wide("llama"))
+    file = write_gguf(folder, tmp_path / "model.gguf", {"attn_v": "Q6_K", "ffn_up": "Q8_0", "": "Q4_K"})
+    decoder = load_decoder(resolve(file), dtype=torch.float32, native=True)
+    other = load_decoder(save_dequantised(folder, file, tmp_path / "other"), dtype=torch.float32)
+    for one, two in zip(decoder.products, other.products, strict=True):
+        assert torch.equal(one.dense(), two.dense())
+    layer = decoder.layers[0]
+    assert layer.mlp is not None
+    qkv = layer.attention.qkv
+    assert isinstance(qkv, NativeCodes) and qkv.coding == Coding(6, nested=True, offsets=True)
+    assert not isinstance(layer.mlp.gate_up, NativeCodes), "no coding holds both formats"
 
 
 @NEEDS_KERNELS

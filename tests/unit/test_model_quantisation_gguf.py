@@ -68,7 +68,7 @@ def dmin_first(sound: Callable[..., object]) -> Callable[..., object]:
     def spoilt(format: GGUFFormat, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> object:
         blocks = tensors["weight"].view(-1, 144)
         exchanged = torch.cat([blocks[:, 2:4], blocks[:, :2], blocks[:, 4:]], dim=1)
-        return sound(format, shape, {"weight": exchanged})
+        return sound(format, shape, {"weight": exchanged.view(shape[0], -1)})
 
     return spoilt
 

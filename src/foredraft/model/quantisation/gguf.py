@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import Codes, Coding
+from foredraft.model.quantisation.codes import PIECE, Codes, Coding
 from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, exactly, read_names
 
 __all__ = ["BLOCKS", "METHOD", "TENSORS", "GGUFFormat", "read_gguf"]
@@ -49,7 +49,9 @@ class GGUFFormat:
         """Return the weight of which `tensors` has the bytes of each row, [M, bytes] uint8."""
         rows, columns = shape
         _, size, read = BLOCKS[self.kind]
-        return read(tensors["weight"].reshape(-1, size), rows, columns)
+        step = max(1, PIECE // columns)
+        pieces = (tensors["weight"][first : first + step] for first in range(0, rows, step))
+        return Codes.joined([read(piece.reshape(-1, size), len(piece), columns) for piece in pieces])
 
 
 def read_gguf(read: ConfigReader) -> Quantisation:
