@@ -150,7 +150,8 @@ def loading(folder: Path, weights: str | None) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     target: Any = llm._engine.target
     size = sum(p.weight.numel() * p.weight.element_size() for p in target.decoder.products)
-    size += target.decoder.embedding.numel() * target.decoder.embedding.element_size()
+    if isinstance(embedding := target.decoder.embedding, torch.Tensor):  # otherwise it is the head
+        size += embedding.nbytes
     status = dict(
         line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
     )

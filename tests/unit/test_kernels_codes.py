@@ -193,3 +193,14 @@ def test_planted_defects_are_caught(
         check_values(CODINGS[0], (72, 96), torch.float32)
 
     assert_caught(defect(name, pack_codes, packs_other(spoilt), check), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("coded", "shape"), CASES, ids=str)
+def test_rows_of_a_weight_are_those_of_the_definition(
+    coded: Coded, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    product = pack_codes(codes_of(*shape, coded), dtype, None)
+    ids = torch.randint(shape[0], (3, 50), generator=torch.Generator().manual_seed(2))
+    for each in (product, pack_native(product.dense(), None)):
+        assert torch.equal(each.rows(ids), product.dense()[ids])

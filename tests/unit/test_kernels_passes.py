@@ -287,7 +287,7 @@ def test_the_kernels_run_neither_float16_nor_a_gpu() -> None:
 # (name: old source, new source). WRONG values differ from PyTorch; defects of BITS show only in the last bits, and
 # the self-check or another shape catches them; defects of THREADS show at another number of threads.
 WRONG = {
-    "embedding scale left out": ("if (m->embedding_scale == 0)", "if (1)"),
+    "embedding scale left out": ("m->embedding_scale != 0 && i < n", "0"),
     "a query sees the next position": ("I seen = key <= (int32_t)at;", "I seen = key <= (int32_t)at + 1;"),
     "window edge off by one": ("seen &= key > (int32_t)(at - window)", "seen &= key >= (int32_t)(at - window)"),
     "soft-cap of scores left out": ("if (m->softcap != 0)", "if (0)"),

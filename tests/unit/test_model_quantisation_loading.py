@@ -56,7 +56,7 @@ def saved(folder: Path, name: str, family: str = "llama", **options: Any) -> tup
 
 
 def weights_of(decoder: Decoder) -> list[Tensor]:
-    found = [decoder.embedding, decoder.output.dense()]
+    found = [decoder.embed(torch.arange(decoder.spec.vocab_size)), decoder.output.dense()]
     for layer in decoder.layers:
         assert layer.mlp is not None
         found += [layer.attention.qkv.dense(), layer.attention.output.dense()]

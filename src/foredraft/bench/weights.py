@@ -34,7 +34,7 @@ def model_record(role: str, name: str, runner: Runner, weights: str | None = Non
     read = sum(_sizes(decoder))
     coded = [product for product in decoder.products if isinstance(product, NativeCodes)]
     saved = sum(math.prod(each.shape) * decoder.dtype.itemsize - each.weight.nbytes for each in coded)
-    looked_up = 0 if decoder.spec.tied else decoder.embedding.numel()
+    looked_up = 0 if decoder.spec.tied else decoder.spec.vocab_size * decoder.spec.hidden_size
     return Model(
         role=role,
         name=name,

@@ -60,7 +60,7 @@ class Adapter:
         head: Product = whole.output
         if self.vocabulary is not None:
             spec = replace(spec, vocab_size=len(self.vocabulary))
-            rows = whole.embedding if spec.tied else head.dense()
+            rows = head.dense()
             rows = rows[torch.tensor(self.vocabulary, device=rows.device)]
             head = pack_native(rows, None) if native else pack(rows, None)
         layers = (*whole.layers[: self.depth], self.layer)

@@ -68,7 +68,8 @@ typedef struct {
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, dim, inner, gelu;  // dim: of a head; inner: of an MLP; gelu: 0 is SiLU
     float scale, softcap, logit_softcap;  // of attention scores, twice; of logits. A cap of 0: none
-    const void *embedding;  // [vocabulary, hidden]
+    const void *embedding;  // [vocabulary, hidden]; null: the rows of `tied`
+    Linear tied;
     float embedding_scale;  // 0: none
     Norm norm;
     Linear head;

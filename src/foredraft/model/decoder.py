@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.attention import Pass, attend
-from foredraft.model.layers import Product, RMSNorm, RowSpan, gate, product, soft_cap
+from foredraft.model.layers import Product, RMSNorm, Rows, RowSpan, gate, product, soft_cap
 from foredraft.model.spec import ModelSpec
 
 
@@ -158,7 +158,7 @@ class Decoder:
 
     Attributes:
         spec: The model in numbers.
-        embedding: Token embeddings, [V, hidden].
+        embedding: Token embeddings, [V, hidden], or the product whose rows they are.
         layers: The weights of the layers.
         norm: The final norm.
         output: The linear layer of the head.
@@ -166,14 +166,19 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, embedding: Tensor, layers: tuple[Layer, ...], norm: RMSNorm, head: Product
+        self,
+        spec: ModelSpec,
+        embedding: Tensor | Rows,
+        layers: tuple[Layer, ...],
+        norm: RMSNorm,
+        head: Product,
     ) -> None:
         self.spec = spec
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.output = head
-        self.device = embedding.device
+        self.device = norm.weight.device
         self.dtype = embedding.dtype
         # transformers rounds the factor to the model's dtype before it multiplies
         scale = spec.embedding_scale
@@ -187,7 +192,8 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states [B, T, hidden] that enter layer 0, for token ids [B, T]."""
-        hidden = F.embedding(tokens, self.embedding)
+        rows = self.embedding
+        hidden = F.embedding(tokens, rows) if isinstance(rows, Tensor) else rows.rows(tokens)
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
     def run(

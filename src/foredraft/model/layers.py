@@ -34,6 +34,19 @@ class RowSpan:
         return max(self.low, math.ceil(rows / self.step) * self.step)
 
 
+class Rows(Protocol):
+    """A product that gives rows of its weight, so that an embedding which is tied to a head needs no copy."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its rows."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., K] of the weight [M, K], of ids [...]."""
+        ...
+
+
 class Product(Protocol):
     """A linear layer: x [N, K] times a weight [M, K], plus its bias."""
 

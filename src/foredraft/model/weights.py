@@ -8,11 +8,11 @@ tensor may be, except a few that are known to carry no information. An error nam
 Memory: files are memory-mapped while they are read, and the decoder keeps no view of a map, so a checkpoint
 may be replaced under a running model. Each weight is copied from the map to its place on the device, fused
 (q, k, v and gate, up) and converted on the way. Linear layers that are packed pass through one temporary
-buffer. So the host holds the weights once, plus the embedding if the head is tied to it (a packed head
-cannot share memory), plus that buffer during loading. The kernels keep a quantised weight coded where its
-format has a coding. Otherwise it is expanded to the dtype of the others: one module at a time, so that the
-host holds its codes and its values besides. If the device is not the host, the host holds single tensors
-only. `weight_bytes` computes the memory before a file is opened.
+buffer. So the host holds the weights once, plus the embedding if the head is tied to it and is packed by
+oneDNN, which gives no rows, or has other bits, plus that buffer during loading. The kernels keep a
+quantised weight coded where its format has a coding. Otherwise it is expanded to the dtype of the others:
+one module at a time, so that the host holds its codes and its values besides. If the device is not the
+host, the host holds single tensors only. `weight_bytes` computes the memory before a file is opened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.gguf.tensors import RECORD, open_tensors
-from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm
+from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, Rows
 from foredraft.model.quantisation import (
     ActivationFormat,
     Codes,
@@ -279,10 +279,7 @@ def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False, bits: 
     head = builder.linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
     layers = tuple(builder.layer(index) for index in range(spec.layers))
     tensors.free_temporary()
-    if spec.tied and not builder.packs and bits is None:
-        embedding = head.dense()  # the same tensor, not a copy
-    else:  # loaded last, it can take the memory that the temporary buffer had
-        embedding = tensors.load({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
+    embedding = builder.embedding(head)  # loaded last, it can take the memory that the temporary buffer had
     return Decoder(spec, embedding, layers, builder.norm(LAST_NORM), head)
 
 
@@ -318,6 +315,19 @@ class _Builder:
         weight = self.tensors.load({f"{name}.weight": (size or self.spec.hidden_size,)})
         offset = self.spec.norm_offset
         return RMSNorm(weight.float() + 1.0 if offset else weight, self.spec.norm_eps, offset)
+
+    def embedding(self, head: Product) -> Tensor | Rows:
+        """Return the embedding: the head itself, where they are tied and the head can give its rows."""
+        spec, quantised = self.spec, self.spec.quantisation
+        if spec.tied and self.bits is None:
+            if isinstance(head, NativeLinear | NativeCodes):
+                return head
+            if not self.packs or self.native:
+                return head.dense()  # the same tensor, not a copy
+        if self.native and quantised is not None and quantised.embedding:
+            product = self.linear({EMBEDDING: spec.vocab_size}, spec.hidden_size)
+            return product if isinstance(product, NativeLinear | NativeCodes) else product.dense()
+        return self.tensors.load({f"{EMBEDDING}.weight": (spec.vocab_size, spec.hidden_size)})
 
     def linear(self, names: dict[str, int], columns: int, has_bias: bool = False) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows."""

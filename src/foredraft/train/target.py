@@ -48,7 +48,10 @@ class FrozenTarget:
     @property
     def head_weight(self) -> Tensor:
         """The weight of the head, [V, hidden]."""
-        return self.decoder.embedding if self.spec.tied else self.decoder.output.dense()
+        embedding = self.decoder.embedding
+        if self.spec.tied and isinstance(embedding, Tensor):
+            return embedding
+        return self.decoder.output.dense()
 
     @torch.no_grad()
     def states(self, packed: Packed, depth: int | None) -> States:

@@ -29,6 +29,7 @@ from foredraft.model.runner.native.linear import (
     linear_struct,
     multiply,
     padded_bias,
+    weight_rows,
 )
 
 __all__ = ["NativeCodes", "code_native", "coded_bytes", "pack_codes"]
@@ -69,6 +70,10 @@ class NativeCodes:
         """Return x [..., K] times the weight, plus the bias: [..., M]."""
         assert x.dtype == self.dtype
         return multiply(self.as_struct(), x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., K] of the weight, of ids [...], rounded to the dtype."""
+        return weight_rows(self.as_struct(), self.dtype, ids)
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""

@@ -26,6 +26,7 @@ __all__ = [
     "pack_native",
     "padded_bias",
     "suffix",
+    "weight_rows",
 ]
 
 BLOCK = 32  # outputs of a block, as in kernels.c
@@ -68,10 +69,19 @@ class NativeLinear:
     bias: Tensor | None
     inputs: ActivationFormat | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of x and the weight."""
+        return self.weight.dtype
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [..., K] times the weight, plus the bias: [..., M]."""
         assert x.dtype == self.weight.dtype
         return multiply(self.as_struct(), x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., K] of the weight, of ids [...]."""
+        return weight_rows(self.as_struct(), self.dtype, ids)
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
@@ -128,6 +138,16 @@ def multiply(linear: CLinear, x: Tensor) -> Tensor:
     return out
 
 
+def weight_rows(linear: CLinear, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    """Return the rows [..., K] of the weight of a struct, of ids [...]."""
+    ids = ids.contiguous()
+    out = torch.empty(*ids.shape, linear.k, dtype=dtype)
+    _rows(dtype)(
+        ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
 def linear_struct(
     weight: Tensor,
     bias: Tensor | None,
@@ -143,6 +163,12 @@ def linear_struct(
 @functools.cache
 def _pack() -> Any:
     return declare(_library().foredraft_pack, (c_void_p, c_int64, c_int64, c_void_p, c_int))
+
+
+@functools.cache
+def _rows(dtype: torch.dtype) -> Any:
+    rows = getattr(_library(), f"foredraft_rows{suffix(dtype)}")
+    return declare(rows, (c_void_p, c_void_p, c_int64, c_void_p, c_int))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch import Tensor
 from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.layers import Product, RMSNorm, Rows
 from foredraft.model.rope import Rope
 from foredraft.model.runner.job import FusedDraft, SamplingInputs
 from foredraft.model.runner.native.codes import NativeCodes
@@ -55,6 +55,7 @@ class CModel(ctypes.Structure):
         *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "gelu")),
         *((name, c_float) for name in ("scale", "softcap", "logit_softcap")),
         ("embedding", c_void_p),
+        ("tied", CLinear),
         ("embedding_scale", c_float),
         ("norm", CNorm),
         ("head", CLinear),
@@ -105,7 +106,8 @@ class NativePasses:
         assert kernels is not None
         self.decoder = decoder
         self.ropes = list(dict.fromkeys(spec.rope_of(window) for window in spec.windows))
-        self._embedding = decoder.embedding.contiguous()  # kept alive for its address
+        embedding = decoder.embedding
+        self._embedding = embedding.contiguous() if isinstance(embedding, Tensor) else None  # for its address
         self._layers = (CLayer * spec.layers)(*map(self._layer_struct, range(spec.layers)))
         self._model = CModel(
             spec.layers,
@@ -118,7 +120,8 @@ class NativePasses:
             spec.attention_scale,
             spec.attention_softcap or 0.0,
             spec.logit_softcap or 0.0,
-            self._embedding.data_ptr(),
+            _address(self._embedding),
+            CLinear() if isinstance(embedding, Tensor) else _linear_struct(embedding),
             decoder.embedding_scale or 0.0,
             _norm_struct(decoder.norm),
             _linear_struct(decoder.output),
@@ -127,7 +130,7 @@ class NativePasses:
         inner = spec.intermediate_size
         output, qkv = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self._scratch_per_column = spec.hidden_size + max(qkv, 2 * inner) + max(output, inner)  # elements
-        self._scratch_memory = self._embedding.new_empty(0)
+        self._scratch_memory = torch.empty(0, dtype=decoder.dtype)
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
         forward, head, draft = (
@@ -224,7 +227,8 @@ class NativePasses:
             keys, probs = sampling_inputs.keys, torch.zeros(rows, steps, vocabulary)
         states = None
         if tap is not None:
-            states = self._embedding.new_zeros(rows, steps, self.decoder.spec.hidden_size)
+            hidden_size = self.decoder.spec.hidden_size
+            states = torch.zeros(rows, steps, hidden_size, dtype=self.decoder.dtype)
         masks = None if allowed is None else (c_void_p * rows)(*map(_address, allowed))
         draft = CDraft(
             tokens=address,
@@ -259,12 +263,12 @@ class NativePasses:
     def _scratch(self, values: int) -> Tensor:
         """Return work memory of at least `values` elements, which the next call can use again."""
         if len(self._scratch_memory) < values:
-            self._scratch_memory = self._embedding.new_empty(values)
+            self._scratch_memory = torch.empty(values, dtype=self.decoder.dtype)
         return self._scratch_memory
 
     def new_states(self, count: int) -> Tensor:
         """Return an uninitialised tensor for the states of `count` columns, [N, D]."""
-        return self._embedding.new_empty(count, self.decoder.spec.hidden_size)
+        return torch.empty(count, self.decoder.spec.hidden_size, dtype=self.decoder.dtype)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return hidden.new_empty(len(hidden), self.decoder.spec.vocab_size, dtype=torch.float32)
@@ -328,6 +332,6 @@ def _norm_struct(norm: RMSNorm | None) -> CNorm:
     return CNorm(None, 0.0, 0) if norm is None else CNorm(norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
-def _linear_struct(product: Product) -> CLinear:
+def _linear_struct(product: Product | Rows) -> CLinear:
     assert isinstance(product, NativeLinear | NativeCodes)
     return product.as_struct()
