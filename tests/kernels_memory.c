@@ -95,8 +95,9 @@ static Model new_model(
             norm(hidden, word, i), i ? norm(hidden, word, i) : (Norm){0}, linear(width, hidden, word),
             linear(hidden, heads * dim, word), linear(2 * inner, hidden, word), linear(hidden, inner, word),
             i ? window : 0, 0};
-    return (Model){2, hidden, heads, kv_heads, dim, inner, 1, 0.3f, 5, 7, elements(VOCABULARY * hidden, word), 1.5f,
-                   norm(hidden, word, 0), linear(VOCABULARY, hidden, word), layer};
+    const Linear head = linear(VOCABULARY, hidden, word);  // in float32, the embedding too
+    return (Model){2, hidden, heads, kv_heads, dim, inner, 1, 0.3f, 5, 7,
+                   word == 1 ? NULL : elements(VOCABULARY * hidden, word), head, 1.5f, norm(hidden, word, 0), head, layer};
 }
 
 static void free_model(Model m) {
@@ -209,6 +210,11 @@ static void coded_products(int word, int64_t n, int64_t k) {
         uint8_t *packed = array(blocks * block_bytes(codings[c], k), 1);
         foredraft_pack_codes(&all, n, k, codings + c, packed, 3);
         const Linear l = {packed, NULL, n, k, codings[c]};
+        const int64_t ends[] = {0, n - 1};
+        void *taken = elements(2 * k, word);
+        if (word == 1) foredraft_rows_float32(&l, ends, 2, taken);
+        else foredraft_rows_bfloat16(&l, ends, 2, taken);
+        free(taken);
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
             void *x = elements(rows[i] * k, word), *y = elements(rows[i] * n, word);
             if (word == 1) foredraft_product_float32(&l, x, rows[i], y, 3);

@@ -142,9 +142,7 @@ def weight_rows(linear: CLinear, dtype: torch.dtype, ids: Tensor) -> Tensor:
     """Return the rows [..., K] of the weight of a struct, of ids [...]."""
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, linear.k, dtype=dtype)
-    _rows(dtype)(
-        ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr(), torch.get_num_threads()
-    )
+    _rows(dtype)(ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr())
     return out
 
 
@@ -168,7 +166,7 @@ def _pack() -> Any:
 @functools.cache
 def _rows(dtype: torch.dtype) -> Any:
     rows = getattr(_library(), f"foredraft_rows{suffix(dtype)}")
-    return declare(rows, (c_void_p, c_void_p, c_int64, c_void_p, c_int))
+    return declare(rows, (c_void_p, c_void_p, c_int64, c_void_p))
 
 
 @functools.cache
