@@ -229,8 +229,8 @@ def seeded_text() -> None:
 
 
 def rewound_lookup() -> None:
-    conformance.test_a_rejection_at_every_place_leaves_no_trace("lookup")
-    conformance.test_a_rewound_drafter_equals_a_fresh_one("lookup")
+    conformance.check_rejections(conformance.TABLES, "lookup")
+    conformance.check_rewound(conformance.TABLES, "lookup")
 
 
 def independent_siblings() -> None:

@@ -2,74 +2,202 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foredraft import LLM, SamplingParams
-from foredraft.decode.policy import Fixed
-from foredraft.drafters.low_bit import LowBit
+from foredraft.decode.accept import speculative
+from foredraft.decode.engine import Engine
+from foredraft.decode.noise import NoiseKeys
+from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.vocab_ops import leading
+from foredraft.drafters.low_bit import LowBit, low_bit_copy
 from foredraft.kernels.compilation import library
+from foredraft.model.runner.native import NativeCodes
 from tests.exactness.test_bits import PROMPTS
-from tests.exactness.test_enumeration import case, compare
+from tests.exactness.test_enumeration import case, compare, compare_jointly
 from tests.support import coded
-from tests.support.forking import outputs_of
-from tests.support.planting import assert_caught, defect
+from tests.support.forking import joint_outputs_of, outputs_of
+from tests.support.parts import RandomBudgets
+from tests.support.planting import Spoiler, assert_caught, defect, replaced
+from tests.support.spoilers import padding_kept
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 DRAFTERS = ("none", "lookup", "draft-model", "layer-skip", "kangaroo", "low-bit")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
-TARGETS = [(dtype, weights) for dtype in ("float32", "bfloat16") for weights in ("int4", "int8", None)]
+Loaded = tuple[str, str | None, str | None]
+WEIGHTS = (("int4", None), ("int8", "int4"), (None, "int4"), (None, "int8"))  # of the target and its copy
+TARGETS: list[Loaded] = [(dtype, *weights) for dtype in ("float32", "bfloat16") for weights in WEIGHTS]
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = coded.load(tmp_path_factory.mktemp("model"), "llama", *request.param)
+    drafter: Any = found._engine.drafters["low-bit"]
+    _, weights, copy = request.param
+    products = drafter.draft_pass.runner.decoder.products
+    bits = {product.coding.bits if isinstance(product, NativeCodes) else None for product in products}
+    assert bits == {int((copy or weights).removeprefix("int"))}
     found._engine.policy = Fixed(4)
     return found
 
 
-@pytest.fixture(scope="module")
-def plain(llm: LLM) -> list[list[int]]:
+def plain_ids(llm: LLM) -> list[list[int]]:
     """Each prompt alone, one token a pass."""
     return [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_ids_in_a_batch_and_alone(llm: LLM, plain: list[list[int]], drafter: str) -> None:
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[list[int]]:
+    return plain_ids(llm)
+
+
+def check_greedy_ids(llm: LLM, plain: list[list[int]], drafter: str) -> list[Any]:
+    """All prompts in a batch, and two of them alone; returns the outputs of the batch."""
     outputs = llm.generate(PROMPTS, replace(GREEDY, drafter=drafter))
     assert [output.token_ids for output in outputs] == plain
     for index in (1, 4):
         [alone] = llm.generate([PROMPTS[index]], replace(GREEDY, drafter=drafter))
         assert alone.token_ids == plain[index]
+    return outputs
 
 
-def check_distribution(dtype: str, weights: str | None, drafter: str, transform: str) -> None:
-    """One row at a time: real logits of an idle row would be drawn from as well."""
-    made, one = coded.tiny(dtype, weights), case(transform, drafter, prompt=(1,))
-    found = outputs_of(lambda noise: coded.fresh_engine(made, Fixed(2), rows=1, noise=noise), [one])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_ids_in_a_batch_and_alone(llm: LLM, plain: list[list[int]], drafter: str) -> None:
+    check_greedy_ids(llm, plain, drafter)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_ids_with_a_draft_model_of_another_tokenizer(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = coded.load_foreign(tmp_path, dtype, "int8")
+    llm._engine.policy = Fixed(4)
+    plain = plain_ids(llm)
+    outputs = check_greedy_ids(llm, plain, "retokenize")
+    accepted, drafted = (sum(getattr(o.stats, name) for o in outputs) for name in ("accepted", "drafted"))
+    assert 0.03 < accepted / drafted < 0.95
+    by_copy = defect(
+        "verified by a copy", Engine._verify, by_a_copy(4), lambda: check_greedy_ids(llm, plain, "retokenize")
+    )
+    assert_caught(by_copy, monkeypatch)
+
+
+def by_a_copy(bits: int) -> Spoiler:
+    """Verify drafts by a copy in few bits instead of the target."""
+
+    def spoiler(verify: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(engine: Any, inputs: Any, draft: Any) -> Any:
+            copied = low_bit_copy(engine.target, bits) if draft.tokens.shape[1] else engine.target
+            with replaced(engine, "target", copied):
+                return verify(engine, inputs, draft)
+
+        return spoilt
+
+    return spoiler
+
+
+def check_distribution(loaded: Loaded, drafter: str, transform: str) -> None:
+    made, one = coded.tiny(*loaded), case(transform, drafter, prompt=(3,))
+    found = outputs_of(lambda noise: coded.fresh_engine(made, Fixed(2), rows=8, noise=noise), [one])
     compare([one], found, coded.after(made))
     assert found[0].drafted > 0
 
 
 @pytest.mark.parametrize("transform", [pytest.param("as it is", marks=pytest.mark.slow), "cold top-k"])
-@pytest.mark.parametrize("drafter", ["draft-model", "layer-skip", "kangaroo", "low-bit"])
-@pytest.mark.parametrize(("dtype", "weights"), TARGETS)
-def test_the_exact_distribution(dtype: str, weights: str | None, drafter: str, transform: str) -> None:
-    check_distribution(dtype, weights, drafter, transform)
+@pytest.mark.parametrize("drafter", ["draft-model", "layer-skip", "kangaroo", "low-bit", "retokenize"])
+@pytest.mark.parametrize("loaded", TARGETS, ids=str)
+def test_the_exact_distribution(loaded: Loaded, drafter: str, transform: str) -> None:
+    check_distribution(loaded, drafter, transform)
 
 
-def test_a_copy_that_drafts_over_committed_keys_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verifying pass does not write them again."""
+PAIRS = (
+    ("low-bit", "low-bit"),
+    ("kangaroo", "low-bit"),
+    ("low-bit", None),
+    ("draft-model", "layer-skip"),
+    ("low-bit", "retokenize"),
+)
+POLICIES: dict[str, Callable[[], Policy]] = {"fixed": lambda: Fixed(2), "random": lambda: RandomBudgets(2)}
 
-    def early(step: Any) -> Any:
-        return lambda self, tokens, starts, *more: step(
-            self, tokens, [max(0, at - 1) for at in starts], *more
-        )
 
-    def check() -> None:
-        check_distribution("float32", "int8", "low-bit", "as it is")
+def check_two_rows(
+    loaded: Loaded, drafters: tuple[str, str | None], policy: str = "fixed", transform: str = "cold top-k"
+) -> None:
+    """Two rows with different budgets speculate together: their outputs have the exact joint distribution."""
+    made = coded.tiny(*loaded)
+    cases = [
+        case(transform, drafter, prompt=prompt, new=new)
+        for drafter, prompt, new in zip(drafters, ((3,), (1, 3)), (3, 2), strict=True)
+    ]
+    found = joint_outputs_of(lambda noise: coded.fresh_engine(made, POLICIES[policy](), noise=noise), cases)
+    compare_jointly(cases, found, coded.after(made))
+    assert found.accepted > 0
 
-    check()
-    assert_caught(defect("committed keys", LowBit.step, early, check), monkeypatch)
+
+@pytest.mark.parametrize(
+    ("drafters", "policy"), [*((pair, "fixed") for pair in PAIRS), (PAIRS[0], "random")], ids=str
+)
+@pytest.mark.parametrize("loaded", TARGETS, ids=str)
+def test_the_joint_distribution_of_two_rows(
+    loaded: Loaded, drafters: tuple[str, str | None], policy: str
+) -> None:
+    check_two_rows(loaded, drafters, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafters", PAIRS, ids=str)
+def test_the_joint_distribution_over_all_words(drafters: tuple[str, str | None]) -> None:
+    """More than a minute each."""
+    check_two_rows(("float32", "int8", "int4"), drafters, transform="as it is")
+
+
+def over_committed_keys(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Draft one position early in all rows but the first: the verifying pass does not write that one again."""
+    return lambda self, tokens, starts, *more: step(
+        self, tokens, [*starts[:1], *(max(0, at - 1) for at in starts[1:])], *more
+    )
+
+
+def noise_of_the_first_row(hashed: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda keys, purpose: hashed(replace(keys, base=keys.base[:1].expand_as(keys.base)), purpose)
+
+
+def q_of_the_other_row(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def spoilt(draft: Any, *more: Any) -> Any:
+        q = draft.q
+        return rule(replace(draft, q=replace(q, probs=None if q.probs is None else q.probs.flip(0))), *more)
+
+    return spoilt
+
+
+DEFECTS = [
+    ("committed keys overwritten", LowBit.step, over_committed_keys),
+    ("noise shared by rows", NoiseKeys._hash, noise_of_the_first_row),
+    ("q of the other row", speculative, q_of_the_other_row),
+    ("padding accepted", leading, padding_kept),
+    ("verified by a copy of 4 bits", Engine._verify, by_a_copy(4)),
+]
+BY_8_BITS = ("verified by a copy of 8 bits", Engine._verify, by_a_copy(8))  # a target of 8 bits is that copy
+DEFECTIVE = [
+    *((("float32", "int8", "int4"), *made) for made in DEFECTS),
+    *(((dtype, None, "int8"), *made) for dtype in ("float32", "bfloat16") for made in (*DEFECTS, BY_8_BITS)),
+]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "name", "seam", "spoiler"),
+    DEFECTIVE,
+    ids=[f"{loaded}-{name}" for loaded, name, *_ in DEFECTIVE],
+)
+def test_a_defect_of_two_rows_is_caught(
+    loaded: Loaded, name: str, seam: Any, spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loaded[1] == "int8" and "8 bits" in name:
+        pytest.skip("that copy is the target")
+    made = defect(name, seam, spoiler, lambda: check_two_rows(loaded, ("low-bit", "low-bit")))
+    assert_caught(made, monkeypatch)

@@ -1,6 +1,7 @@
 """Every drafter and every constraint, rewound to every earlier length, is as good as a fresh one.
 
-A new drafter or constraint is one line in `DRAFTERS` or `CONSTRAINTS` here.
+Drafters run over tables, and those with forwards of their own over real targets, too. A new drafter or
+constraint is one line in `DRAFTERS`, `REAL` or `CONSTRAINTS` here.
 """
 
 from __future__ import annotations
@@ -20,30 +21,81 @@ from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafter import Guesser, Stepper
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.noise import Noise
-from foredraft.decode.policy import Fixed
+from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence, State
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.retokenize import Retokenize
-from tests.support import harness
-from tests.support.harness import CPU, CheckedEngine, make_engine, request
+from foredraft.kernels.compilation import library
+from tests.support import coded, harness
+from tests.support.harness import CPU, ForkingEngine, make_engine, request
 from tests.support.parts import LateBan, NoRepeat, StopUnsure
-from tests.support.planting import assert_caught, defect
+from tests.support.planting import Spoiler, assert_caught, defect
 from tests.support.tabular import Table
 
 V, LENGTH, GAMMA = 5, 20, 3
 TARGET, DRAFT = Table(V, 21), Table(V, 22)
 PROMPT = (3, 1, 4, 1, 0)
 DRAFTERS = [name for name in harness.DRAFTERS if name not in (None, "script")]  # a script knows no table
+REAL = ("draft-model", "retokenize", "layer-skip", "kangaroo", "low-bit")
 CONSTRAINTS: dict[str, Callable[[], Constraint]] = {
     "no repeat": lambda: NoRepeat(V),
     "late ban": lambda: LateBan(V, (1, 0)),
 }
 
 
-def begin(tokens: list[int], drafter: str, **more: Any) -> tuple[CheckedEngine, Sequence]:
+@dataclass(frozen=True)
+class World:
+    """What a drafter runs in: tables, or the weights and the copy of a real target.
+
+    Attributes:
+        loaded: Arguments of `coded.tiny`; None for tables.
+        stepwise: A draft's steps are single, because the policy looks at each.
+    """
+
+    loaded: tuple[str, str | None, str | None] | None = None
+    stepwise: bool = False
+
+    def __str__(self) -> str:
+        return "-".join([*map(str, self.loaded or ["tables"]), "stepwise" if self.stepwise else "whole"])
+
+    def policy(self, budget: int) -> Policy:
+        return StopUnsure(budget, least=0.0) if self.stepwise else Fixed(budget)
+
+    def engine(self) -> ForkingEngine:
+        if self.loaded is None:
+            return make_engine(TARGET, DRAFT, self.policy(GAMMA), rows=2)
+        return coded.fresh_engine(coded.tiny(*self.loaded), self.policy(GAMMA), rows=2)
+
+
+TABLES = World()
+WORLDS = [
+    World(("float32", "int4", None)),
+    World(("float32", "int8", "int4"), stepwise=True),
+    World(("bfloat16", "int4", None), stepwise=True),
+    World(("bfloat16", "int8", "int4")),
+    World(("bfloat16", None, "int8")),
+]
+NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
+in_every_world = pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        *((TABLES, name) for name in DRAFTERS),
+        *(pytest.param(world, name, marks=NEEDS_KERNELS) for world in WORLDS for name in REAL),
+    ],
+    ids=str,
+)
+
+
+def begin(
+    tokens: list[int], drafter: str, world: World = TABLES, **more: Any
+) -> tuple[ForkingEngine, Sequence]:
     """An engine that has read a prompt and is about to draft."""
-    engine = make_engine(TARGET, DRAFT, Fixed(GAMMA), rows=2)
+    engine = world.engine()
     sequence = request(tokens, drafter, seed=1, acceptance="speculative", max_new_tokens=LENGTH, **more)
     engine.submit(sequence)
     engine._start(engine.scheduler.admit())
@@ -53,11 +105,11 @@ def begin(tokens: list[int], drafter: str, **more: Any) -> tuple[CheckedEngine, 
     return engine, sequence
 
 
-def draft(engine: CheckedEngine, sequence: Sequence, budget: int = GAMMA) -> Draft:
+def draft(engine: ForkingEngine, sequence: Sequence, budget: int = GAMMA, world: World = TABLES) -> Draft:
     """Draft for the sequence alone."""
     table = SamplingTable.of([sequence.params], CPU)
     inputs = RoundInputs([sequence], [False], [budget], list(sequence.drafters), table, V, CPU)
-    return propose(engine.drafters, inputs, DraftTools(Fixed(budget), Noise()))
+    return propose(engine.drafters, inputs, DraftTools(world.policy(budget), Noise()))
 
 
 def same(one: Draft, other: Draft) -> None:
@@ -70,7 +122,7 @@ def same(one: Draft, other: Draft) -> None:
         torch.testing.assert_close(one.resume.hidden, other.resume.hidden, equal_nan=True)
 
 
-def shorten(engine: CheckedEngine, sequence: Sequence, length: int) -> None:
+def shorten(engine: ForkingEngine, sequence: Sequence, length: int) -> None:
     """As a ban's rollback does."""
     sequence._roll_back(length - len(sequence.prompt))
     sequence.attempts.clear()
@@ -78,60 +130,127 @@ def shorten(engine: CheckedEngine, sequence: Sequence, length: int) -> None:
     engine.drafters[sequence.drafters[0]].rewind(sequence)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_rewound_drafter_equals_a_fresh_one(name: str) -> None:
+@in_every_world
+def test_a_rewound_drafter_equals_a_fresh_one(world: World, name: str) -> None:
+    check_rewound(world, name)
+
+
+def check_rewound(world: World, name: str) -> None:
     for length in range(len(PROMPT), len(PROMPT) + LENGTH - 1):
-        engine, sequence = begin(list(PROMPT), name)
+        engine, sequence = begin(list(PROMPT), name, world)
         while len(sequence.tokens) < len(PROMPT) + LENGTH - GAMMA - 1:
             engine.round()
-        draft(engine, sequence)  # its own marks, of a draft that came to nothing
+        draft(engine, sequence, world=world)  # its own marks, of a draft that came to nothing
         if length > len(sequence.tokens):
             break
         shorten(engine, sequence, length)
         sequence.round_count = 0
-        other, fresh = begin(sequence.tokens, name)
+        other, fresh = begin(sequence.tokens, name, world)
         fresh.round_count = 0
-        same(draft(engine, sequence), draft(other, fresh))
+        same(draft(engine, sequence, world=world), draft(other, fresh, world=world))
         engine.drafters[name].rewind(sequence)
         engine.round()
         assert len(sequence.tokens) > length
     assert length > len(PROMPT) + 10
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_rejection_at_every_place_leaves_no_trace(name: str) -> None:
+def drafts_early(fused: Callable[..., Any]) -> Callable[..., Any]:
+    """Draft over the last committed position."""
+    return lambda self, tokens, starts, *more: fused(self, tokens, [start - 1 for start in starts], *more)
+
+
+def states_of_the_position_before(observe: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda drafter, sequence, start, states: observe(
+        drafter, sequence, start, {depth: own.roll(1, 0) for depth, own in states.items()}
+    )
+
+
+def rewound_too_little(rewind: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep one position more of the drafter's own cache."""
+
+    def spoilt(drafter: Any, sequence: Sequence) -> None:
+        before = drafter.cache.lengths[sequence.row]
+        rewind(drafter, sequence)
+        drafter.cache.lengths[sequence.row] = min(before, drafter.cache.lengths[sequence.row] + 1)
+
+    return spoilt
+
+
+def read_anyhow(catch_up: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the tokens that a row of the draft's cache holds for those of the text."""
+
+    def spoilt(drafter: Any, row: int, tokens: list[int]) -> Any:
+        held = drafter._rows[row]
+        shared = min(len(held), len(tokens) - 1)
+        held[:shared] = tokens[:shared]
+        return catch_up(drafter, row, tokens)
+
+    return spoilt
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(
+    ("seam", "spoiler", "name"),
+    [
+        (LowBit.fused_draft, drafts_early, "low-bit"),
+        (LayerSkip.fused_draft, drafts_early, "layer-skip"),
+        (DraftModel.rewind, rewound_too_little, "draft-model"),
+        (Kangaroo.observe, states_of_the_position_before, "kangaroo"),
+        (Retokenize._catch_up, read_anyhow, "retokenize"),
+    ],
+    ids=["low-bit", "layer-skip", "draft-model", "kangaroo", "retokenize"],
+)
+@pytest.mark.parametrize("world", WORLDS[::3], ids=str)
+def test_a_drafter_with_wrong_states_is_caught(
+    world: World, seam: Any, spoiler: Spoiler, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        check_rewound(world, name)
+        check_rejections(world, name)
+
+    assert_caught(defect(name, seam, spoiler, check), monkeypatch)
+
+
+@in_every_world
+def test_a_rejection_at_every_place_leaves_no_trace(world: World, name: str) -> None:
+    check_rejections(world, name)
+
+
+def check_rejections(world: World, name: str) -> None:
     """Any number of the draft's tokens is kept, then another one comes: as if the text had begun there."""
     for kept in range(GAMMA + 1):
         for correction in range(V):
-            engine, sequence = begin([*PROMPT, 0, 3, 1, 4], name)
-            first = draft(engine, sequence)
+            engine, sequence = begin([*PROMPT, 0, 3, 1, 4], name, world)
+            first = draft(engine, sequence, world=world)
+            drafter = engine.drafters[name]
             taken = first.tokens[0, : min(kept, int(first.lengths))].tolist()
             base = len(sequence.tokens) - 1
             row = [sequence.tokens[-1], *first.tokens[0].tolist()]
-            forward = engine.target.forward(
-                engine.cache, torch.tensor([row]), [base], resume=first.resume, taps=(1,)
-            )
+            with torch.inference_mode():
+                forward = engine.target.forward(
+                    engine.cache, torch.tensor([row]), [base], resume=first.resume, taps=drafter.taps
+                )
             sequence.tokens += [*taken, correction]
             engine.cache.lengths[sequence.row] = len(sequence.tokens) - 1
-            drafter = engine.drafters[name]
-            if drafter.taps:
-                drafter.observe(sequence, base, {1: forward.taps[1][0, : len(taken) + 1]})
+            states = {depth: forward.taps[depth][0, : len(taken) + 1] for depth in drafter.taps}
+            if states:
+                drafter.observe(sequence, base, states)
             drafter.rewind(sequence)
-            other, fresh = begin(sequence.tokens, name)
-            same(draft(engine, sequence), draft(other, fresh))
+            other, fresh = begin(sequence.tokens, name, world)
+            same(draft(engine, sequence, world=world), draft(other, fresh, world=world))
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_catches_up_after_plain_steps(name: str) -> None:
+@in_every_world
+def test_a_drafter_catches_up_after_plain_steps(world: World, name: str) -> None:
     for absent in (1, 2, 3, 7):
-        engine, sequence = begin(list(PROMPT), name)
+        engine, sequence = begin(list(PROMPT), name, world)
         engine.round()
         for _ in range(absent):
             engine.policy = Fixed(0)
             engine.round()
         sequence.round_count = 0
-        other, fresh = begin(sequence.tokens, name)
-        same(draft(engine, sequence), draft(other, fresh))
+        other, fresh = begin(sequence.tokens, name, world)
+        same(draft(engine, sequence, world=world), draft(other, fresh, world=world))
 
 
 def check_kind_and_budget(name: str) -> None:

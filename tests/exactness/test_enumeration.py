@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -114,16 +115,30 @@ def case_of(
 
 def compare(cases: list[Case], found: list[Found], after: distributions.Logits) -> None:
     for one, got in zip(cases, found, strict=True):
-        want = distributions.outputs(
-            after, list(one.prompt), one.params, eos=one.eos, constraint=one.constraint()
-        )
-        assert sum(got.distribution.values()) == pytest.approx(1, abs=1e-9), one.name
-        assert set(got.distribution) <= set(want), f"{one.name}: an impossible output"
-        for output, chance in want.items():
-            assert got.distribution.get(output, 0.0) == pytest.approx(chance, abs=TOLERANCE), (
-                one.name,
-                output,
-            )
+        assert_law(one.name, got, law_of(one, after))
+
+
+def compare_jointly(cases: list[Case], found: Found, after: distributions.Logits) -> None:
+    """The outputs of rows that share a batch are independent."""
+    laws = [law_of(one, after).items() for one in cases]
+    want = {
+        tuple(output for output, _ in together): math.prod(chance for _, chance in together)
+        for together in itertools.product(*laws)
+    }
+    assert_law(", ".join(one.name for one in cases), found, want)
+
+
+def law_of(one: Case, after: distributions.Logits) -> distributions.Distribution:
+    return distributions.outputs(
+        after, list(one.prompt), one.params, eos=one.eos, constraint=one.constraint()
+    )
+
+
+def assert_law(name: str, found: Found, want: dict[Any, float]) -> None:
+    assert sum(found.distribution.values()) == pytest.approx(1, abs=1e-9), name
+    assert set(found.distribution) <= set(want), f"{name}: an impossible output"
+    for output, chance in want.items():
+        assert found.distribution.get(output, 0.0) == pytest.approx(chance, abs=TOLERANCE), (name, output)
 
 
 def enumerate_and_compare(

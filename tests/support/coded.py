@@ -10,29 +10,35 @@ from typing import Any
 import foredraft
 from foredraft import LLM
 from foredraft.decode.policy import Policy
-from foredraft.drafters.low_bit import LowBit, low_bit_copy
+from foredraft.drafters.low_bit import LowBit
 from foredraft.kinds import DRAFTERS
 from foredraft.kinds.tables import Parts
+from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.plain_target import PlainTarget
-from tests.exactness.test_bits import save_pair
+from tests.exactness.test_bits import VOCABULARY, save_pair
+from tests.support import alphabets
 from tests.support.adapters import save_adapter
 from tests.support.distributions import Logits
 from tests.support.harness import ForkingEngine
+from tests.support.parts import letters
 
 POSITIONS = 64
 WORDS = 5  # of the vocabulary of `tiny`
 
 
-def load(folder: Path, family: str, dtype: str, weights: str | None, rows: int = 8, **keys: Any) -> LLM:
+def load(
+    folder: Path, family: str, dtype: str, weights: str | None, copy: str | None, rows: int = 8, **keys: Any
+) -> LLM:
     """Load a target with every drafter of its own tokenizer.
 
-    A target of 4 bits has a copy as well, which is the target itself: `load` would refuse one that saves nothing.
+    Without a copy, the low-bit drafter runs the target itself: `load` would refuse a copy that saves nothing.
 
     Args:
         folder: Where the checkpoints go.
         family: Of the target and the draft model.
         dtype: Of both.
         weights: As `foredraft.load` takes them.
+        copy: As `foredraft.load` takes `draft_weights`.
         rows: Of the cache.
         **keys: Config keys.
     """
@@ -40,20 +46,37 @@ def load(folder: Path, family: str, dtype: str, weights: str | None, rows: int =
     adapter = save_adapter(target, folder / "adapter")
     llm = foredraft.load(
         target, draft=draft, adapter=adapter, plan="skip:attn=1/mlp=0", dtype=dtype, weights=weights,
-        draft_weights=None if weights == "int4" else "int4", drafter="layer-skip", policy="fixed", device="cpu",
-        max_batch=rows, max_length=512,
+        draft_weights=copy, drafter="layer-skip", policy="fixed", device="cpu", max_batch=rows, max_length=512,
     )  # fmt: skip
     engine: Any = llm._engine
-    engine.drafters.setdefault("low-bit", LowBit(low_bit_copy(engine.target, 4), engine.cache))
+    if copy is None:
+        engine.drafters["low-bit"] = LowBit(engine.target, engine.cache)
     return llm
 
 
+def load_foreign(folder: Path, dtype: str, weights: str | None, rows: int = 8) -> LLM:
+    """Load a target and a draft model whose tokenizer cuts a text differently."""
+    folders = save_pair(folder, "llama")
+    for path, tokenizer in zip(folders, tokenizers(VOCABULARY), strict=True):
+        alphabets.save(tokenizer.inner, path)
+    target, draft = folders
+    return foredraft.load(
+        target, draft=draft, dtype=dtype, weights=weights, policy="fixed", device="cpu", max_batch=rows,
+        max_length=512,
+    )  # fmt: skip
+
+
+def tokenizers(size: int) -> tuple[Tokenizer, Tokenizer]:
+    """Return the target's tokenizer and a draft model's: ids mean the same, but for those of merged letters."""
+    return letters(size, ["ab", "ca"], special=0), letters(size, ["bc", "ba"], special=0)
+
+
 @functools.cache
-def tiny(dtype: str, weights: str | None) -> LLM:
+def tiny(dtype: str, weights: str | None, copy: str | None) -> LLM:
     """Return a target of few words, few enough to enumerate its outputs."""
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     with tempfile.TemporaryDirectory() as folder:
-        return load(Path(folder), "llama", dtype, weights, vocab_size=WORDS, num_hidden_layers=2, **ids)
+        return load(Path(folder), "llama", dtype, weights, copy, vocab_size=WORDS, num_hidden_layers=2, **ids)
 
 
 def after(llm: LLM) -> Logits:
@@ -63,7 +86,10 @@ def after(llm: LLM) -> Logits:
 
 
 def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) -> ForkingEngine:
-    """Return an engine of its own over the loaded weights, with caches and drafters that saw nothing."""
+    """Return an engine over the weights of `tiny`, with caches and drafters that saw nothing.
+
+    The draft model drafts through another tokenizer, too.
+    """
     loaded: Any = llm._engine
     cache = loaded.target.new_cache(rows, POSITIONS)
     parts = Parts(
@@ -72,11 +98,12 @@ def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) 
         draft=loaded.drafters["draft-model"].draft_pass.runner,
         rows=rows,
         positions=POSITIONS,
+        tokenizers=tokenizers(WORDS),
         skips=loaded.drafters["layer-skip"].skips,
         adapter=loaded.drafters["kangaroo"].adapter,
         low_bit=loaded.drafters["low-bit"].draft_pass.runner,
     )
-    makes = {name: DRAFTERS[name].make for name in loaded.drafters}
+    makes = {name: DRAFTERS[name].make for name in (*loaded.drafters, "retokenize")}
     return ForkingEngine(
         loaded.target, cache, policy, {name: make(parts) for name, make in makes.items() if make is not None},
         vocabulary=loaded.vocabulary, device=loaded.device, vocab_ops=loaded.vocab_ops, noise=noise,

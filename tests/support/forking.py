@@ -6,7 +6,10 @@ generations until no path is left. The sum over all paths is the engine's exact 
 
 Many paths run side by side as rows of one batch, joining and leaving at any round; a row is known by its
 noise key, so a key that is not the row's own goes astray at once. A key that decides twice fails: noise
-must never be used again.
+must never be used again. `joint_outputs_of` lets all rows share one path: their joint distribution.
+
+The engine draws for every row of a batch, and discards the draws of rows that do not take a draft step, or do
+not decode. These draws take no branch: whatever they give must not matter.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class ForkingNoise:
     def __init__(self) -> None:
         self.paths: dict[int, Path] = {}
         self.lengths: list[int] = []  # of this round's drafts: a coin for padding must not matter
+        self.idle: list[bool] = []  # rows whose next draws the engine discards
         self.real = Noise()
 
     def coin(self, keys: NoiseKeys, purpose: int) -> Coin:
@@ -84,12 +88,14 @@ class ForkingNoise:
             return self.real.pick(weights, keys, purpose)
         drawn: list[list[int]] = []
         bits = keys.bits(purpose).tolist()
-        for base, row, own in zip(keys.base.tolist(), weights.double().tolist(), bits, strict=True):
+        rows = zip(keys.base.tolist(), weights.double().tolist(), bits, self.idle, strict=True)
+        for base, row, own, idle in rows:
             drawn.append([])
             for at, key in zip(row, own, strict=True):
                 total = sum(w for w in at if w > 0)
                 options = [(token, w / total) for token, w in enumerate(at) if w > 0]
-                drawn[-1].append(self.paths[base].choose(options, key, purpose))
+                any_id = len(at) - 1
+                drawn[-1].append(any_id if idle else self.paths[base].choose(options, key, purpose))
         return torch.tensor(drawn, dtype=torch.int64).view(weights.shape[:2])
 
 
@@ -149,14 +155,14 @@ class Case:
 
 @dataclass
 class Found:
-    """The outputs of a case with their probabilities, and figures of all paths.
+    """The outputs of a case, or of several together, with their probabilities, and figures of all paths.
 
     Attributes:
-        distribution: Output -> probability.
+        distribution: Output, or outputs together -> probability.
         rollbacks: How often, at most, bans took one position back on one path.
     """
 
-    distribution: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
+    distribution: dict[tuple[Any, ...], float] = field(default_factory=lambda: defaultdict(float))
     paths: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -166,48 +172,80 @@ class Found:
 
 def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: int = 500_000) -> list[Found]:
     """Return the output distribution of every case, by `most` paths at most. All paths share the engine's rows."""
+    return _enumerate(make, [[case] for case in cases], most)
+
+
+def joint_outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: int = 500_000) -> Found:
+    """Return the joint distribution of the outputs of cases that start together and have one acceptance rule."""
+    [found] = _enumerate(make, [cases], most)
+    return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A path of the cases of group `index`: their sequences take its branches in turn."""
+
+    index: int
+    path: Path
+    sequences: list[Sequence]
+
+
+def _enumerate(make: Callable[[ForkingNoise], Engine], groups: list[list[Case]], most: int) -> list[Found]:
+    """Return the joint output distribution of every group. Where a group has several cases, one path runs at a time."""
     noise = ForkingNoise()
     engine = make(noise)
-    found = [Found() for _ in cases]
+    found = [Found() for _ in groups]
     ids = itertools.count()
-    todo: list[tuple[int, list[int]]] = [(index, []) for index in range(len(cases))]
-    running: dict[int, tuple[int, Sequence]] = {}
+    todo: list[tuple[int, list[int]]] = [(index, []) for index in range(len(groups))]
+    running: list[_Run] = []
+    side_by_side = engine.rows.capacity + 2 if max(map(len, groups)) == 1 else 1
     while todo or running:
-        while todo and len(running) < engine.rows.capacity + 2:
+        while todo and len(running) < side_by_side:
             index, prefix = todo.pop()
             most -= 1
             assert most, "more paths than it may take"
-            case, number = cases[index], next(ids)
-            sequence = Sequence(
-                number,
-                list(case.prompt),
-                case.params,
-                seed=number,
-                eos=case.eos,
-                drafters=case.drafters,
-                constraint=case.constraint(),
-                group=None if case.alone else index,
-                prediction=PREDICTED,
-            )
-            idle = (ROLLBACK,) if case.params.bound is None else (ACCEPT, RESIDUAL)
-            noise.paths[sequence.key] = Path(prefix, greedy=case.params.greedy, idle=idle)
-            running[number] = index, sequence
-            engine.submit(sequence)
+            params = [case.params for case in groups[index]]
+            idle = (ROLLBACK,) if params[0].bound is None else (ACCEPT, RESIDUAL)
+            path = Path(prefix, greedy=all(each.greedy for each in params), idle=idle)
+            donors = index if side_by_side > 1 else None  # prompts of a group of several cases differ
+            running.append(_Run(index, path, [_sequence(case, next(ids), donors) for case in groups[index]]))
+            for sequence in running[-1].sequences:
+                noise.paths[sequence.key] = path
+                engine.submit(sequence)
         engine.step()
-        for number, (index, sequence) in list(running.items()):
-            if sequence.state is not State.FINISHED:
-                continue
-            assert sequence.finish in (Finish.EOS, Finish.LENGTH, Finish.CONSTRAINT), sequence.error
-            del running[number]
-            path = noise.paths.pop(sequence.key)
-            assert path.taken[: len(path.prefix)] == path.prefix, "a replayed path came out otherwise"
-            todo += [(index, prefix) for prefix in path.siblings]
-            case = found[index]
-            case.distribution[tuple(sequence.new_ids)] += path.chance
-            case.paths += 1
-            case.rollbacks = max(case.rollbacks, *sequence.attempts.values(), 0)
-            for turn in sequence.rounds:
-                case.drafted += turn.drafted
-                case.accepted += turn.accepted
-                case.rejections += turn.accepted < turn.drafted
+        for run in [run for run in running if all(s.state is State.FINISHED for s in run.sequences)]:
+            running.remove(run)
+            todo += [(run.index, prefix) for prefix in run.path.siblings]
+            _note(run, found[run.index])
+            for sequence in run.sequences:
+                del noise.paths[sequence.key]
     return found
+
+
+def _sequence(case: Case, number: int, group: int | None) -> Sequence:
+    return Sequence(
+        number,
+        list(case.prompt),
+        case.params,
+        seed=number,
+        eos=case.eos,
+        drafters=case.drafters,
+        constraint=case.constraint(),
+        group=None if case.alone else group,
+        prediction=PREDICTED,
+    )
+
+
+def _note(run: _Run, found: Found) -> None:
+    """Add a path that ended to what is found of its cases."""
+    path, outputs = run.path, [tuple(sequence.new_ids) for sequence in run.sequences]
+    assert path.taken[: len(path.prefix)] == path.prefix, "a replayed path came out otherwise"
+    found.distribution[outputs[0] if len(outputs) == 1 else tuple(outputs)] += path.chance
+    found.paths += 1
+    for sequence in run.sequences:
+        assert sequence.finish in (Finish.EOS, Finish.LENGTH, Finish.CONSTRAINT), sequence.error
+        found.rollbacks = max(found.rollbacks, *sequence.attempts.values(), 0)
+        for turn in sequence.rounds:
+            found.drafted += turn.drafted
+            found.accepted += turn.accepted
+            found.rejections += turn.accepted < turn.drafted

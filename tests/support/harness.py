@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
@@ -50,7 +52,25 @@ DRAFTERS = (
 
 
 class ForkingEngine(Engine):
-    """Looks at every draft, and tells `ForkingNoise` its lengths."""
+    """Looks at every draft, and tells `ForkingNoise` its lengths, and the rows whose draws count."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for drafter in self.drafters.values() if isinstance(self.noise, ForkingNoise) else ():
+            if isinstance(drafter, Stepper):
+                drafter.step = self._noted(drafter.step)  # type: ignore[method-assign]
+
+    def _noted(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the draft step, which also tells the noise the rows that do not take it."""
+
+        def noted(
+            tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
+        ) -> Tensor:
+            assert isinstance(self.noise, ForkingNoise)
+            self.noise.idle = list(idle)
+            return step(tokens, starts, counts, idle, at)
+
+        return noted
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         assert all(
@@ -59,7 +79,7 @@ class ForkingEngine(Engine):
         for sequence, idle in zip(inputs.sequences, inputs.idle, strict=True):
             assert idle or self.cache.lengths[sequence.row] == len(sequence.tokens) - 1, "a draft moves none"
         if isinstance(self.noise, ForkingNoise):
-            self.noise.lengths = draft.lengths.tolist()
+            self.noise.lengths, self.noise.idle = draft.lengths.tolist(), inputs.idle
         beyond = torch.arange(draft.tokens.shape[1]) >= draft.lengths[:, None]
         assert not draft.tokens[beyond].any(), "padded with 0"
         return super()._verify(inputs, draft)

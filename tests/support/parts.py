@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -64,8 +65,9 @@ def retokenize(table: Table, rows: int, positions: int) -> Retokenize:
 
 
 def letters(size: int, merged: list[str], special: int) -> Tokenizer:
-    """`size` tokens: one special, the letters a to c as far as they go, and merged ones."""
-    pieces = [*"abc"[: size - 1], *merged][: size - 1]
+    """`size` tokens: one special, the letters a to c or as many more as fit, and merged ones as far as they go."""
+    alphabet = string.ascii_letters + string.digits + string.punctuation
+    pieces = [*alphabet[: max(3, size - 1 - len(merged))], *merged][: size - 1]
     pieces.insert(special, "<s>")
     vocabulary = {piece: id for id, piece in enumerate(pieces)}
     merges = [(piece[:-1], piece[-1]) for piece in pieces if piece in merged]

@@ -60,7 +60,7 @@ def defect(
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, seam: Any, spoiler: Spoiler) -> None:
-    """Replace a function, method, class method or property wherever the library or a test holds it."""
+    """Replace a function, any method or a property wherever the library or a test holds it."""
     sound = inspect.getattr_static(seam.__self__, seam.__name__) if inspect.ismethod(seam) else seam
     if isinstance(sound, property):
         assert sound.fget is not None
@@ -72,11 +72,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch, seam: Any, spoiler: Spoiler) -> None:
     holders = list(_holders(sound))
     assert holders, f"{seam} is held nowhere"
     for holder, name in holders:
-        monkeypatch.setattr(holder, name, spoilt)
+        static = isinstance(vars(holder)[name], staticmethod)
+        monkeypatch.setattr(holder, name, staticmethod(spoilt) if static else spoilt)
 
 
 def _holders(sound: object) -> Iterator[tuple[ModuleType | type, str]]:
-    """Yield every module and class that holds the object, with the name there."""
+    """Yield every module and class that holds the object, or a static method of it, with the name there."""
     found: set[tuple[int, str]] = set()
     for module in list(sys.modules.values()):
         if not getattr(module, "__name__", "").startswith(("foredraft", "tests.")):
@@ -84,7 +85,8 @@ def _holders(sound: object) -> Iterator[tuple[ModuleType | type, str]]:
         classes = [value for value in vars(module).values() if isinstance(value, type)]
         for holder in (module, *classes):
             for name, value in vars(holder).items():
-                if value is sound and (id(holder), name) not in found:
+                held = value.__func__ if isinstance(value, staticmethod) else value
+                if held is sound and (id(holder), name) not in found:
                     found.add((id(holder), name))
                     yield holder, name
 

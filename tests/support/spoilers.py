@@ -15,6 +15,7 @@ from foredraft.decode.drafting import _Steps
 from foredraft.decode.engine import Engine
 from foredraft.decode.vocab_ops import VocabOps
 from foredraft.drafters.known_states import KnownStates
+from foredraft.model.quantisation import Codes
 from foredraft.model.runner import Forward, Resume
 from tests.support.planting import Spoiler, replaced
 
@@ -146,5 +147,21 @@ def last_token_known(take: Function) -> Function:
     def spoilt(known: KnownStates) -> Resume | None:
         made: Resume | None = take(known)
         return made and replace(made, known=[count + (count > 0) for count in made.known])
+
+    return spoilt
+
+
+def coding_of_the_first(of_all: Function) -> Function:
+    """Take the coding of the first part of a joined weight for that of all."""
+    return lambda codings: of_all(list(codings)[:1])
+
+
+def scales_of_the_first_dtype(joined: Function) -> Function:
+    """Round the scales of all parts of a joined weight to the dtype of the first."""
+
+    def spoilt(parts: list[Codes]) -> Codes:
+        dtype = parts[0].scales.dtype
+        made: Codes = joined([replace(part, scales=part.scales.to(dtype)) for part in parts])
+        return made
 
     return spoilt

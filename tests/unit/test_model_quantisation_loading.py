@@ -39,12 +39,14 @@ from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_variant
 from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.quantising import KINDS, SINGLE, edit_config, edit_tensors, quantise
+from tests.support.spoilers import coding_of_the_first, scales_of_the_first_dtype
 
 EXPANDED = ("gptq-v2-8", "fp8-channel", "fp8-dynamic", "fp8-blocks")  # codes of 9 bits, and no integers
 ROUNDED = ("w8a8", "fp8-dynamic")  # inputs, as well
 NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 PROMPTS = torch.arange(3, 35).view(8, 4)
+NONE = "(?!)"  # an expression that matches no module
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -149,17 +151,24 @@ def test_a_quantised_head_is_read(tmp_path: Path) -> None:
     check_same(coded, twin)
 
 
-def mixed(folder: Path) -> tuple[Path, Path]:
-    """Save a checkpoint whose keys have 8 bits by channel, its values no quantisation, and the rest 4 bits."""
+def mixed(folder: Path, skipped: str = "v_proj") -> tuple[Path, Path]:
+    """Save a checkpoint whose keys have 8 bits by channel with scales in float32, its values no quantisation,
+    and the rest 4 bits with scales in bfloat16.
+
+    Args:
+        folder: The checkpoint.
+        skipped: The modules that are not quantised, as a regular expression.
+    """
     save_checkpoint(folder)
-    twin = quantise(folder, KINDS["w4"], skipped="[kv]_proj")
+    twin = quantise(folder, KINDS["w4"], skipped=f"k_proj|{skipped}")
     tensors = load_file(folder / SINGLE)
     for name in [name for name in tensors if "k_proj.weight" in name]:
         parts, values = KINDS["w8-channel"].pack(tensors[name])
+        parts["weight_scale"] = parts["weight_scale"].float() * 0.75  # has more digits than bfloat16
         module = name.removesuffix(".weight")
         edit_tensors(folder, {name: None} | {f"{module}.{suffix}": part for suffix, part in parts.items()})
-        edit_tensors(twin, {name: values})
-    config: dict[str, Any] = {**KINDS["w4"].config, "ignore": ["lm_head", "re:.*v_proj"]}
+        edit_tensors(twin, {name: values * 0.75})
+    config: dict[str, Any] = {**KINDS["w4"].config, "ignore": ["lm_head", f"re:.*{skipped}"]}
     keys = {"targets": ["re:.*k_proj"], "weights": {"num_bits": 8, "strategy": "channel"}}
     config["config_groups"] = {**config["config_groups"], "keys": keys}
     edit_config(folder, {"quantization_config": config})
@@ -196,16 +205,10 @@ def test_the_kernels_keep_codes(tmp_path: Path, name: str) -> None:
 
 @NEEDS_KERNELS
 def test_a_fused_layer_is_coded_where_all_its_parts_are(tmp_path: Path) -> None:
-    coded, twin = mixed(tmp_path / "model")
+    coded, twin = mixed(tmp_path / "in part")
     check_same(coded, twin, native=True)
     assert not isinstance(load_decoder(coded, native=True).layers[0].attention.qkv, NativeCodes)
-    for name in [name for name in load_file(coded / SINGLE) if "v_proj.weight" in name]:
-        parts, values = KINDS["w4"].pack(load_file(coded / SINGLE)[name])
-        module = name.removesuffix(".weight")
-        edit_tensors(coded, {name: None} | {f"{module}.{suffix}": part for suffix, part in parts.items()})
-        edit_tensors(twin, {name: values})
-    config = json.loads((coded / "config.json").read_text())["quantization_config"]
-    edit_config(coded, {"quantization_config": {**config, "ignore": ["lm_head"]}})
+    coded, twin = mixed(tmp_path / "whole", NONE)
     check_same(coded, twin, native=True)
     joined = load_decoder(coded, native=True).layers[0].attention.qkv
     assert isinstance(joined, NativeCodes) and joined.coding == Coding(8), "keys have 8 bits"
@@ -514,3 +517,30 @@ def test_a_planted_defect_is_caught(
     folders = mixed(tmp_path / "model")
     mutant: Mutant = defect("planted", seam, spoiler, lambda: check_same(*folders), raises)
     assert_caught(mutant, monkeypatch)
+
+
+def parts_in_another_order(joined: Function) -> Function:
+    return lambda parts: joined(parts[::-1])
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("seam", "spoiler"),
+    [
+        (Coding.of_all, coding_of_the_first),
+        (Codes.joined, scales_of_the_first_dtype),
+        (Codes.joined, parts_in_another_order),
+    ],
+    ids=["coding", "scales", "order"],
+)
+def test_a_defect_of_a_coded_fused_layer_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seam: Any, spoiler: Any, dtype: torch.dtype
+) -> None:
+    coded, twin = mixed(tmp_path / "model", NONE)
+
+    def check() -> None:
+        check_same(coded, twin, native=True, dtype=dtype)
+
+    check()
+    assert_caught(defect("planted", seam, spoiler, check), monkeypatch)
