@@ -104,11 +104,15 @@ static inline V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
 static inline V widened(const void *p) { H raw; memcpy(&raw, p, sizeof raw); return (V)(__builtin_convertvector(raw, U) << 16); }
 static inline V from_half(const void *p) {
+#ifdef __AVX512F__
+    return (V)_mm512_cvtph_ps(_mm256_loadu_si256(p));
+#else
     // The exponent moves by 112; a multiplication gives it, for numbers below the smallest normal one too.
     H raw;
     memcpy(&raw, p, sizeof raw);
     const U v = __builtin_convertvector(raw, U);
     return (V)((U)((V)((v & 0x7fff) << 13) * (float)0x1p112) | (v & 0x8000) << 16);
+#endif
 }
 static inline V choose(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }
 static inline V maximum(V a, V b) { return choose(a > b, a, b); }
