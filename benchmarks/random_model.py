@@ -25,10 +25,11 @@ from foredraft import LLM
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import Shapes, build_decoder
+from foredraft.model.weights import build_decoder
 
 QUERY_SCALE = 3.0  # scale of queries, so that attention is not nearly uniform
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # weights that add to the residual stream

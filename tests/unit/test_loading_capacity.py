@@ -15,7 +15,7 @@ import foredraft
 from foredraft import ConfigError, loading
 from foredraft.loading import device as devices
 from foredraft.loading import memory
-from foredraft.model import weights
+from foredraft.model import checkpoint, weights
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner.native import unserved_because
 from foredraft.model.runner.packed import packs
@@ -160,7 +160,7 @@ def test_weight_bytes_predicts_the_size_of_a_loaded_model(
     ):
         pytest.skip(f"products are not {layout} here")
     decoder = load_decoder(folder, CPU, dtype, native=native)
-    monkeypatch.setattr(weights, "_open", None)  # counting opens no file
+    monkeypatch.setattr(checkpoint, "_open", None)  # counting opens no file
     counted = weight_bytes(spec, CPU, dtype, native=native)
     assert counted == held(decoder)
     # an output matrix that oneDNN packs cannot serve as the embedding
@@ -184,7 +184,7 @@ def free(monkeypatch: pytest.MonkeyPatch, **each: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in each)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(loading.runners, "load_decoder", None)  # errors come before a weight is read
-    monkeypatch.setattr(weights, "_open", None)
+    monkeypatch.setattr(checkpoint, "_open", None)
 
 
 def size(folder: Path, dtype: torch.dtype) -> int:

@@ -19,8 +19,8 @@ from foredraft.loading import capacity, inspection
 from foredraft.loading.inspection import Inspection, inspect_models
 from foredraft.model import weights
 from foredraft.model.cache import KVCache
+from foredraft.model.checkpoint import weight_headers
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import weight_headers
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_pair, save_variant
 

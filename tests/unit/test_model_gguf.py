@@ -13,6 +13,7 @@ from foredraft import SamplingParams
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
+from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.generation import generation_defaults
 from foredraft.model.gguf import names
 from foredraft.model.hub import resolve
@@ -22,7 +23,7 @@ from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.model.weights import first_values, load_decoder, read_tensors, weight_headers
+from foredraft.model.weights import load_decoder, read_tensors
 from tests.support.checkpoints import ROPES, TEXT, save_checkpoint
 from tests.support.planting import Mutant, assert_caught, defect
 

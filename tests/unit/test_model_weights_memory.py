@@ -36,7 +36,7 @@ MEASURE = """
 import ctypes, gc, json, pathlib, re, sys, threading
 import torch
 from foredraft import loading
-from foredraft.model import weights
+from foredraft.model import checkpoint, weights
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
@@ -51,11 +51,11 @@ def load(path):
 
 load(warm)
 if defect == "twice":
-    view, kept = weights._Checkpoint.view, []
+    view, kept = checkpoint.Checkpoint.view, []
     def keeping(self, *args):
         kept.append(view(self, *args).clone())
         return kept[-1]
-    weights._Checkpoint.view = keeping
+    checkpoint.Checkpoint.view = keeping
 if defect == "late":
     def probe_late(found, device, *, deterministic, **others):
         decoder = weights.load_decoder(found.folder, device, found.dtype)

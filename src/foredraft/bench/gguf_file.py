@@ -22,11 +22,11 @@ from torch import Tensor
 
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError, Option
+from foredraft.model.checkpoint import HEAD, IGNORED, INDEX, SINGLE
 from foredraft.model.config import read_json
 from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import HEAD, IGNORED, INDEX, SINGLE
 
 __all__ = ["write_gguf"]
 

@@ -20,8 +20,8 @@ from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
 from foredraft.drafters.strict_records import Bound, Record, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import replacing_folder
+from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.config import read_json
-from foredraft.model.weights import first_values, weight_headers
 from foredraft.ownership import check_folder, read_private
 from foredraft.user_cache import cache_folder
 

@@ -18,8 +18,8 @@ from foredraft.drafters.skips import Skips
 from foredraft.drafters.strict_records import Bound, Record, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
+from foredraft.model.checkpoint import weight_headers
 from foredraft.model.config import read_json
-from foredraft.model.weights import weight_headers
 from foredraft.ownership import check_folder, make_folder, read_private
 from foredraft.user_cache import cache_folder, sweep
 

@@ -1,9 +1,7 @@
-"""Load a decoder from safetensors files; the only module that knows Hugging Face tensor names.
-
-The folder of a GGUF file (`model.gguf`) gives its tensors under the same names.
+"""Load a decoder from the tensors of a checkpoint, which have Hugging Face's names.
 
 Contract: loading is strict. Every tensor that the spec needs must be present in the right shape, and no other
-tensor may be, except a few that are known to carry no information. An error names the tensor or the file.
+tensor may be, except a few that are known to carry no information (`checkpoint.py`).
 
 Memory: files are memory-mapped while they are read, and the decoder keeps no view of a map, so a checkpoint
 may be replaced under a running model. Each weight is copied from the map to its place on the device, fused
@@ -18,45 +16,38 @@ host, the host holds single tensors only. `weight_bytes` computes the memory bef
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foredraft.errors import CheckpointError, shortened
 from foredraft.kernels.huge_pages import Arena
-from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
-from foredraft.model.decoder import MLP, Attention, Decoder, Layer
-from foredraft.model.gguf.tensors import RECORD, open_tensors
-from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, Rows
-from foredraft.model.quantisation import (
-    ActivationFormat,
-    Codes,
-    Coding,
-    Quantisation,
-    WeightFormat,
-    quantise,
+from foredraft.model.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    Shapes,
+    coding_of,
+    inputs_of,
+    joined_shape,
 )
+from foredraft.model.decoder import MLP, Attention, Decoder, Layer
+from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, Rows
+from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.runner.native import NativeCodes, NativeLinear, coded_bytes, pack_codes, pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
 __all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "Shapes",
     "Source",
     "build_decoder",
     "build_layer",
     "build_norm",
     "coded_copy_bytes",
-    "first_values",
     "layer_parameters",
     "layer_tensors",
     "load_decoder",
@@ -64,16 +55,9 @@ __all__ = [
     "parameter_count",
     "read_tensors",
     "weight_bytes",
-    "weight_headers",
 ]
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens", "lm_head", "model.norm"
-LAYERS = "model.layers"
-Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
-FLOATS = ("BF16", "F16", "F32", "F64")  # the dtypes of unquantised weights, as safetensors names them
-# buffers that old versions of transformers saved; the decoder computes them from the spec
-IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+LAST_NORM, LAYERS = "model.norm", "model.layers"
 
 
 class Source(Protocol):
@@ -122,7 +106,7 @@ def load_decoder(
     spec = ModelSpec.from_folder(folder)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        tensors = _Checkpoint(folder, stack, torch.device(device), chosen, spec.quantisation)
+        tensors = Checkpoint(folder, stack, torch.device(device), chosen, spec.quantisation)
         decoder = build_decoder(spec, tensors, native, bits)
         tensors.reject_unused(spec)
     return decoder
@@ -153,7 +137,7 @@ def load_layer(
         CheckpointError: The folder lacks a tensor, or has others.
     """
     with ExitStack() as stack:
-        tensors = _Checkpoint(folder, stack, device, dtype)
+        tensors = Checkpoint(folder, stack, device, dtype)
         builder = _Builder(spec, tensors, native)
         layer, norm = builder.layer(0, mlp=mlp), builder.norm(LAST_NORM)
         tensors.used.update(besides)
@@ -177,8 +161,8 @@ def weight_bytes(
         return whole
     saved, stored = 0, getattr(torch, spec.dtype)  # scales are stored in the checkpoint's dtype, as a rule
     for shapes in counter.products:
-        rows, columns = _joined(shapes)
-        if (coding := _coding(shapes, spec.quantisation)) is not None:
+        rows, columns = joined_shape(shapes)
+        if (coding := coding_of(shapes, spec.quantisation)) is not None:
             saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, coding, stored)
         elif bits is not None and Coding(bits).holds(columns):
             saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, Coding(bits))
@@ -209,18 +193,6 @@ def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
     return counter.values
 
 
-def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values.
-
-    Raises:
-        CheckpointError: The files of the checkpoint are broken or incomplete.
-    """
-    with ExitStack() as stack:
-        files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
-        slices = {name: file.get_slice(name) for name, file in files.items()}
-        return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
-
-
 def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return the wanted tensors of a model by name, as stored; quantised weights are expanded.
 
@@ -232,7 +204,7 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tenso
     build_decoder(spec, counter)
     with ExitStack() as stack:
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        tensors = _Checkpoint(folder, stack, torch.device("cpu"), dtype, spec.quantisation)
+        tensors = Checkpoint(folder, stack, torch.device("cpu"), dtype, spec.quantisation)
         return {
             name: tensors.tensor(name, shape).clone()
             for name, shape in counter.shapes.items()
@@ -249,20 +221,6 @@ def layer_tensors(folder: Path, layer: int) -> dict[str, Tensor]:
     own = f"{LAYERS}.{layer}."
     found = read_tensors(folder, lambda name: name.startswith((own, f"{LAST_NORM}.")))
     return {name.replace(own, f"{LAYERS}.0."): tensor for name, tensor in found.items()}
-
-
-def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the first row of every tensor of a checkpoint, as stored, in the order of names.
-
-    Raises:
-        CheckpointError: The files of the checkpoint are broken or incomplete.
-    """
-    with ExitStack() as stack:
-        files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
-        for name in sorted(files):
-            found = files[name].get_slice(name)
-            first = (found[:1] if found.get_shape() else files[name].get_tensor(name)).contiguous().flatten()
-            yield name, first.view(torch.uint8).numpy().tobytes()
 
 
 def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False, bits: int | None = None) -> Decoder:
@@ -332,7 +290,7 @@ class _Builder:
     def linear(self, names: dict[str, int], columns: int, has_bias: bool = False) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows."""
         product = self._product(names, columns, has_bias)
-        inputs = _inputs_of(names, self.spec.quantisation)
+        inputs = inputs_of(names, self.spec.quantisation)
         if inputs is None:
             return product
         if isinstance(product, NativeLinear | NativeCodes):
@@ -344,7 +302,7 @@ class _Builder:
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
         bias = tensors.load(biases) if has_bias else None
-        stored = tensors.codes(weights) if self.native and isinstance(tensors, _Checkpoint) else None
+        stored = tensors.codes(weights) if self.native and isinstance(tensors, Checkpoint) else None
         if stored is not None:
             return pack_codes(stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
@@ -402,7 +360,7 @@ class _SizeCounter:
     def load(self, shapes: Shapes) -> Tensor:
         self.shapes.update(shapes)
         self.values += sum(math.prod(shape) for shape in shapes.values())
-        return torch.empty(_joined(shapes), device="meta", dtype=self.dtype)
+        return torch.empty(joined_shape(shapes), device="meta", dtype=self.dtype)
 
     def load_temporary(self, shapes: Shapes) -> Tensor:
         self.products.append(shapes)
@@ -410,229 +368,3 @@ class _SizeCounter:
 
     def free_temporary(self) -> None:
         return None
-
-
-class _Checkpoint:
-    """A source that reads the memory-mapped safetensors files of a folder."""
-
-    def __init__(
-        self,
-        folder: Path,
-        stack: ExitStack,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantisation: Quantisation | None = None,
-    ) -> None:
-        self.device, self.dtype, self.quantisation = device, dtype, quantisation
-        self.files: dict[str, Any] = {}  # tensor name -> open file
-        self.used: set[str] = set()  # tensor names that were read
-        self.shards: dict[str, str] = {}  # tensor name -> file name
-        self.buffer = torch.empty(0)  # of `load_temporary`
-        index = folder / INDEX
-        if (folder / SINGLE).is_file():
-            for name, file in _open(folder / SINGLE, stack):
-                self.files[name], self.shards[name] = file, SINGLE
-        elif index.is_file():
-            self._open_shards(folder, index, stack)
-        elif (folder / RECORD).is_file():
-            source = open_tensors(folder, device)
-            for name in source.infos:
-                self.files[name], self.shards[name] = source, source.file.path.name
-        else:
-            raise CheckpointError(
-                f"{folder} has neither {SINGLE} nor {INDEX}", remedy="give a checkpoint in safetensors format"
-            )
-
-    def _open_shards(self, folder: Path, index: Path, stack: ExitStack) -> None:
-        """Open the files that the index lists, and check that they hold exactly the tensors it lists."""
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(
-                f"{index} has no weight_map from tensor names to files", remedy=DOWNLOAD_AGAIN
-            )
-        for shard in sorted(set(weight_map.values())):
-            if not is_file_name(shard):
-                raise CheckpointError(
-                    f"{index} lists {shortened(shard)}, which is not a file in its folder",
-                    remedy=DOWNLOAD_AGAIN,
-                )
-            if not (folder / shard).is_file():
-                raise CheckpointError(
-                    f"{folder / shard} is missing, though {INDEX} lists it", remedy=DOWNLOAD_AGAIN
-                )
-            for name, file in _open(folder / shard, stack):
-                if weight_map.get(name) != shard:
-                    raise CheckpointError(
-                        f"{folder / shard} holds {name}, which {INDEX} does not list there",
-                        remedy=DOWNLOAD_AGAIN,
-                    )
-                self.files[name], self.shards[name] = file, shard
-        for name, shard in weight_map.items():
-            if name not in self.files:
-                raise CheckpointError(
-                    f"{folder / shard} lacks {name}, which {INDEX} lists there", remedy=DOWNLOAD_AGAIN
-                )
-
-    def load(self, shapes: Shapes) -> Tensor:
-        return self._fill(shapes, torch.empty(_joined(shapes), device=self.device, dtype=self.dtype))
-
-    def load_temporary(self, shapes: Shapes) -> Tensor:
-        """Return a view of the mapped file, a new tensor, or the buffer that the next call overwrites."""
-        if len(shapes) == 1:
-            [(name, shape)] = shapes.items()
-            if (found := self.tensor(name, shape)).dtype == self.dtype:
-                return found
-        values = sum(math.prod(shape) for shape in shapes.values())
-        if self.buffer.numel() < values:
-            self.buffer = torch.empty(0)  # free the old buffer before a larger one is allocated
-            self.buffer = torch.empty(values, device=self.device, dtype=self.dtype)
-        columns = next(iter(shapes.values()))[1:]
-        return self._fill(shapes, self.buffer[:values].view(-1, *columns))
-
-    def codes(self, shapes: Shapes) -> Codes | None:
-        """Return the joined weights as the kernels keep them coded; None where they are to be expanded."""
-        parts = []
-        if _coding(shapes, self.quantisation) is not None:
-            for name, (rows, columns) in shapes.items():
-                format = self._format(name)
-                assert format is not None
-                if (codes := self._codes(name, (rows, columns), format)) is not None:
-                    parts.append(codes)
-        return Codes.joined(parts) if parts else None
-
-    def free_temporary(self) -> None:
-        self.buffer = torch.empty(0)
-
-    def _fill(self, shapes: Shapes, joined: Tensor) -> Tensor:
-        """Copy the tensors into `joined`, one after the other."""
-        row = 0
-        for name, shape in shapes.items():
-            joined[row : row + shape[0]].copy_(self.tensor(name, shape))
-            row += shape[0]
-        return joined
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor as a view of the mapped file, or a quantised weight expanded to `dtype`."""
-        if len(shape) != 2 or (format := self._format(name)) is None:
-            return self.view(name, shape)
-        rows, columns = shape
-        codes = self._codes(name, (rows, columns), format)
-        if codes is None:
-            return torch.empty(shape, device=self.device, dtype=self.dtype)
-        return codes.expand(self.dtype)
-
-    def _codes(self, name: str, shape: tuple[int, int], format: WeightFormat) -> Codes | None:
-        """Return a quantised weight; None on the device "meta", where only its tensors are checked."""
-        module, tensors = name.removesuffix(".weight"), {}
-        for suffix, part in format.parts(module, shape).items():
-            if not part.optional or f"{module}.{suffix}" in self.files:
-                tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
-        format.check(module, shape, tensors)
-        return None if self.device.type == "meta" else format.codes(shape, tensors)
-
-    def _format(self, name: str) -> WeightFormat | None:
-        return _format_of(name, self.quantisation)
-
-    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
-        """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
-        if name not in self.files:
-            raise CheckpointError(f"tensor {name} is missing from the checkpoint", remedy=DOWNLOAD_AGAIN)
-        found = self.files[name].get_slice(name)
-        if tuple(found.get_shape()) != shape:
-            raise CheckpointError(
-                f"tensor {name} has shape {list(found.get_shape())}, but config.json implies {list(shape)}",
-                remedy="take both files from one checkpoint",
-            )
-        if found.get_dtype() not in dtypes:
-            raise CheckpointError(
-                f"tensor {name} is stored as {found.get_dtype()}, but config.json implies"
-                f" {' or '.join(dtypes)}",
-                remedy="take both files from one checkpoint",
-            )
-        self.used.add(name)
-        try:
-            tensor: Tensor = self.files[name].get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.shards[name]}: tensor {name} cannot be read ({error})", remedy=DOWNLOAD_AGAIN
-            ) from error
-        return tensor
-
-    def _is_zero_bias(self, name: str) -> bool:
-        """Return whether a tensor is a quantised module's bias and zero, as old AutoGPTQ saves it."""
-        if not name.endswith(".bias") or self._format(name) is None:
-            return False
-        return not self.files[name].get_tensor(name).float().any()
-
-    def reject_unused(self, spec: ModelSpec) -> None:
-        """Check that every tensor was used, or is known to carry no information.
-
-        Raises:
-            CheckpointError: A tensor is not part of the model, or differs from the one it duplicates.
-        """
-        for name in sorted(set(self.files) - self.used):
-            if IGNORED.fullmatch(name) or self._is_zero_bias(name):
-                continue
-            if name != f"{HEAD}.weight" or not spec.tied:
-                raise CheckpointError(
-                    f"tensor {name} in {self.shards[name]} is not part of a {spec.architecture}",
-                    remedy="use a checkpoint without it",
-                )
-            shape = (spec.vocab_size, spec.hidden_size)
-            embedding = self.view(f"{EMBEDDING}.weight", shape)
-            if not torch.equal(self.view(name, shape).to(embedding.dtype), embedding):
-                raise CheckpointError(
-                    f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them",
-                    remedy="correct tie_word_embeddings",
-                )
-
-
-def _format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
-    """Return the format of the weight of a tensor's module; None if it is not quantised."""
-    module = name.rpartition(".")[0]
-    if quantisation is None or (module == EMBEDDING and not quantisation.embedding):
-        return None
-    return quantisation.format_of(module)
-
-
-def _inputs_of(names: Collection[str], quantisation: Quantisation | None) -> ActivationFormat | None:
-    """Return the format of the inputs that the named linear layers share; None if they stay as they are.
-
-    Raises:
-        CheckpointError: They have several.
-    """
-    if quantisation is None:
-        return None
-    formats = {name: None if name == EMBEDDING else quantisation.inputs_of(name) for name in names}
-    found = set(formats.values())
-    if len(found) > 1:
-        shown = ", ".join(f"{name}: {format or 'none'}" for name, format in formats.items())
-        raise CheckpointError(
-            f"layers that share their inputs quantise them differently ({shown})",
-            remedy="use a checkpoint that quantises them alike",
-        )
-    return found.pop()
-
-
-def _coding(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:
-    """Return how the kernels keep the joined weights coded; None where they do not."""
-    formats = [_format_of(name, quantisation) for name in shapes]
-    coding = Coding.of_all(None if format is None else format.coding for format in formats)
-    [columns] = {shape[1] for shape in shapes.values()}
-    return coding if coding is not None and coding.holds(columns) else None
-
-
-def _joined(shapes: Shapes) -> tuple[int, ...]:
-    """Return the shape of the tensors joined along their first dimension."""
-    parts = list(shapes.values())
-    return sum(shape[0] for shape in parts), *parts[0][1:]
-
-
-def _open(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Open a safetensors file until the stack closes, and yield it with the name of each tensor in it."""
-    try:
-        file: Any = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is broken or incomplete ({error})", remedy=DOWNLOAD_AGAIN) from error
-    for name in file.keys():  # noqa: SIM118 - safe_open offers no iteration
-        yield name, file

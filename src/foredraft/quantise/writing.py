@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foredraft.model.checkpoint import EMBEDDING, HEAD, weight_headers
 from foredraft.model.config import read_json
 from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import RECORD
@@ -26,7 +27,7 @@ from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import EMBEDDING, HEAD, read_tensors, weight_headers
+from foredraft.model.weights import read_tensors
 
 __all__ = ["write_quantised"]
 

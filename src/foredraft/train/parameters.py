@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import Layer
 from foredraft.model.layers import RMSNorm
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import Shapes, build_layer, build_norm
+from foredraft.model.weights import build_layer, build_norm
 from foredraft.train.packed import PackedPass
 
 __all__ = ["Parameters", "TrainedLayer", "TrainedNorm"]

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from foredraft.drafters.adapter import adapter_spec
 from foredraft.drafters.adapter_files import VOCABULARY
+from foredraft.model.checkpoint import EMBEDDING, HEAD
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import EMBEDDING, HEAD
 from foredraft.train.chunks import Compare, by_chunks
 from foredraft.train.packed import Packed, PackedPass
 from foredraft.train.parameters import Parameters, TrainedLayer, TrainedNorm

@@ -1,7 +1,7 @@
 """GGUF files: one file with the weights, the sizes and the tokenizer of a model, as llama.cpp reads it.
 
 A file is read as a checkpoint folder is: `checkpoint_folder` makes the small files of a folder from its
-metadata once, and `model.weights` reads the tensors from the file itself.
+metadata once, and `model.checkpoint` reads the tensors from the file itself.
 
 file.py         the container: metadata, and the place of each tensor
 config.py       metadata -> config.json

@@ -1,8 +1,8 @@
 """The checkpoint folder of a GGUF file: the small files that all readers of a model take from a folder.
 
 Contract: the folder holds `config.json`, `generation_config.json`, the tokenizer's files, and a record that
-names the GGUF file, whose tensors `model.weights` reads. It lies in the user's cache folder under the file's
-path, and is made again when the file has changed. Without a cache folder it is temporary, and lasts as long
+names the GGUF file, whose tensors `model.checkpoint` reads. It lies in the user's cache folder under the
+file's path, and is made again when the file has changed. Without a cache folder it is temporary, and lasts as long
 as the process. A file is checked whole before its folder is made: every tensor that its model needs is there
 in the right shape, and no other.
 """
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, Option
 from foredraft.files import replacing_folder
+from foredraft.model.checkpoint import Shapes
 from foredraft.model.gguf.config import CONVERT_AGAIN, config_of, generation_of
 from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.gguf.names import ROPE_FACTORS, file_name, model_name
 from foredraft.model.gguf.tensors import RECORD, identity
 from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, special_ids, vocabulary_of
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import Shapes, build_decoder
+from foredraft.model.weights import build_decoder
 from foredraft.ownership import check_folder, make_folder, read_private
 from foredraft.user_cache import cache_folder
 
