@@ -2,9 +2,9 @@
 
 Contract: the folder holds `config.json`, `generation_config.json`, the tokenizer's files, and a record that
 names the GGUF file, whose tensors `model.checkpoint` reads. It lies in the user's cache folder under the
-file's path, and is made again when the file has changed. Without a cache folder it is temporary, and lasts as long
-as the process. A file is checked whole before its folder is made: every tensor that its model needs is there
-in the right shape, and no other.
+file's path, and is made again when the file has changed. Without a cache folder it is temporary, and lasts
+as long as the process. A file is checked whole before its folder is made: every tensor that its model needs
+is there in the right shape, and no other.
 """
 
 from __future__ import annotations
