@@ -117,7 +117,7 @@ def speed() -> list[str]:
         return gain([row for row in found.rows if row.contender == "low-bit" and row.speedup is not None])
 
     def few_bits_step(name: str) -> str:
-        ratios = result("few_bits")["peer_over_foredraft"]
+        ratios = result("few_bits_vectors")["peer_over_foredraft"]
         steps = (ratios[f"{peer} int4"]["1"]["median"] for peer in ("llama.cpp", "OpenVINO"))
         return ", ".join(f"{step:.2f}" for step in steps) if name == "greedy" else ""
 
@@ -130,8 +130,8 @@ def speed() -> list[str]:
         line("`draft-model` ÷ `generate` with `assistant_model`", assisted),
         line("`layer-skip` (no second model) ÷ plain decoding", gains("layer-skip")),
         line("`lookup` ÷ plain decoding", gains("lookup")),
-        line("`low-bit` (a copy in 4 bits) ÷ plain decoding, matrix unit, steps of 20 ms", low_bit_gain),
-        line("4 bits, 1.24 B: a step of llama.cpp, of OpenVINO ÷ Foredraft's, matrix unit", few_bits_step),
+        line("`low-bit` (a copy in 4 bits) ÷ plain decoding, steps of 10 ms", low_bit_gain),
+        line("4 bits, 1.24 B: a step of llama.cpp, of OpenVINO ÷ Foredraft's", few_bits_step),
         line("outputs identical to plain decoding's", lambda name: identical(lossless(name))),
         line("repeated 4-grams in an output", repetition),
     )
@@ -430,22 +430,26 @@ def low_bit() -> list[str]:
     return table(head, *lines)
 
 
+FEW_BITS = {"vectors": "few_bits_vectors", "matrix unit": "few_bits"}  # products by -> result
+
+
 def few_bits() -> list[str]:
     """Steps and passes of a large shape in 16, 8 and 4 bits."""
-    found = result("few_bits")
 
     def spread_of(values: dict[str, Any], digits: int = 2) -> str:
         return f"{values['median']:.{digits}f}"
 
     return table(
-        ("weights", "plain step, ms", "v(4)", "v(8)", "v(16)", "c beside bfloat16"),
+        ("products by", "weights", "plain step, ms", "v(4)", "v(8)", "v(16)", "c beside bfloat16"),
         *(
             (
+                unit,
                 name,
                 spread_of(found["milliseconds"][name]["1"], 1),
                 *(spread_of(found["v"][name][str(count)]) for count in (4, 8, 16)),
                 spread_of(found["c"][name]) if name in found["c"] else "",
             )
+            for unit, found in ((unit, result(file)) for unit, file in FEW_BITS.items())
             for name in ("bfloat16", "int8", "int4")
         ),
     )
@@ -453,12 +457,12 @@ def few_bits() -> list[str]:
 
 def few_bits_peers() -> list[str]:
     """The same passes by other programs, in times of Foredraft's."""
-    ratios = result("few_bits")["peer_over_foredraft"]
     rows = (
-        (name, *(f"{ratios[name][count]['median']:.2f}" for count in ("1", "4", "8", "16")))
+        (unit, name, *(f"{ratios[name][count]['median']:.2f}" for count in ("1", "4", "8", "16")))
+        for unit, ratios in ((unit, result(file)["peer_over_foredraft"]) for unit, file in FEW_BITS.items())
         for name in ratios
     )
-    return table(("program and weights", "1 token", "4", "8", "16"), *rows)
+    return table(("products by", "program and weights", "1 token", "4", "8", "16"), *rows)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {

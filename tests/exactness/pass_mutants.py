@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.model import attention
-from foredraft.model.checkpoint import Checkpoint, Shapes
+from foredraft.model.checkpoint import CheckpointTensors, Shapes
 from foredraft.model.runner import Runner, body, packed, passes
 from foredraft.model.runner.body import Bucket, Forward, Inputs
 from foredraft.model.runner.graphs import Graphs
@@ -215,7 +215,7 @@ def one_packed_weight_per_shape(pack: Function) -> Function:
 
 
 def in_the_temporary_buffer(load: Function) -> Function:
-    def spoilt(checkpoint: Checkpoint, shapes: Shapes) -> Tensor:
+    def spoilt(checkpoint: CheckpointTensors, shapes: Shapes) -> Tensor:
         is_linear = all(name.endswith("_proj.weight") for name in shapes)
         return checkpoint.load_temporary(shapes) if is_linear else load(checkpoint, shapes)
 
@@ -255,7 +255,7 @@ MUTANTS = [
     defect("a packed weight kept for all of its shape", packed.pack, one_packed_weight_per_shape, padded),
     defect(
         "an ordinary weight in the buffer that the next one overwrites",
-        Checkpoint.load,
+        CheckpointTensors.load,
         in_the_temporary_buffer,
         unpacked,
     ),

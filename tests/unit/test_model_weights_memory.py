@@ -51,11 +51,11 @@ def load(path):
 
 load(warm)
 if defect == "twice":
-    view, kept = checkpoint.Checkpoint.view, []
+    view, kept = checkpoint.CheckpointTensors.view, []
     def keeping(self, *args):
         kept.append(view(self, *args).clone())
         return kept[-1]
-    checkpoint.Checkpoint.view = keeping
+    checkpoint.CheckpointTensors.view = keeping
 if defect == "late":
     def probe_late(found, device, *, deterministic, **others):
         decoder = weights.load_decoder(found.folder, device, found.dtype)

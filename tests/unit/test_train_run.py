@@ -25,6 +25,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.adapter_files import read_adapter
 from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors
 from foredraft.train import checkpoints
 from foredraft.train.adapter import train_adapter
@@ -191,6 +192,24 @@ def test_an_adapter_starts_as_the_layer_that_drafts_best(
     written = load_file(tmp_path / "adapter" / "model.safetensors")
     for name, weight in layer_tensors(target, 1).items():
         torch.testing.assert_close(written[name], weight.to(written[name].dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_trained_has_the_dtype_of_its_target(
+    model: Path, data: Path, tmp_path: Path, dtype: str
+) -> None:
+    """No operator multiplies the target's float16 with the bfloat16 of a student."""
+    given: dict[str, Any] = {"device": "cpu", "dtype": dtype}
+    train_adapter(options(data, tmp_path, steps=2), str(model), **given)
+    shared = {name: getattr(options(data, tmp_path), name) for name in ("data", "length", "step_tokens")}
+    draft = tmp_path / "draft"
+    train_draft(
+        DraftOptions(**shared, steps=2, layers=1, out=draft, work=tmp_path / "w"), str(model), **given
+    )
+    for folder in (tmp_path / "adapter", draft):
+        found = load_file(folder / "model.safetensors")
+        assert {str(t.dtype) for t in found.values() if t.is_floating_point()} == {f"torch.{dtype}"}
+    assert ModelSpec.from_folder(draft).dtype == dtype
 
 
 # --- what was trained, against decoding -------------------------------------------------------------------------

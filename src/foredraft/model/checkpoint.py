@@ -34,7 +34,7 @@ __all__ = [
     "IGNORED",
     "INDEX",
     "SINGLE",
-    "Checkpoint",
+    "CheckpointTensors",
     "Shapes",
     "coding_of",
     "first_values",
@@ -58,7 +58,7 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         CheckpointError: The files of the checkpoint are broken or incomplete.
     """
     with ExitStack() as stack:
-        files = Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
+        files = CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32).files
         slices = {name: file.get_slice(name) for name, file in files.items()}
         return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
 
@@ -70,14 +70,14 @@ def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
         CheckpointError: The files of the checkpoint are broken or incomplete.
     """
     with ExitStack() as stack:
-        files = Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
+        files = CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32).files
         for name in sorted(files):
             found = files[name].get_slice(name)
             first = (found[:1] if found.get_shape() else files[name].get_tensor(name)).contiguous().flatten()
             yield name, first.view(torch.uint8).numpy().tobytes()
 
 
-class Checkpoint:
+class CheckpointTensors:
     """A source that reads the memory-mapped safetensors files of a folder."""
 
     def __init__(

@@ -29,7 +29,7 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.checkpoint import (
     EMBEDDING,
     HEAD,
-    Checkpoint,
+    CheckpointTensors,
     Shapes,
     coding_of,
     inputs_of,
@@ -106,7 +106,7 @@ def load_decoder(
     spec = ModelSpec.from_folder(folder)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        tensors = Checkpoint(folder, stack, torch.device(device), chosen, spec.quantisation)
+        tensors = CheckpointTensors(folder, stack, torch.device(device), chosen, spec.quantisation)
         decoder = build_decoder(spec, tensors, native, bits)
         tensors.reject_unused(spec)
     return decoder
@@ -137,7 +137,7 @@ def load_layer(
         CheckpointError: The folder lacks a tensor, or has others.
     """
     with ExitStack() as stack:
-        tensors = Checkpoint(folder, stack, device, dtype)
+        tensors = CheckpointTensors(folder, stack, device, dtype)
         builder = _Builder(spec, tensors, native)
         layer, norm = builder.layer(0, mlp=mlp), builder.norm(LAST_NORM)
         tensors.used.update(besides)
@@ -204,7 +204,7 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tenso
     build_decoder(spec, counter)
     with ExitStack() as stack:
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        tensors = Checkpoint(folder, stack, torch.device("cpu"), dtype, spec.quantisation)
+        tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype, spec.quantisation)
         return {
             name: tensors.tensor(name, shape).clone()
             for name, shape in counter.shapes.items()
@@ -302,7 +302,7 @@ class _Builder:
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
         bias = tensors.load(biases) if has_bias else None
-        stored = tensors.codes(weights) if self.native and isinstance(tensors, Checkpoint) else None
+        stored = tensors.codes(weights) if self.native and isinstance(tensors, CheckpointTensors) else None
         if stored is not None:
             return pack_codes(stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foredraft import demo
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.errors import ConfigError, Option
@@ -120,7 +122,9 @@ def prepare(
     most = max(length, MOST_LOGITS // checkpoint.spec.vocab_size)
     tokens = options.group_tokens or min(GROUP_TOKENS, most, options.step_tokens)
     report("load", 0, 1, "")
-    target = FrozenTarget(checkpoint.folder, device, checkpoint.dtype)
+    # a student computes in bfloat16 beside 16 bits of any kind, and reads the target's states
+    dtype = torch.bfloat16 if checkpoint.dtype == torch.float16 else checkpoint.dtype
+    target = FrozenTarget(checkpoint.folder, device, dtype)
     report("load", 1, 1, "")
     return Prepared(
         checkpoint,
