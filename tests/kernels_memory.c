@@ -197,6 +197,7 @@ static void coded_products(int word, int64_t n, int64_t k) {
     const int64_t rows[] = {1, 5, 16, 17, 33, 64, 70};
     const Coding codings[] = {
         {4, BFLOAT16}, {8, BFLOAT16}, {4, FLOAT16, 1}, {4, FLOAT32}, {8, FLOAT32}, {4, NESTED, 0, 1}, {6, NESTED}, {6, NESTED, 0, 1},
+        {8, BFLOAT16, .float8 = 1},
     };
     int8_t *codes = array(n * k, 1);
     for (int64_t i = 0; i < n * k; i++) codes[i] = i * 7 % 16 - 8;

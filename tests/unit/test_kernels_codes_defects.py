@@ -59,7 +59,8 @@ def test_a_joined_product_has_the_values_of_its_parts(parts: list[Coded], dtype:
 
 
 def neighbours_swapped(codes: Codes) -> Codes:
-    return replace(codes, codes=codes.codes.view(*codes.codes.shape[:1], -1, 2).flip(-1).reshape(codes.shape))
+    numbers = codes.codes.view(torch.int8).view(len(codes.codes), -1, 2)
+    return replace(codes, codes=numbers.flip(-1).reshape(codes.shape).view(codes.codes.dtype))
 
 
 def neighbours_scale(codes: Codes) -> Codes:
@@ -67,8 +68,10 @@ def neighbours_scale(codes: Codes) -> Codes:
 
 
 def signless(codes: Codes) -> Codes:
+    """Give every number the other sign, which is half of the numbers away, or a bit."""
     assert codes.coding is not None
-    return replace(codes, codes=codes.codes + 2 ** (codes.coding.bits - 1))
+    moved = codes.codes.view(torch.int8) + 2 ** (codes.coding.bits - 1)
+    return replace(codes, codes=moved.view(codes.codes.dtype))
 
 
 def last_group_dropped(codes: Codes) -> Codes:

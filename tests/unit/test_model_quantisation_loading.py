@@ -41,7 +41,7 @@ from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.quantising import KINDS, SINGLE, edit_config, edit_tensors, quantise
 from tests.support.spoilers import coding_of_the_first, scales_of_the_first_dtype
 
-EXPANDED = ("gptq-v2-8", "fp8-channel", "fp8-dynamic", "fp8-blocks")  # codes of 9 bits, and no integers
+EXPANDED = ("gptq-v2-8",)  # codes of 9 bits
 ROUNDED = ("w8a8", "fp8-dynamic")  # inputs, as well
 NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)

@@ -46,8 +46,9 @@ enum { GROUP_COLUMNS = 32, AHEAD = 4096, SUPER = 8, SUMS = 1 << 16 };
 
 // How a weight is coded. bits: 0 where it is not, or 4, 6 or 8. scale: the dtype of the scales. zeros: every group has a
 // zero point; with 4 bits only. offsets: every scale has an offset, which its weights are less; nested scales only.
+// float8: codes of 8 bits are float8_e4m3fn.
 enum { BFLOAT16, FLOAT16, FLOAT32, NESTED };
-typedef struct { int64_t bits, scale, zeros, offsets; } Coding;
+typedef struct { int64_t bits, scale, zeros, offsets, float8; } Coding;
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
 // or two bfloat16. inputs: the numbers that the inputs are rounded to first; 0: they stay as they are.
@@ -161,6 +162,13 @@ static inline V activation(V x, int64_t gelu) {
 
 // Rounds floats to integers, ties to even; they lie within +-2 ** 22.
 static inline V nearest(V v) { return (v + splat(0x1.8p23f)) - splat(0x1.8p23f); }
+
+// Reads float8_e4m3fn from the lowest bytes of lanes. The exponent moves by 120; a multiplication gives it, for numbers
+// below the smallest normal one too.
+static inline V from_float8(U v) {
+    const V value = (V)((U)((V)((v & 0x7f) << 20) * (float)0x1p120) | (v & 0x80) << 24);
+    return choose((I)(v & 0x7f) == 0x7f, splat(NAN), value);
+}
 
 // Rounds floats to float8_e4m3fn, ties to even; they lie within +-448.
 static inline V to_float8(V v) {

@@ -31,12 +31,14 @@ class Coding:
         zeros: With 4 bits, these integers may begin elsewhere in every group, from -16 on.
         nested: Scales are int8, in steps of float16 that `SUPER` columns share.
         offsets: Nested scales have offsets, in steps of their own.
+        float8: Codes of 8 bits are float8_e4m3fn.
     """
 
     bits: int
     zeros: bool = False
     nested: bool = False
     offsets: bool = False
+    float8: bool = False
 
     @property
     def group(self) -> int:
@@ -65,7 +67,7 @@ class Coding:
         """Return the coding that holds the codes of all; None where there is none, or one has none."""
         found = list(codings)
         known = [coding for coding in found if coding is not None]
-        if len(known) < len(found) or len({coding.nested for coding in known}) > 1:
+        if len(known) < len(found) or len({(coding.nested, coding.float8) for coding in known}) > 1:
             return None
         bits = max(coding.bits for coding in known)
         return Coding(
@@ -73,6 +75,7 @@ class Coding:
             zeros=bits == 4 and any(coding.zeros for coding in known),
             nested=known[0].nested,
             offsets=any(coding.offsets for coding in known),
+            float8=known[0].float8,
         )
 
 
@@ -157,7 +160,8 @@ class Codes:
     def _coded(self, coding: Coding) -> Codes:
         """Return the same weight with another coding, which holds it."""
         factor = self.group // coding.group
-        scales = self.scales.repeat_interleave(factor, 1)
+        groups = self.shape[1] // coding.group  # the last of the present ones may be shorter
+        scales = self.scales.repeat_interleave(factor, 1)[:, :groups]
         offsets, offset_steps = self.offsets, self.offset_steps
         if offsets is not None:
             offsets = offsets.repeat_interleave(factor, 1)

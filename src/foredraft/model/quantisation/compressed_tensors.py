@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -120,7 +120,8 @@ class PlainFormat:
 
     @property
     def coding(self) -> Coding | None:
-        return None if self.float8 else Coding.of(8, self.group, symmetric=self.symmetric)
+        found = Coding.of(8, self.group, symmetric=self.symmetric)
+        return None if found is None else replace(found, float8=self.float8)
 
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape

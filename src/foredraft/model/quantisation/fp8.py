@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.scheme import SCALES, Part, Quantisation, Rule, exactly, read_names
 
 __all__ = ["HARMLESS", "FP8BlockFormat", "read_fp8"]
@@ -39,8 +39,8 @@ class FP8BlockFormat:
         return f"FP8 in blocks of {BLOCK} x {BLOCK}"
 
     @property
-    def coding(self) -> None:
-        return None
+    def coding(self) -> Coding:
+        return Coding(8, float8=True)
 
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape
@@ -52,7 +52,7 @@ class FP8BlockFormat:
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         scales = tensors["weight_scale_inv"].repeat_interleave(BLOCK, dim=0)[: shape[0]]
-        return Codes(tensors["weight"], scales, BLOCK)
+        return Codes(tensors["weight"], scales, BLOCK, self.coding)
 
 
 def read_fp8(read: ConfigReader) -> Quantisation:

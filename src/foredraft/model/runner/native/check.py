@@ -35,6 +35,7 @@ CODINGS = (
     Coding(4),
     Coding(4, zeros=True),
     Coding(8),
+    Coding(8, float8=True),
     Coding(4, nested=True, offsets=True),
     Coding(6, nested=True),
     Coding(6, nested=True, offsets=True),
@@ -98,11 +99,14 @@ def _product_is_exact(columns: int, like: Tensor, random: torch.Generator) -> bo
 def _coded_product_is_exact(coding: Coding, like: Tensor, random: torch.Generator) -> bool:
     """Return whether products with codes have right values, and the same bits at every row count."""
     columns, low = 2 * SUPER, 0 if coding.nested and coding.bits == 4 else -(2 ** (coding.bits - 1))
+    high = low + 2**coding.bits - coding.float8  # its last number is NaN, and so is its last negative one
 
     def integers(first: int, stop: int, columns: int) -> Tensor:
         return torch.randint(first, stop, (OUTPUTS, columns), generator=random, dtype=torch.int8)
 
-    codes = integers(low, low + 2**coding.bits, columns)
+    codes = integers(low, high, columns)
+    if coding.float8:
+        codes = codes.where(codes != -1, 0).view(torch.float8_e4m3fn)
     scales, offsets = (integers(1, 64, columns // coding.group) for _ in range(2))
     step = torch.ones(OUTPUTS, columns // SUPER, dtype=torch.float16)
     weight = Codes(codes, scales if coding.nested else scales.bfloat16(), coding.group, coding)

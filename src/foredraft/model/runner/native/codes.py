@@ -114,8 +114,9 @@ class NativeCodes:
         if coding.zeros:  # relative to the middle, which was subtracted
             shifts = (zeros.to(torch.int8) - 8).view(blocks, -1, 2, BLOCK // 2)
             words = words + shifts.permute(0, 2, 3, 1)[..., None, None]
+        found = words.reshape(-1, columns)[:rows]
         return Codes(
-            words.reshape(-1, columns)[:rows],
+            found.view(torch.float8_e4m3fn) if coding.float8 else found,
             _by_row(scales.contiguous().view(self.scale), rows),
             coding.group,
             coding,
@@ -174,7 +175,8 @@ def pack_codes(
     assert coding is not None and codes.group == coding.group and coding.holds(columns)
     shape = (coded_bytes(rows, columns, coding, scale),)
     packed = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.empty(shape, torch.uint8)
-    parts = codes.codes.to(torch.int8), codes.scales, codes.offsets, codes.steps, codes.offset_steps
+    numbers = codes.codes.view(torch.int8) if coding.float8 else codes.codes.to(torch.int8)
+    parts = numbers, codes.scales, codes.offsets, codes.steps, codes.offset_steps
     kept = [None if part is None else part.contiguous() for part in parts]
     weight, described = CCodes(*map(_address, kept)), _coding_struct(coding, scale)
     _pack()(
@@ -195,7 +197,7 @@ def code_native(product: Product, bits: int, arena: Arena) -> Product:
 
 
 def _coding_struct(coding: Coding, scale: torch.dtype) -> CCoding:
-    return CCoding(coding.bits, SCALES[scale], coding.zeros, coding.offsets)
+    return CCoding(coding.bits, SCALES[scale], coding.zeros, coding.offsets, coding.float8)
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -37,7 +37,7 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # in the names o
 class CCoding(ctypes.Structure):
     """`Coding` in kernels.c."""
 
-    _fields_ = (("bits", c_int64), ("scale", c_int64), ("zeros", c_int64), ("offsets", c_int64))
+    _fields_ = tuple((name, c_int64) for name in ("bits", "scale", "zeros", "offsets", "float8"))
 
 
 class CLinear(ctypes.Structure):
@@ -85,7 +85,7 @@ class NativeLinear:
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
-        return linear_struct(self.weight, self.bias, self.shape, CCoding(0, 0, 0, 0), self.inputs)
+        return linear_struct(self.weight, self.bias, self.shape, CCoding(), self.inputs)
 
     def dense(self) -> Tensor:
         """Return the weight as an ordinary tensor [M, K], a copy."""
