@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import resource
 import subprocess
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loading import loading_memory
 from shape import SHAPES, random_checkpoint
 from timing import interleaved, spread
 from workload import machine, write
@@ -145,20 +145,10 @@ def passes(folder: Path, repeats: int, peers: Callable[[LLM], dict[str, Any]]) -
 
 def loading(folder: Path, weights: str | None) -> dict[str, Any]:
     """Return the seconds and the memory of loading, in a process of its own."""
+    foredraft.load(device="cpu", drafter="none", max_batch=1, max_length=64)  # what loading touches once
     started = time.perf_counter()
-    llm = load(folder, weights)
-    seconds = time.perf_counter() - started
-    target: Any = llm._engine.target
-    size = sum(p.weight.numel() * p.weight.element_size() for p in target.decoder.products)
-    if isinstance(embedding := target.decoder.embedding, torch.Tensor):  # otherwise it is the head
-        size += embedding.nbytes
-    status = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
-    )
-    return {
-        "seconds": seconds, "weight_bytes": size, "anonymous_bytes": int(status["RssAnon"].split()[0]) * 1024,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }  # fmt: skip
+    found = loading_memory(lambda: load(folder, weights))
+    return found | {"seconds": time.perf_counter() - started}
 
 
 def main() -> None:
@@ -167,9 +157,16 @@ def main() -> None:
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--openvino", help="a Python with optimum-intel[openvino]")
     parser.add_argument("--loading", choices=("none", *BITS), help="only load, in this process")
+    parser.add_argument("--gguf", type=Path, help="the file to load")
     parser.add_argument("--name", default="few_bits")
     options = parser.parse_args()
     torch.set_num_threads(2)
+    if options.gguf:
+        write(
+            f"{options.name}_loading_{options.gguf.stem}",
+            loading(options.gguf, None) | {"machine": machine()},
+        )
+        return
     with tempfile.TemporaryDirectory() as folder:
         target = random_checkpoint(Path(folder) / "target", SHAPES["llama-1b"], torch.bfloat16)
         if options.loading:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from loading import loading_memory
 from shape import SHAPES, random_checkpoint
 from timing import interleaved, spread
 from workload import machine, write
@@ -157,30 +157,8 @@ class Bench:
         return results
 
     def memory(self) -> dict[str, Any]:
-        """Measure the peak of anonymous memory while loading, without the KV cache."""
-        before, stopped, samples = _anonymous_bytes(), threading.Event(), [0]
-
-        def sample() -> None:
-            while not stopped.wait(0.002):
-                samples.append(_anonymous_bytes())
-
-        sampler = threading.Thread(target=sample)
-        sampler.start()
-        llm = self.load()
-        stopped.set()
-        sampler.join()
-        runner: Any = llm._engine.target
-        cache = llm._engine.cache.memory.nbytes
-        rows = runner.decoder.embedding  # the head itself, where the kernels run a tied one
-        embedding = rows.nbytes if isinstance(rows, torch.Tensor) else 0
-        weights = model_record("target", "target", runner).step_bytes
-        peak = max(*samples, _anonymous_bytes()) - before - cache
-        return {
-            "peak": peak,
-            "weights": weights,
-            "embedding": embedding,
-            "share": peak / (weights + embedding),
-        }
+        """Measure the peak of anonymous memory while loading."""
+        return loading_memory(self.load)
 
 
 def _llama_cpp(context: BenchContext) -> LlamaCpp | None:
@@ -189,12 +167,6 @@ def _llama_cpp(context: BenchContext) -> LlamaCpp | None:
     except ForedraftError as error:
         print(f"without llama.cpp: {error}")
         return None
-
-
-def _anonymous_bytes() -> int:
-    """Return the process's resident memory that is not backed by a file."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) * 1024
 
 
 def _ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:

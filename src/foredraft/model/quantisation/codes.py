@@ -9,7 +9,8 @@ with an offset, the result is rounded to float32 first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,6 +135,28 @@ class Codes:
         if steps is None:
             return found
         return found * steps[rows].float().repeat_interleave(SUPER // self.group, 1)
+
+    @staticmethod
+    def gathered(rows: int, parts: Iterable[Codes]) -> Codes:
+        """Return a weight of so many rows, of whose rows the parts are; one part is in memory at a time."""
+        whole: Codes | None = None
+        first = 0
+        for part in parts:
+            if whole is None:
+                empty: dict[str, Any] = {
+                    name: tensor.new_empty(rows, tensor.shape[1]) for name, tensor in part._tensors().items()
+                }
+                whole = replace(part, **empty)
+            for name, tensor in part._tensors().items():
+                getattr(whole, name)[first : first + len(tensor)] = tensor
+            first += len(part.codes)
+        assert whole is not None and first == rows
+        return whole
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return its tensors [M, ...] by the names of the attributes."""
+        names = ("codes", "scales", "steps", "offsets", "offset_steps")
+        return {name: found for name in names if (found := getattr(self, name)) is not None}
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:

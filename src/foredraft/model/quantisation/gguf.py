@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import PIECE, Codes, Coding
+from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, exactly, read_names
 
 __all__ = ["BLOCKS", "METHOD", "TENSORS", "GGUFFormat", "read_gguf"]
 
+PIECE = 2**19  # weights that are unpacked at a time: it bounds the memory
 METHOD, TENSORS = "gguf", "tensors"  # its quant_method, and its key: modules by format
 
 
@@ -51,7 +52,7 @@ class GGUFFormat:
         _, size, read = BLOCKS[self.kind]
         step = max(1, PIECE // columns)
         pieces = (tensors["weight"][first : first + step] for first in range(0, rows, step))
-        return Codes.joined([read(piece.reshape(-1, size), len(piece), columns) for piece in pieces])
+        return Codes.gathered(rows, (read(piece.reshape(-1, size), len(piece), columns) for piece in pieces))
 
 
 def read_gguf(read: ConfigReader) -> Quantisation:

@@ -1,0 +1,41 @@
+"""The peak of anonymous memory while a model loads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft import LLM
+from foredraft.bench.weights import model_record
+
+
+def loading_memory(load: Callable[[], LLM]) -> dict[str, Any]:
+    """Return the peak while `load` runs, without the KV cache, and the bytes of the weights."""
+    before, stopped, samples = _anonymous_bytes(), threading.Event(), [0]
+
+    def sample() -> None:
+        while not stopped.wait(0.002):
+            samples.append(_anonymous_bytes())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    llm = load()
+    stopped.set()
+    sampler.join()
+    runner: Any = llm._engine.target
+    cache = llm._engine.cache.memory.nbytes
+    rows = runner.decoder.embedding  # the head itself, where the kernels run a tied one
+    embedding = rows.nbytes if isinstance(rows, torch.Tensor) else 0
+    weights = model_record("target", "target", runner).step_bytes
+    peak = max(*samples, _anonymous_bytes()) - before - cache
+    return {"peak": peak, "weights": weights, "embedding": embedding, "share": peak / (weights + embedding)}
+
+
+def _anonymous_bytes() -> int:
+    """Return the process's resident memory that is not backed by a file."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) * 1024
