@@ -9,7 +9,7 @@ from torch import Tensor
 from foredraft.kernels.compilation import library
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.quantisation import BITS, Codes, Coding, quantise
-from foredraft.model.quantisation.codes import SUPER
+from foredraft.model.quantisation.codes import MOST, SUPER
 from foredraft.model.quantisation.quantise import define
 from foredraft.model.runner.native import NativeCodes, code_native, coded_bytes, pack_codes, pack_native
 
@@ -118,6 +118,18 @@ def test_a_row_has_the_same_bits_in_every_product(coded: Coded, dtype: torch.dty
                     assert torch.equal(product(x[rows][:count]), whole[rows][:count]), (threads, count, first)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_there_is_room_for_sums_of(dtype: torch.dtype) -> None:
+    coded = Coding(6, nested=True, offsets=True), torch.int8
+    columns = 16_384  # room for 16 rows
+    product, x = pack_codes(codes_of(40, columns, coded), dtype, None), torch.randn(40, columns).to(dtype)
+    whole = product(x)
+    for count in (1, 15, 16, 17, 33):
+        assert torch.equal(product(x[3:][:count]), whole[3:][:count]), count
+    check_values(coded, (40, columns), dtype)
+    assert not coded[0].holds(2 * MOST)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -41,8 +41,8 @@ enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 
 enum { TILE = 2 };
 #endif
 // Coded weights (coding.inc, codes.inc). GROUP_COLUMNS are coded together; AHEAD: bytes that are prefetched. SUPER groups
-// share the steps of nested scales; SUMS: sums of inputs that a thread keeps.
-enum { GROUP_COLUMNS = 32, AHEAD = 4096, SUPER = 8, SUMS = 1 << 16 };
+// share the steps of nested scales; SUMS: sums of inputs that a thread keeps, at least those of a row.
+enum { GROUP_COLUMNS = 32, AHEAD = 4096, SUPER = 8, SUMS = 1 << 14 };
 
 // How a weight is coded. bits: 0 where it is not, or 4, 6 or 8. scale: the dtype of the scales. zeros: every group has a
 // zero point; with 4 bits only. offsets: every scale has an offset, which its weights are less; nested scales only.

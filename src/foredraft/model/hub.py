@@ -242,7 +242,7 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _shards(folder: Path) -> list[str]:
-    """Return the files that the index lists; `weights.py` reports a malformed index."""
+    """Return the files that the index lists; `checkpoint.py` reports a malformed index."""
     weight_map = read_json(folder / INDEX).get("weight_map")
     files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
     return sorted(filter(is_file_name, files))

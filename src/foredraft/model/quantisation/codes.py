@@ -19,6 +19,7 @@ __all__ = ["GROUP", "PIECE", "SUPER", "Codes", "Coding"]
 
 GROUP = 32  # columns that are coded together in a weight that is kept coded
 SUPER = 256  # columns that share the step of their nested scales
+MOST = 2**18  # columns of a weight with nested scales: the kernels keep the sums of 16 inputs each
 PIECE = 2**22  # weights that are expanded or quantised at a time: it bounds the memory
 
 
@@ -48,7 +49,7 @@ class Coding:
 
     def holds(self, columns: int) -> bool:
         """Return whether weights [M, columns] can be coded so: they need whole groups."""
-        return columns % (SUPER if self.nested else GROUP) == 0
+        return columns % SUPER == 0 and columns <= MOST if self.nested else columns % GROUP == 0
 
     @staticmethod
     def of(bits: int, group: int | None, *, symmetric: bool) -> Coding | None:

@@ -1,7 +1,7 @@
 """Schemes: which modules of a checkpoint are quantised, in which weight formats.
 
 A weight format knows which tensors stand for a weight, by the suffixes of their names, and turns them into
-`Codes`. `weights.py` reads the tensors, checks their shapes and dtypes, and expands the codes.
+`Codes`. `checkpoint.py` reads the tensors, checks their shapes and dtypes, and expands the codes.
 """
 
 from __future__ import annotations
