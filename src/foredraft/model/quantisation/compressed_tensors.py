@@ -42,6 +42,7 @@ HARMLESS = frozenset({"global_compression_ratio", "version"})
 HARMLESS_IN_NUMBERS = frozenset({"observer", "observer_kwargs", "zp_dtype"})  # the stored dtypes are checked
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 MIXED = "mixed-precision"  # every group of modules has a format of its own
+MOST_REPEATS = 4  # in an expression; a match that fails takes about 60 ** 4 / 24 steps
 LINEAR = "Linear"  # the class of the modules that this project has
 SCALE_DTYPES = (None, "torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -273,8 +274,13 @@ def _pattern(read: ConfigReader, key: str, target: str) -> str:
         return ""
     if not _is_regex(target):
         return exactly([target])
+    expression = target.removeprefix("re:")
     try:
-        re.compile(target.removeprefix("re:"))
+        re.compile(expression)
     except (re.error, RecursionError, OverflowError):
         raise read.error(key, f"{shortened(target)} is not a regular expression") from None
-    return target.removeprefix("re:")
+    plain = re.sub(r"\[\^?\]?[^]]*\]", "x", re.sub(r"\\.", "x", expression))  # without escapes and sets
+    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > MOST_REPEATS:
+        remedy = f"repeat no groups, and at most {MOST_REPEATS} times"
+        raise read.error(key, f"{shortened(target)} may take for ever to match; {remedy}")
+    return expression
