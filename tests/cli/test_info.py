@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.cli import main
+from foredraft.kernels.compilation import library
 from foredraft.loading import capacity
 from tests.support.quantising import KINDS, quantise
 
@@ -27,8 +28,10 @@ def test_the_text_has_models_memory_context_and_drafters(
     assert lines[0].startswith(f"target: {models / 'big'}, LlamaForCausalLM, ")
     assert lines[1].startswith(f"draft: {models / 'small'}, LlamaForCausalLM, ")
     text = "\n".join(lines)
-    for bits in (32, 16, 8, 4):
-        assert f"weights of {bits} bits" in text
+    assert "weights in 32 bits" in text and "weights in 16 bits" in text
+    for name in ("int8", "int4") if library() is not None else ():
+        assert f"weights with --weights {name}" in text
+    assert "stay coded" not in text
     assert "KV cache of 1,000 tokens" in text
     assert "are free on cpu: room for one sequence of 2,048 tokens (the model's limit)" in text
     assert any(line.startswith("draft-model  yes      the target's tokenizer, ") for line in lines)
@@ -101,8 +104,9 @@ def test_a_quantised_model_is_shown_with_its_format(
     folder = tmp_path / "coded"
     shutil.copytree(models / "big", folder)
     quantise(folder, KINDS["gptq"])
-    shown_of = shown(capsys, str(folder))[0]
-    assert " M parameters, gptq, 4 bits in groups of 32, expanded to float32; 3 layers of 64" in shown_of
+    first, *others = shown(capsys, str(folder))
+    assert " M parameters, gptq, 4 bits in groups of 32, computing in float32; 3 layers of 64" in first
+    assert any("stay coded" in line for line in others) and not any("--weights" in line for line in others)
     [line] = shown(capsys, str(folder), "--json")
     assert json.loads(line)["models"][0]["quantisation"] == "gptq, 4 bits in groups of 32"
     [line] = shown(capsys, str(models / "big"), "--json")

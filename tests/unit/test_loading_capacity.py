@@ -13,11 +13,12 @@ import torch
 
 import foredraft
 from foredraft import ConfigError, loading
+from foredraft.kernels.compilation import library
 from foredraft.loading import device as devices
 from foredraft.loading import memory
 from foredraft.model import checkpoint, weights
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner.native import unserved_because
+from foredraft.model.runner.native import NativeCodes, unserved_because
 from foredraft.model.runner.packed import packs
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, weight_bytes
@@ -167,6 +168,21 @@ def test_weight_bytes_predicts_the_size_of_a_loaded_model(
     more = counted - weight_bytes(spec, CPU, dtype, native=True)
     doubled = spec.tied and layout == "packed"
     assert more == doubled * spec.vocab_size * spec.hidden_size * dtype.itemsize
+
+
+@pytest.mark.skipif(library() is None, reason="no kernels")
+@pytest.mark.parametrize("variant", ["llama", "llama-gqa-tied", "gemma3"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weight_bytes_predicts_the_size_of_a_quantised_model(tmp_path: Path, variant: str, bits: int) -> None:
+    """A tied embedding stays whole beside the head's codes."""
+    folder = checkpoints.save_variant(tmp_path, variant)
+    spec = ModelSpec.from_folder(folder)
+    decoder = load_decoder(folder, CPU, torch.bfloat16, native=True, bits=bits)
+    assert isinstance(decoder.embedding, torch.Tensor)
+    coded = [each for each in decoder.products if isinstance(each, NativeCodes)]
+    whole = sum(math.prod(each.shape) * 2 for each in coded)
+    saved = whole - sum(each.weight.nbytes for each in coded)
+    assert coded and weight_bytes(spec, CPU, torch.bfloat16, native=True, bits=bits) == held(decoder) - saved
 
 
 # --- errors --------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def lines(found: Inspection, width: int | None = None) -> list[str]:
 
 def about(model: ModelInfo) -> str:
     """Return one line on a model."""
-    stored = "" if model.quantisation is None else f"{model.quantisation}, expanded to "
+    stored = "" if model.quantisation is None else f"{model.quantisation}, computing in "
     return (
         f"{model.role}: {model.name or 'demo'}, {model.architecture}, {model.parameters / 1e6:,.1f} M"
         f" parameters, {stored}{model.dtype}; {model.layers} layers of {model.hidden_size:,}, vocabulary"
@@ -83,21 +83,21 @@ def about(model: ModelInfo) -> str:
 
 def memory(found: Inspection, width: int | None) -> list[str]:
     """Return the table of memory."""
-    from foredraft.loading.inspection import CACHED_TOKENS, FEWER_BITS
+    from foredraft.loading.inspection import CACHED_TOKENS
+    from foredraft.model.quantisation import BITS
 
     models = found.models
+    labels = {32: "weights in 32 bits", 16: "weights in 16 bits"}
+    labels |= {bits: f"weights with --weights {name}" for name, bits in BITS.items()}
     rows = [
-        (
-            f"weights of {bits} bits{' *' if bits in FEWER_BITS else ''}",
-            *(in_gib(model.weight_bytes[bits]) for model in models),
-        )
-        for bits in models[0].weight_bytes
+        (label, *(in_gib(model.weight_bytes[bits]) if bits in model.weight_bytes else "" for model in models))
+        for bits, label in sorted(labels.items(), reverse=True)
+        if any(bits in model.weight_bytes for model in models)
     ]
     cache = (f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models))
-    return [
-        *table([("GiB", *(model.role for model in models)), *rows, cache], width),
-        "* counted for comparison, without scales; this version runs in 16 and 32 bits",
-    ]
+    coded = any(model.quantisation is not None for model in models)
+    note = ["Quantised weights stay coded where the kernels read their format; the dtype is of the others."]
+    return [*table([("GiB", *(model.role for model in models)), *rows, cache], width), *note * coded]
 
 
 def in_gib(size: int) -> str:

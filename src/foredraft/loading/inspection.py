@@ -30,14 +30,12 @@ from foredraft.loading.planning import choose_plan
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name
 from foredraft.model.hub import weights_to_come
+from foredraft.model.quantisation import BITS
 from foredraft.model.weights import load_decoder, parameter_count
 
 __all__ = ["CACHED_TOKENS", "Context", "DrafterInfo", "Inspection", "ModelInfo", "PairInfo", "inspect_models"]
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
-# Bits of a weight below those of the dtypes. This version expands such weights, so the figure is the plain
-# count: the scales of a quantised format come on top, and most formats keep the embedding in 16 bits.
-FEWER_BITS = (8, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,9 @@ class ModelInfo:
         tokenizer: It has a tokenizer.
         weights_checked: Names, shapes and dtypes of its tensors were checked; False for a hub id whose
             weights are not downloaded.
-        weight_bytes: Bits of a weight -> bytes of all weights. Those of 32 and 16 bits are of this device,
-            with the copies that the products need; those of fewer bits are counted only.
+        weight_bytes: Bits of a weight -> bytes of all weights on this device, with the copies that the
+            products need. Of a quantised model, 32 and 16 are the bits of the dtype. Of a target that is not
+            quantised, 8 and 4 are there where option weights saves memory.
         cache_bytes: Bytes of the keys and values of `CACHED_TOKENS` tokens.
     """
 
@@ -220,6 +219,10 @@ def _model_info(
         8 * dtype.itemsize: weight_memory(replace(checkpoint, dtype=dtype), device)
         for dtype in (torch.float32, half)
     }
+    if role == "target" and spec.quantisation is None:
+        fewer = {bits: weight_memory(replace(checkpoint, bits=bits), device) for bits in BITS.values()}
+        whole = weight_memory(checkpoint, device)
+        sizes |= {bits: size for bits, size in fewer.items() if size < whole}
     return ModelInfo(
         role=role,
         name=None if name is None else str(name),
@@ -234,7 +237,7 @@ def _model_info(
         quantisation=None if spec.quantisation is None else spec.quantisation.described,
         tokenizer=checkpoint.tokenizer is not None,
         weights_checked=checked,
-        weight_bytes=sizes | {bits: parameters * bits // 8 for bits in FEWER_BITS},
+        weight_bytes=sizes,
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
     )
 

@@ -155,7 +155,7 @@ def weight_bytes(
 ) -> int:
     """Return the memory of a model's weights on the device after `load_decoder`, in bytes."""
     counter = _SizeCounter(device, dtype)
-    build_decoder(spec, counter, native)
+    build_decoder(spec, counter, native, bits)
     whole = counter.values * dtype.itemsize
     if not native:
         return whole
