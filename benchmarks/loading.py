@@ -29,7 +29,8 @@ def loading_memory(load: Callable[[], LLM]) -> dict[str, Any]:
     runner: Any = llm._engine.target
     cache = llm._engine.cache.memory.nbytes
     rows = runner.decoder.embedding  # the head itself, where the kernels run a tied one
-    embedding = rows.nbytes if isinstance(rows, torch.Tensor) else 0
+    held = rows if isinstance(rows, torch.Tensor) else rows.weight
+    embedding = 0 if rows is runner.decoder.output else held.nbytes
     weights = model_record("target", "target", runner).step_bytes
     peak = max(*samples, _anonymous_bytes()) - before - cache
     return {"peak": peak, "weights": weights, "embedding": embedding, "share": peak / (weights + embedding)}

@@ -257,3 +257,13 @@ MUTANTS: list[Mutant] = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
 def test_a_planted_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(mutant, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "bits"),
+    [(("Q4_K",), 4), (("Q4_K", "Q6_K"), 6), (("Q4_0", "Q6_K"), 6), (("Q8_0", "Q4_K"), 8)],
+)
+def test_bits_of_a_scheme_are_the_most_of_its_formats(kinds: tuple[str, ...], bits: int) -> None:
+    """Whether one coding could hold them all or not."""
+    config = {"quant_method": "gguf", "tensors": {kind: [f"model.{kind}"] for kind in kinds}}
+    assert scheme(config).bits == bits

@@ -14,12 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.bench.weights import model_record
+from foredraft.drafters.low_bit import low_bit_copy
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
-from foredraft.model.layers import QuantisedInputs
+from foredraft.model.layers import Linear, QuantisedInputs
 from foredraft.model.quantisation import ActivationFormat, quantise
+from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes, NativeLinear, pack_codes, pack_native
-from foredraft.model.weights import load_decoder
+from foredraft.model.weights import load_decoder, parameter_count
 from tests.support import quantising
 from tests.support.checkpoints import save_checkpoint
 from tests.support.planting import Spoiler, assert_caught, defect
@@ -69,6 +72,8 @@ def test_the_kernels_round_as_it_is_defined(format: ActivationFormat, dtype: tor
         kept = x.clone()
         assert torch.equal(replace(identity, inputs=format)(x), format.rounded(x))
         assert torch.equal(x, kept), "a caller's tensor stays as it is"
+        transposed = x.T.contiguous().T
+        assert torch.equal(replace(identity, inputs=format)(transposed), format.rounded(x))
 
 
 def products(format: ActivationFormat, dtype: torch.dtype) -> list[Any]:
@@ -95,6 +100,28 @@ def test_a_row_has_the_same_bits_beside_any_others(format: ActivationFormat, dty
                     assert torch.equal(product(x[3:][:count]), whole[3:][:count]), (threads, count)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the compiler
+def test_compiled_layers_round_every_step() -> None:
+    identity = QuantisedInputs(Linear(torch.eye(96, dtype=torch.bfloat16)), ActivationFormat.INT8)
+    x = inputs(96, torch.bfloat16)
+    assert torch.equal(torch.compile(identity, dynamic=False)(x), ActivationFormat.INT8.rounded(x))
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8-dynamic"])
+@pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_KERNELS), False])
+def test_reports_count_the_weights(tmp_path: Path, name: str, native: bool) -> None:
+    runner = Runner(load_decoder(save(tmp_path / "model", name), native=native))
+    assert model_record("target", name, runner).parameters == parameter_count(runner.decoder.spec)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_copy_in_few_bits_rounds_its_inputs_too(tmp_path: Path, bits: int) -> None:
+    target = Runner(load_decoder(save(tmp_path / "model", "w8a8"), native=True))
+    for product in low_bit_copy(target, bits).decoder.layers[0].products:
+        assert isinstance(product, NativeCodes) and product.inputs == ActivationFormat.INT8
 
 
 def save(folder: Path, name: str, **keys: Any) -> Path:

@@ -229,15 +229,17 @@ def test_a_copy_in_few_bits_has_fewer_than_the_target(tmp_path: Path, name: str,
     assert output.token_ids == plain.token_ids
 
 
+@pytest.mark.parametrize("kernels", [pytest.param(True, marks=NEEDS_KERNELS), False])
 @pytest.mark.parametrize("name", ["gptq", "awq", "w4-zeros", "fp8-blocks", *ROUNDED])
-def test_greedy_speculation_equals_plain_decoding(tmp_path: Path, name: str) -> None:
+def test_greedy_speculation_equals_plain_decoding(tmp_path: Path, name: str, kernels: bool) -> None:
     options: dict[str, Any] = {"tokenizer": True, "eos_token_id": None}
     coded, twin = saved(tmp_path / "big", name, seed=1, **options)
     draft, _ = saved(tmp_path / "small", name, seed=2, num_hidden_layers=1, **options)
     prompts = ["a b a b a b", "the cat", "one two three"]
 
     def texts(folder: Path, drafter: str, **given: Any) -> list[Any]:
-        llm = foredraft.load(folder, device="cpu", drafter=drafter, policy="fixed", max_length=128, **given)
+        options = {"kernels": kernels, "policy": "fixed", "max_length": 128}
+        llm = foredraft.load(folder, device="cpu", drafter=drafter, **options, **given)
         outputs = llm.generate(prompts, GREEDY)
         assert (drafter == "none") == (sum(output.stats.drafted for output in outputs) == 0)
         return [output.token_ids for output in outputs]
@@ -247,6 +249,9 @@ def test_greedy_speculation_equals_plain_decoding(tmp_path: Path, name: str) -> 
         assert texts(twin, "none") == plain
     assert texts(coded, "lookup") == plain
     assert texts(coded, "draft-model", draft=draft) == plain
+    assert texts(coded, "layer-skip", plan="skip:attn=1/mlp=0") == plain
+    if kernels and name in ROUNDED:
+        assert texts(coded, "low-bit") == plain
 
 
 def test_an_adapter_of_a_quantised_target_is_not_quantised(tmp_path: Path) -> None:

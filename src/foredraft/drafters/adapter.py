@@ -24,7 +24,7 @@ from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import pack_native
+from foredraft.model.runner.native import NativeCodes, NativeLinear, pack_native
 from foredraft.model.runner.packed import pack
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_parameters, load_layer
@@ -60,8 +60,15 @@ class Adapter:
         head: Product = whole.output
         if self.vocabulary is not None:
             spec = replace(spec, vocab_size=len(self.vocabulary))
-            rows = head.dense()
-            rows = rows[torch.tensor(self.vocabulary, device=rows.device)]
+            ids = torch.tensor(self.vocabulary, device=whole.device)
+            if isinstance(head, NativeLinear | NativeCodes):
+                rows = head.rows(ids)
+            elif spec.tied and isinstance(
+                whole.embedding, Tensor
+            ):  # a head that oneDNN packs is copied to be read
+                rows = whole.embedding[ids]
+            else:
+                rows = head.dense()[ids]
             head = pack_native(rows, None) if native else pack(rows, None)
         layers = (*whole.layers[: self.depth], self.layer)
         decoder = Decoder(spec, whole.embedding, layers, self.norm, head)

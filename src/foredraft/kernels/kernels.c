@@ -45,7 +45,7 @@ enum { TILE = 2 };
 enum { GROUP_COLUMNS = 32, AHEAD = 4096, SUPER = 8, SUMS = 1 << 14 };
 
 // How a weight is coded. bits: 0 where it is not, or 4, 6 or 8. scale: the dtype of the scales. zeros: every group has a
-// zero point; with 4 bits only. offsets: every scale has an offset, which its weights are less; nested scales only.
+// zero point; with 4 bits only. offsets: a scaled code less the offset of its group is the weight; nested scales only.
 // float8: codes of 8 bits are float8_e4m3fn.
 enum { BFLOAT16, FLOAT16, FLOAT32, NESTED };
 typedef struct { int64_t bits, scale, zeros, offsets, float8; } Coding;
@@ -90,9 +90,9 @@ static inline int64_t last_column(const Pass *p, int64_t group) { return p->firs
 
 static const I LANE_INDEX = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Returns a b + c, rounded once where the machine can. Tuned for some CPUs, compilers fuse in one tile and not in another:
-// with AVX-512 this says so, and elsewhere the kernels are tuned for none (building.py).
-static inline __attribute__((always_inline)) V fused(V a, V b, V c) {
+// Returns a b + c, rounded once where the machine can. Left alone, a compiler that tunes for some CPUs fuses in one tile and
+// not in another. With AVX-512 it is told; elsewhere the check at loading finds out (model/runner/native/check.py).
+static inline __attribute__((always_inline)) V multiply_add(V a, V b, V c) {
 #ifdef __AVX512F__
     return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
@@ -137,13 +137,13 @@ static inline V exponential(V x) {
     const V n = shifted - splat(12582912.0f);
     const V r = (x - n * splat(0.693145752f)) - n * splat(1.42860677e-6f);
     V p = splat(1.0f / 5040);
-    p = fused(p, r, splat(1.0f / 720));
-    p = fused(p, r, splat(1.0f / 120));
-    p = fused(p, r, splat(1.0f / 24));
-    p = fused(p, r, splat(1.0f / 6));
-    p = fused(p, r, splat(0.5f));
-    p = fused(p, r, splat(1.0f));
-    p = fused(p, r, splat(1.0f));
+    p = multiply_add(p, r, splat(1.0f / 720));
+    p = multiply_add(p, r, splat(1.0f / 120));
+    p = multiply_add(p, r, splat(1.0f / 24));
+    p = multiply_add(p, r, splat(1.0f / 6));
+    p = multiply_add(p, r, splat(0.5f));
+    p = multiply_add(p, r, splat(1.0f));
+    p = multiply_add(p, r, splat(1.0f));
     const U power = ((U)shifted << 23) + (127u << 23);
     return choose(low, splat(0.0f), p * (V)power);
 }

@@ -78,7 +78,7 @@ def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class CheckpointTensors:
-    """A source that reads the memory-mapped safetensors files of a folder."""
+    """A source that reads the memory-mapped files of a checkpoint: safetensors, or a GGUF file."""
 
     def __init__(
         self,

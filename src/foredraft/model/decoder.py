@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.attention import Pass, attend
-from foredraft.model.layers import Product, RMSNorm, Rows, RowSpan, gate, product, soft_cap
+from foredraft.model.layers import Product, RMSNorm, RowSource, RowSpan, gate, product, soft_cap
 from foredraft.model.spec import ModelSpec
 
 
@@ -168,7 +168,7 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        embedding: Tensor | Rows,
+        embedding: Tensor | RowSource,
         layers: tuple[Layer, ...],
         norm: RMSNorm,
         head: Product,

@@ -34,7 +34,7 @@ class RowSpan:
         return max(self.low, math.ceil(rows / self.step) * self.step)
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """A product that gives rows of its weight, so that an embedding which is tied to a head needs no copy."""
 
     @property
@@ -49,6 +49,11 @@ class Rows(Protocol):
 
 class Product(Protocol):
     """A linear layer: x [N, K] times a weight [M, K], plus its bias."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Its bias, in the product's own layout; None if it has none."""
+        ...
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,6 +98,10 @@ class QuantisedInputs:
     @property
     def shape(self) -> tuple[int, int]:
         return self.linear.shape
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(self.format.rounded(x))

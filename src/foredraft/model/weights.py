@@ -36,7 +36,7 @@ from foredraft.model.checkpoint import (
     joined_shape,
 )
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
-from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, Rows
+from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, RowSource
 from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.runner.native import NativeCodes, NativeLinear, coded_bytes, pack_codes, pack_native
 from foredraft.model.runner.packed import pack, packs
@@ -159,11 +159,13 @@ def weight_bytes(
     whole = counter.values * dtype.itemsize
     if not native:
         return whole
-    saved, stored = 0, getattr(torch, spec.dtype)  # scales are stored in the checkpoint's dtype, as a rule
+    saved, scales = 0, getattr(torch, spec.dtype)  # scales are stored in the checkpoint's dtype, as a rule
+    if spec.quantisation is not None and spec.quantisation.float32_scales:
+        scales = torch.float32
     for shapes in counter.products:
         rows, columns = joined_shape(shapes)
         if (coding := coding_of(shapes, spec.quantisation)) is not None:
-            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, coding, stored)
+            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, coding, scales)
         elif bits is not None and Coding(bits).holds(columns):
             saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, Coding(bits))
     return whole - saved
@@ -274,14 +276,14 @@ class _Builder:
         offset = self.spec.norm_offset
         return RMSNorm(weight.float() + 1.0 if offset else weight, self.spec.norm_eps, offset)
 
-    def embedding(self, head: Product) -> Tensor | Rows:
+    def embedding(self, head: Product) -> Tensor | RowSource:
         """Return the embedding: the head itself, where they are tied and the head can give its rows."""
         spec, quantised = self.spec, self.spec.quantisation
         if spec.tied and self.bits is None:
             if isinstance(head, NativeLinear | NativeCodes):
                 return head
-            if not self.packs or self.native:
-                return head.dense()  # the same tensor, not a copy
+            if not self.packs or self.native:  # native on "meta", where only sizes count
+                return head.dense()  # an ordinary weight itself
         if self.native and quantised is not None and quantised.embedding:
             product = self.linear({EMBEDDING: spec.vocab_size}, spec.hidden_size)
             return product if isinstance(product, NativeLinear | NativeCodes) else product.dense()

@@ -10,6 +10,7 @@ kernels divide by 127 in float32 instead.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,25 @@ class ActivationFormat(IntEnum):
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return what the numbers of x [..., K] stand for; the definition of the kernels' rounding."""
-        integers = self is ActivationFormat.INT8
-        scales = x.abs().amax(-1, keepdim=True)
-        # divided by a tensor: a number might be inverted first
-        scales = scales / torch.full_like(scales, 127.5 if integers else 448)
-        scales = torch.where(scales == 0, torch.finfo(x.dtype).eps, scales)
-        shares = x / scales
-        if integers:
-            return shares.clamp(-128, 127).round() * scales
-        return shares.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scales
+        if torch.compiler.is_compiling():  # its code rounds at the end only
+            traced: Tensor = torch.ops.foredraft.rounded_inputs(x, int(self))
+            return traced
+        return _rounded(x, self)
+
+
+def _rounded(x: Tensor, format: int) -> Tensor:
+    integers = format == ActivationFormat.INT8
+    scales = x.abs().amax(-1, keepdim=True)
+    # divided by a tensor: a number might be inverted first
+    scales = scales / torch.full_like(scales, 127.5 if integers else 448)
+    scales = torch.where(scales == 0, torch.finfo(x.dtype).eps, scales)
+    shares = x / scales
+    if integers:
+        return shares.clamp(-128, 127).round() * scales
+    return shares.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scales
+
+
+_library: Any = torch.library.Library("foredraft", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("rounded_inputs(Tensor x, int format) -> Tensor")
+_library.impl("rounded_inputs", _rounded, "CompositeExplicitAutograd")
+torch.library.register_fake("foredraft::rounded_inputs", lambda x, format: torch.empty_like(x), lib=_library)

@@ -161,7 +161,7 @@ class Codes:
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:
-        """Return the weights below each other, as one, with the coding of all; these have one.
+        """Return the weights below each other, as one, in the coding that holds all of them.
 
         Scales of several dtypes become float32.
         """

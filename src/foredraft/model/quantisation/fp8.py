@@ -83,4 +83,4 @@ def read_fp8(read: ConfigReader) -> Quantisation:
     kept = [re.escape(name) for key in lists for name in read_names(read, key)]
     pattern = rf"(?:.*\.)?(?:{'|'.join(kept)})(?:\.|\Z)" if kept else exactly([HEAD])
     rules = [] if lists and not kept else [Rule(pattern, None)]
-    return Quantisation("fp8", (*rules, Rule("", FP8BlockFormat())), NOTE)
+    return Quantisation("fp8", (*rules, Rule("", FP8BlockFormat())), NOTE, float32_scales=True)

@@ -114,12 +114,14 @@ class Quantisation:
         rules: The first rule that a module matches decides; without one, a module is not quantised.
         note: What Foredraft computes otherwise than the method's authors; None if nothing.
         embedding: The rules hold for the embedding, too; otherwise it is not quantised.
+        float32_scales: Scales are float32, whatever the dtype of the checkpoint.
     """
 
     method: str
     rules: tuple[Rule, ...]
     note: str | None = None
     embedding: bool = False
+    float32_scales: bool = False
 
     def format_of(self, module: str) -> WeightFormat | None:
         """Return the format of a linear layer's weight; None if it is not quantised.
@@ -141,8 +143,9 @@ class Quantisation:
     @property
     def bits(self) -> int | None:
         """The most bits of a quantised weight that the kernels keep coded; None where one is not kept so."""
-        coding = Coding.of_all(rule.format.coding for rule in self.rules if rule.format is not None)
-        return None if coding is None else coding.bits
+        codings = [rule.format.coding for rule in self.rules if rule.format is not None]
+        known = [coding.bits for coding in codings if coding is not None]
+        return max(known, default=None) if len(known) == len(codings) else None
 
     @property
     def described(self) -> str:

@@ -104,7 +104,7 @@ class Runner:
         if self._native is not None:
             parts = ["C kernels, exact at any shape"]
             if isinstance(self.decoder.output, NativeCodes):
-                parts.append(f"weights of {self.decoder.output.coding.bits} bits")
+                parts.append(f"a head of {self.decoder.output.coding.bits} bits")
         else:
             reason = unpacked_because(device, dtype)
             parts = [

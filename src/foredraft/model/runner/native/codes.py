@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ def code_native(product: Product, bits: int, arena: Arena) -> Product:
     if not Coding(bits).holds(columns) or (isinstance(product, NativeCodes) and product.coding.bits <= bits):
         return product
     weight, bias = product.dense(), None if product.bias is None else product.bias[:rows]
-    return pack_codes(quantise(weight, bits), weight.dtype, bias, arena)
+    return replace(pack_codes(quantise(weight, bits), weight.dtype, bias, arena), inputs=product.inputs)
 
 
 def _coding_struct(coding: Coding, scale: torch.dtype) -> CCoding:

@@ -130,7 +130,8 @@ def suffix(dtype: torch.dtype) -> str:
 
 def multiply(linear: CLinear, x: Tensor) -> Tensor:
     """Return x [..., K] times the weight of a struct, plus the bias: [..., M]."""
-    x = x.clone() if linear.inputs else x.contiguous()  # the kernel rounds it in place
+    # the kernel rounds inputs in place
+    x = x.clone(memory_format=torch.contiguous_format) if linear.inputs else x.contiguous()
     assert x.shape[-1] == linear.k
     out = x.new_empty(*x.shape[:-1], linear.n)
     rows = x.numel() // linear.k

@@ -19,7 +19,7 @@ from torch import Tensor
 from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.layers import Product, RMSNorm, Rows
+from foredraft.model.layers import Product, RMSNorm, RowSource
 from foredraft.model.rope import Rope
 from foredraft.model.runner.job import FusedDraft, SamplingInputs
 from foredraft.model.runner.native.codes import NativeCodes
@@ -332,6 +332,6 @@ def _norm_struct(norm: RMSNorm | None) -> CNorm:
     return CNorm(None, 0.0, 0) if norm is None else CNorm(norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
-def _linear_struct(product: Product | Rows) -> CLinear:
+def _linear_struct(product: Product | RowSource) -> CLinear:
     assert isinstance(product, NativeLinear | NativeCodes)
     return product.as_struct()
