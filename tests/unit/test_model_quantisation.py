@@ -267,3 +267,15 @@ def test_bits_of_a_scheme_are_the_most_of_its_formats(kinds: tuple[str, ...], bi
     """Whether one coding could hold them all or not."""
     config = {"quant_method": "gguf", "tensors": {kind: [f"model.{kind}"] for kind in kinds}}
     assert scheme(config).bits == bits
+
+
+@pytest.mark.parametrize("columns", [96, 128, 160, 256])
+def test_fp8_blocks_of_any_width_are_coded_as_they_are(columns: int) -> None:
+    """The last block of a row may have fewer columns."""
+    stored, _ = KINDS["fp8-blocks"].pack(torch.randn(130, columns))
+    format = scheme(dict(KINDS["fp8-blocks"].config)).format_of(MODULE)
+    assert format is not None
+    codes = format.codes((130, columns), stored)
+    joined = Codes.joined([codes])
+    assert joined.group == 32 and joined.scales.shape == (130, columns // 32)
+    assert torch.equal(joined.expand(torch.float32), codes.expand(torch.float32))
