@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foredraft.cli import main
+from foredraft.train import checkpoints
 from tests.support.checkpoints import TEXT
 from tests.support.command import foredraft
 from tests.support.running import environment
@@ -121,6 +124,26 @@ def test_bad_lines_are_counted(models: Path, data: Path) -> None:
     data.write_text(data.read_text() + "[]\n{\n")
     done = foredraft(*command(models, "adapter", data, "--skip-bad-lines"))
     assert done.returncode == 0 and "2 bad lines were left out" in done.stderr
+
+
+def test_an_interrupt_within_a_save_waits_for_it(
+    models: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """PyTorch takes it for a file that cannot be written."""
+    sound, work = checkpoints.save, tmp_path / "work"
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return sound(*args, **more)
+
+    monkeypatch.setattr(checkpoints, "save", interrupted)
+    code = main(command(models, "adapter", data, "--work", str(work)))
+    assert code == 130 and "interrupted" in capsys.readouterr().err
+    assert list(work.glob("checkpoints/step-*[0-9]")), "the checkpoint is whole"
 
 
 def test_an_interrupt_ends_it_and_the_same_command_goes_on(models: Path, data: Path, tmp_path: Path) -> None:

@@ -1,15 +1,42 @@
-"""Ctrl-C during generation: the first one ends the requests and keeps their text, the second one quits."""
+"""Ctrl-C: the first one ends what runs at a place where nothing is lost, the second one quits."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foredraft import LLM
 
-__all__ = ["Interrupt"]
+__all__ = ["Interrupt", "deferred"]
+
+
+@contextmanager
+def deferred() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises KeyboardInterrupt once a SIGINT arrived; a second one raises it at once.
+
+    Raised anywhere, a KeyboardInterrupt gets lost in a finaliser, or PyTorch takes it for a file that cannot
+    be written.
+    """
+    received = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        check()
+        received = True
+
+    def check() -> None:
+        if received:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 class Interrupt:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
+from foredraft.cli.interrupt import deferred
 from foredraft.cli.options import COMMON, OUTPUT, Flag, TargetOptions, bullets, common
 from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
@@ -209,9 +210,15 @@ def _run(
     bars = started() if leads else None
     load = {name: value for name, value in asdict(model).items() if value is not None and name != "model"}
     options = asdict(data) | asdict(loop) | own
-    show = bars.show if bars is not None else lambda *_: None
     try:
-        result = _train(what, options, model.model, show, load)
+        with deferred() as check:
+
+            def report(stage: str, done: int, total: int, note: str = "") -> None:
+                check()
+                if bars is not None:
+                    bars.show(stage, done, total, note)
+
+            result = _train(what, options, model.model, report, load)
     finally:
         if bars is not None:
             bars.clear()
