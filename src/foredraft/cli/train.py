@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
-from foredraft.cli.interrupt import deferred
+from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.options import COMMON, OUTPUT, Flag, TargetOptions, bullets, common
 from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
@@ -211,10 +211,10 @@ def _run(
     load = {name: value for name, value in asdict(model).items() if value is not None and name != "model"}
     options = asdict(data) | asdict(loop) | own
     try:
-        with deferred() as check:
+        with Interrupt() as interrupt:
 
             def report(stage: str, done: int, total: int, note: str = "") -> None:
-                check()
+                interrupt.check()
                 if bars is not None:
                     bars.show(stage, done, total, note)
 

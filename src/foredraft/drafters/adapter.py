@@ -63,10 +63,8 @@ class Adapter:
             ids = torch.tensor(self.vocabulary, device=whole.device)
             if isinstance(head, NativeLinear | NativeCodes):
                 rows = head.rows(ids)
-            elif spec.tied and isinstance(
-                whole.embedding, Tensor
-            ):  # a head that oneDNN packs is copied to be read
-                rows = whole.embedding[ids]
+            elif spec.tied:  # a head that oneDNN packs is copied to be read
+                rows = whole.embedding_rows(ids)
             else:
                 rows = head.dense()[ids]
             head = pack_native(rows, None) if native else pack(rows, None)

@@ -221,7 +221,7 @@ def _model_info(
     }
     if role == "target" and spec.quantisation is None:
         fewer = {bits: weight_memory(replace(checkpoint, bits=bits), device) for bits in BITS.values()}
-        whole = weight_memory(checkpoint, device)
+        whole = sizes[8 * checkpoint.dtype.itemsize]
         sizes |= {bits: size for bits, size in fewer.items() if size < whole}
     return ModelInfo(
         role=role,

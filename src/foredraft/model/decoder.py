@@ -190,10 +190,14 @@ class Decoder:
         """Its linear layers, the head last."""
         return [*(product for layer in self.layers for product in layer.products), self.output]
 
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        """Return the rows [..., hidden] of the embedding, without the factor, for token ids [...]."""
+        rows = self.embedding
+        return F.embedding(tokens, rows) if isinstance(rows, Tensor) else rows.rows(tokens)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states [B, T, hidden] that enter layer 0, for token ids [B, T]."""
-        rows = self.embedding
-        hidden = F.embedding(tokens, rows) if isinstance(rows, Tensor) else rows.rows(tokens)
+        hidden = self.embedding_rows(tokens)
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
     def run(

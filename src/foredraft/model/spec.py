@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
+from foredraft.model.device import dtype_name
 from foredraft.model.families import FAMILIES, Family
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.quantisation import Quantisation, read_quantisation
 from foredraft.model.rope import Rope
 
-__all__ = ["ModelSpec", "Rope"]
+__all__ = ["ModelSpec", "Rope", "with_dtype"]
 
 CONFIG = "config.json"
 
@@ -160,6 +163,12 @@ def _positions(read: ConfigReader, rope: Rope) -> int:
     trained = read.count("max_position_embeddings")
     scaled = read.count("max_sequence_length", trained, if_null=trained) if rope.kind == "linear" else trained
     return rope.usable_positions(max(trained, scaled))
+
+
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a config.json for weights of a dtype."""
+    others = {key: value for key, value in config.items() if key != "torch_dtype"}  # the older name
+    return others | {"dtype": dtype_name(dtype)}
 
 
 def _dtype(read: ConfigReader) -> str:

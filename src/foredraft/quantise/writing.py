@@ -19,19 +19,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.model.checkpoint import EMBEDDING, HEAD, weight_headers
+from foredraft.model.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, weight_headers
 from foredraft.model.config import read_json
-from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.weights import read_tensors
 
 __all__ = ["write_quantised"]
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
 MOST = 4 << 30  # bytes of a file
 
@@ -69,8 +67,7 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
         (out / INDEX).write_text(json.dumps(index), encoding="utf-8")
     else:
         save_file(filled, out / SINGLE, {"format": "pt"})
-    config = read_json(source / CONFIG) | {"tie_word_embeddings": False, "dtype": dtype_name(dtype)}
-    config.pop("torch_dtype", None)  # the older name of "dtype"
+    config = with_dtype(read_json(source / CONFIG), dtype) | {"tie_word_embeddings": False}
     config["quantization_config"] = _scheme(bits, plain)
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return total

@@ -16,9 +16,8 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
 from foredraft.loading.device import find_device
 from foredraft.model.config import read_json
-from foredraft.model.device import dtype_name
 from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
-from foredraft.model.spec import CONFIG, ModelSpec
+from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.weights import parameter_count, read_tensors
 from foredraft.train.checkpoints import Progress
 from foredraft.train.loop import Report, Run
@@ -66,8 +65,7 @@ def _trained(
     folder, target = prepared.checkpoint.folder, prepared.target
     place = options.out
     config = draft_config(read_json(folder / CONFIG), target.spec, options)
-    config["dtype"] = dtype_name(prepared.checkpoint.dtype)
-    config.pop("torch_dtype", None)  # the older name of "dtype"
+    config = with_dtype(config, prepared.checkpoint.dtype)
     check_out(place, lambda found: not found.samefile(folder) and _holds(found, config))
     try:
         spec = ModelSpec.from_hf(config)

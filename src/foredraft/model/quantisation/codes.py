@@ -47,6 +47,11 @@ class Coding:
         """Columns that share a scale."""
         return 16 if self.bits == 6 else GROUP
 
+    @property
+    def lowest(self) -> int:
+        """The lowest code, without zero points."""
+        return 0 if self.nested and self.bits == 4 else -(2 ** (self.bits - 1))
+
     def holds(self, columns: int) -> bool:
         """Return whether weights [M, columns] can be coded so: they need whole groups."""
         return columns % SUPER == 0 and columns <= MOST if self.nested else columns % GROUP == 0
@@ -168,34 +173,23 @@ class Codes:
         coding = Coding.of_all(part.coding for part in parts)
         assert coding is not None
         parts = [part._coded(coding) for part in parts]
-        scales = [part.scales for part in parts]
-        if len({each.dtype for each in scales}) > 1:
-            scales = [each.float() for each in scales]
-        return Codes(
-            torch.cat([part.codes for part in parts]),
-            torch.cat(scales),
-            coding.group,
-            coding,
-            _below([part.steps for part in parts]),
-            _below([part.offsets for part in parts]),
-            _below([part.offset_steps for part in parts]),
-        )
+        if len({part.scales.dtype for part in parts}) > 1:
+            parts = [replace(part, scales=part.scales.float()) for part in parts]
+        assert len({tuple(part._tensors()) for part in parts}) == 1, "of one coding"
+        below: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._tensors()
+        }
+        return replace(parts[0], **below)
 
     def _coded(self, coding: Coding) -> Codes:
         """Return the same weight with another coding, which holds it."""
         factor = self.group // coding.group
         groups = self.shape[1] // coding.group  # the last of the present ones may be shorter
         scales = self.scales.repeat_interleave(factor, 1)[:, :groups]
-        offsets, offset_steps = self.offsets, self.offset_steps
-        if offsets is not None:
-            offsets = offsets.repeat_interleave(factor, 1)
-        elif coding.offsets:
-            assert self.steps is not None
-            offsets, offset_steps = torch.zeros_like(scales), torch.zeros_like(self.steps)
-        return Codes(self.codes, scales, coding.group, coding, self.steps, offsets, offset_steps)
-
-
-def _below(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return tensors below each other; None where there are none."""
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found else None
+        found = replace(self, scales=scales, group=coding.group, coding=coding)
+        if self.offsets is not None:
+            return replace(found, offsets=self.offsets.repeat_interleave(factor, 1))
+        if not coding.offsets:
+            return found
+        assert self.steps is not None
+        return replace(found, offsets=torch.zeros_like(scales), offset_steps=torch.zeros_like(self.steps))

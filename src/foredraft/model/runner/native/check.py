@@ -98,13 +98,15 @@ def _product_is_exact(columns: int, like: Tensor, random: torch.Generator) -> bo
 
 def _coded_product_is_exact(coding: Coding, like: Tensor, random: torch.Generator) -> bool:
     """Return whether products with codes have right values, and the same bits at every row count."""
-    columns, low = 2 * SUPER, 0 if coding.nested and coding.bits == 4 else -(2 ** (coding.bits - 1))
-    high = low + 2**coding.bits - coding.float8  # its last number is NaN, and so is its last negative one
+    columns = 2 * SUPER
+    high = coding.lowest + 2**coding.bits
+    if coding.float8:
+        high -= 1  # the last number is NaN, and so is the last negative one
 
     def integers(first: int, stop: int, columns: int) -> Tensor:
         return torch.randint(first, stop, (OUTPUTS, columns), generator=random, dtype=torch.int8)
 
-    codes = integers(low, high, columns)
+    codes = integers(coding.lowest, high, columns)
     if coding.float8:
         codes = codes.where(codes != -1, 0).view(torch.float8_e4m3fn)
     scales, offsets = (integers(1, 64, columns // coding.group) for _ in range(2))

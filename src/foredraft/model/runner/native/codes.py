@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.compilation import declare
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.layers import Product
 from foredraft.model.quantisation.activations import ActivationFormat
@@ -26,9 +26,11 @@ from foredraft.model.runner.native.linear import (
     CCoding,
     CLinear,
     NativeLinear,
+    kernels,
     linear_struct,
     multiply,
     padded_bias,
+    pointer,
     weight_rows,
 )
 
@@ -104,7 +106,7 @@ class NativeCodes:
             halves = _numbers(low, 4)
             if coding.bits == 6:
                 halves = halves | _numbers(high, 2) << 4
-            halves = halves - (0 if coding.nested and coding.bits == 4 else 2 ** (coding.bits - 1))
+            halves = halves + coding.lowest
         # [blocks, groups, words, halves, outputs, columns] to rows of halves and outputs
         words = (
             halves.to(torch.int8)
@@ -178,7 +180,7 @@ def pack_codes(
     numbers = codes.codes.view(torch.int8) if coding.float8 else codes.codes.to(torch.int8)
     parts = numbers, codes.scales, codes.offsets, codes.steps, codes.offset_steps
     kept = [None if part is None else part.contiguous() for part in parts]
-    weight, described = CCodes(*map(_address, kept)), _coding_struct(coding, scale)
+    weight, described = CCodes(*map(pointer, kept)), _coding_struct(coding, scale)
     _pack()(
         ctypes.addressof(weight), rows, columns, ctypes.addressof(described), packed.data_ptr(),
         torch.get_num_threads(),
@@ -200,12 +202,6 @@ def _coding_struct(coding: Coding, scale: torch.dtype) -> CCoding:
     return CCoding(coding.bits, SCALES[scale], coding.zeros, coding.offsets, coding.float8)
 
 
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
 @functools.cache
 def _pack() -> Any:
-    found = library()
-    assert found is not None, "weights are packed only where the kernels are available"
-    return declare(found.foredraft_pack_codes, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int))
+    return declare(kernels().foredraft_pack_codes, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int))

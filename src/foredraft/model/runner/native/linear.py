@@ -21,10 +21,12 @@ __all__ = [
     "CLinear",
     "NativeLinear",
     "fits",
+    "kernels",
     "linear_struct",
     "multiply",
     "pack_native",
     "padded_bias",
+    "pointer",
     "suffix",
     "weight_rows",
 ]
@@ -147,6 +149,11 @@ def weight_rows(linear: CLinear, dtype: torch.dtype, ids: Tensor) -> Tensor:
     return out
 
 
+def pointer(x: Tensor | None) -> int | None:
+    """Return where a tensor is, for C; None is a null pointer."""
+    return None if x is None else x.data_ptr()
+
+
 def linear_struct(
     weight: Tensor,
     bias: Tensor | None,
@@ -155,28 +162,28 @@ def linear_struct(
     inputs: ActivationFormat | None,
 ) -> CLinear:
     """Return a C struct, which is valid as long as the tensors live."""
-    address = None if bias is None else bias.data_ptr()
-    return CLinear(weight.data_ptr(), address, *shape, coding, 0 if inputs is None else inputs)
+    return CLinear(weight.data_ptr(), pointer(bias), *shape, coding, 0 if inputs is None else inputs)
 
 
 @functools.cache
 def _pack() -> Any:
-    return declare(_library().foredraft_pack, (c_void_p, c_int64, c_int64, c_void_p, c_int))
+    return declare(kernels().foredraft_pack, (c_void_p, c_int64, c_int64, c_void_p, c_int))
 
 
 @functools.cache
 def _rows(dtype: torch.dtype) -> Any:
-    rows = getattr(_library(), f"foredraft_rows{suffix(dtype)}")
+    rows = getattr(kernels(), f"foredraft_rows{suffix(dtype)}")
     return declare(rows, (c_void_p, c_void_p, c_int64, c_void_p))
 
 
 @functools.cache
 def _product(dtype: torch.dtype) -> Any:
-    product = getattr(_library(), f"foredraft_product{suffix(dtype)}")
+    product = getattr(kernels(), f"foredraft_product{suffix(dtype)}")
     return declare(product, (c_void_p, c_void_p, c_int64, c_void_p, c_int))
 
 
-def _library() -> ctypes.CDLL:
+def kernels() -> ctypes.CDLL:
+    """Return the library of the kernels, which is there where weights are packed."""
     found = library()
     assert found is not None, "weights are packed only where the kernels are available"
     return found

@@ -23,7 +23,7 @@ from foredraft.model.layers import Product, RMSNorm, RowSource
 from foredraft.model.rope import Rope
 from foredraft.model.runner.job import FusedDraft, SamplingInputs
 from foredraft.model.runner.native.codes import NativeCodes
-from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
+from foredraft.model.runner.native.linear import CLinear, NativeLinear, pointer, suffix
 
 __all__ = ["Groups", "NativePasses"]
 
@@ -120,7 +120,7 @@ class NativePasses:
             spec.attention_scale,
             spec.attention_softcap or 0.0,
             spec.logit_softcap or 0.0,
-            _address(self._embedding),
+            pointer(self._embedding),
             CLinear() if isinstance(embedding, Tensor) else _linear_struct(embedding),
             decoder.embedding_scale or 0.0,
             _norm_struct(decoder.norm),
@@ -187,7 +187,7 @@ class NativePasses:
         self._forward(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
-            _address(tokens),
+            pointer(tokens),
             hidden.data_ptr(),
             count,
             bytes(plan.attention),
@@ -195,7 +195,7 @@ class NativePasses:
             start,
             stop,
             scratch.data_ptr(),
-            _address(logits),
+            pointer(logits),
             torch.get_num_threads(),
         )
         return logits
@@ -223,13 +223,13 @@ class NativePasses:
         finite = torch.zeros(rows, steps, dtype=torch.bool)
         sampling, keys, probs = CSampling(), None, None
         if sampling_inputs is not None:
-            sampling = CSampling(*(_address(getattr(sampling_inputs, name)) for name in SAMPLING))
+            sampling = CSampling(*(pointer(getattr(sampling_inputs, name)) for name in SAMPLING))
             keys, probs = sampling_inputs.keys, torch.zeros(rows, steps, vocabulary)
         states = None
         if tap is not None:
             hidden_size = self.decoder.spec.hidden_size
             states = torch.zeros(rows, steps, hidden_size, dtype=self.decoder.dtype)
-        masks = None if allowed is None else (c_void_p * rows)(*map(_address, allowed))
+        masks = None if allowed is None else (c_void_p * rows)(*map(pointer, allowed))
         draft = CDraft(
             tokens=address,
             columns=len(read),
@@ -237,13 +237,13 @@ class NativePasses:
             slot=active_address,
             length=active_address + numbers.itemsize * len(active),
             sampling=ctypes.addressof(sampling),
-            keys=_address(keys),
+            keys=pointer(keys),
             allowed=None if masks is None else ctypes.addressof(masks),
             drawn=drawn.data_ptr(),
             finite=finite.data_ptr(),
-            probs=_address(probs),
+            probs=pointer(probs),
             tap=tap or 0,
-            states=_address(states),
+            states=pointer(states),
         )
         scratch = self._scratch(len(read) * (self._scratch_per_column + self.decoder.spec.hidden_size))
         logits = torch.empty(len(active), vocabulary)
@@ -322,10 +322,6 @@ def pass_struct(cache: CacheLayers, groups: Groups, rotary: Sequence[int]) -> CP
     )
     pass_.numbers = numbers  # kept alive for their addresses
     return pass_
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def _norm_struct(norm: RMSNorm | None) -> CNorm:
