@@ -27,7 +27,7 @@ pytest.importorskip("gguf")
 if not is_gguf_available():
     pytest.skip("transformers needs a newer gguf", allow_module_level=True)
 
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import KINDS, write_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}  # rows of whole blocks
 MODELS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F32", *KINDS])
 def test_logits_of_a_file_equal_those_of_transformers(
     family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

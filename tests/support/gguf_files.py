@@ -73,22 +73,45 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
 def quantised(values: np.ndarray, kind: str) -> np.ndarray:
     """Return a tensor in a type: by the package, or random blocks where it only reads the type."""
     raw = gguf.GGMLQuantizationType[kind]
-    if kind in ("Q4_K", "Q6_K"):
+    try:
+        return gguf.quants.quantize(values, raw)
+    except NotImplementedError:
         return random_blocks(kind, values.shape, seed=values.size)
-    return gguf.quants.quantize(values, raw)
+
+
+# kind -> where its blocks have float16 scales
+HALVES: dict[str, tuple[int, ...]] = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "NVFP4": (),
+    "IQ1_S": (0,), "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
+    "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+SMALL = 1e-4  # the largest of the random scales
+KINDS = [*HALVES]
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Return random bytes of blocks [..., bytes], whose float16 scales are small and finite."""
+    """Return random bytes of blocks [..., bytes], whose scales are small and finite."""
     raw = gguf.GGMLQuantizationType[kind]
     values, size = gguf.GGML_QUANT_SIZES[raw]
     rows, columns = shape[:-1], shape[-1]
     draw = np.random.default_rng(seed)
     blocks = draw.integers(0, 256, (*rows, columns // values, size), dtype=np.uint8)
-    scales = {"Q4_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}[kind]
-    for at in scales:
-        chosen = draw.uniform(-1e-4, 1e-4, (*rows, columns // values, 1))
-        blocks[..., at : at + 2] = chosen.astype(np.float16).view(np.uint8)
+
+    def scales() -> np.ndarray:
+        chosen = draw.uniform(-SMALL, SMALL, (*rows, columns // values, 1))
+        return chosen.astype(np.float16).view(np.uint8)
+
+    for at in HALVES[kind]:
+        blocks[..., at : at + 2] = scales()
+    if kind == "MXFP4":
+        blocks[..., 0] = 108 + blocks[..., 0] % 8  # an exponent, less 128
+    if kind == "NVFP4":
+        blocks[..., :4] &= 0b10000111  # a fraction with the lowest exponent
+    if kind == "IQ1_M":  # four bits of the scale lie above each of four numbers
+        for at, byte in enumerate((0, 0, 1, 1)):
+            four = scales()[..., byte] >> 4 * (at % 2) & 15
+            blocks[..., 49 + 2 * at] = blocks[..., 49 + 2 * at] & 15 | four << 4
     return blocks.reshape(*rows, -1)
 
 

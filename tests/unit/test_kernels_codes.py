@@ -9,7 +9,7 @@ from torch import Tensor
 from foredraft.kernels.compilation import library
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.quantisation import BITS, Codes, Coding, quantise
-from foredraft.model.quantisation.codes import MOST, SUPER
+from foredraft.model.quantisation.codes import MOST, SUPER, codebook_values
 from foredraft.model.quantisation.quantise import define
 from foredraft.model.runner.native import NativeCodes, code_native, coded_bytes, pack_codes, pack_native
 
@@ -27,10 +27,26 @@ CODINGS = [
     (Coding(4), torch.float32),
     (Coding(8, float8=True), torch.bfloat16),
     (Coding(8, float8=True), torch.float32),
-    (Coding(4, nested=True, offsets=True), torch.int8),
-    (Coding(6, nested=True), torch.int8),
-    (Coding(6, nested=True, offsets=True), torch.int8),
+    (Coding(4, unsigned=True, offsets=True), torch.float16),
+    (Coding(5), torch.float16),
+    (Coding(5, unsigned=True, offsets=True), torch.float16),
+    (Coding(8, offsets=True), torch.float16),
+    (Coding(8, offsets=True, wide=True), torch.float32),
+    (Coding(8, group=16, offsets=True, wide=True), torch.float32),
+    (Coding(6, group=16), torch.bfloat16),
+    (Coding(4, codebook="iq4"), torch.float16),
+    (Coding(4, codebook="mxfp4"), torch.bfloat16),
+    (Coding(2, group=16, unsigned=True, nested=True, offsets=True), torch.int8),
+    (Coding(3, group=16, nested=True), torch.int8),
+    (Coding(4, unsigned=True, nested=True, offsets=True), torch.int8),
     (Coding(4, nested=True), torch.int8),
+    (Coding(4, nested=True, codebook="iq4"), torch.int8),
+    (Coding(4, nested=True, offsets=True, codebook="iq4"), torch.int8),
+    (Coding(5, unsigned=True, nested=True, offsets=True), torch.int8),
+    (Coding(6, group=16, nested=True), torch.int8),
+    (Coding(6, group=16, nested=True, offsets=True), torch.int8),
+    (Coding(8, nested=True, offsets=True), torch.int8),
+    (Coding(8, group=16, nested=True, offsets=True), torch.int8),
 ]
 CASES = [(coded, shape) for coded in CODINGS for shape in (NESTED_SHAPES if coded[0].nested else SHAPES)]
 Coded = tuple[Coding, torch.dtype]
@@ -40,27 +56,32 @@ def codes_of(rows: int, columns: int, coded: Coded) -> Codes:
     """Return random codes, with the extreme ones, and random scales, with subnormal ones."""
     coding, dtype = coded
     random = torch.Generator().manual_seed(rows + columns)
-    low = 0 if coding.nested and coding.bits == 4 else -(2 ** (coding.bits - 1))
-    high = low + 2**coding.bits
+    low, high = coding.lowest, coding.lowest + 2**coding.bits
     codes = torch.randint(low, high, (rows, columns), generator=random, dtype=torch.int8)
     codes[0, :2] = torch.tensor([low, high - 1])
+    if coding.codebook is not None:
+        codes = codebook_values(coding.codebook, codes - low)
     if coding.float8:
         codes = codes.where((codes & 127) != 127, 0).view(torch.float8_e4m3fn)
+    shape = rows, columns // coding.group
     if coding.nested:
-        shape, steps = (rows, columns // coding.group), (rows, columns // SUPER)
+        steps = rows, columns // SUPER
         numbers = [torch.randint(-128, 128, shape, generator=random, dtype=torch.int8) for _ in range(2)]
         sizes = [torch.randn(steps, generator=random).half() for _ in range(2)]
         sizes[0][0, 0] = 2.0**-22
         more = {"offsets": numbers[1], "offset_steps": sizes[1]} if coding.offsets else {}
         return Codes(codes, numbers[0], coding.group, coding, sizes[0], **more)
-    scales = torch.randn(rows, columns // 32, generator=random)
+    scales = torch.randn(shape, generator=random)
     if dtype == torch.float16:
         scales[::3] *= 2.0**-22
+    offsets = torch.randn(shape, generator=random).to(dtype) if coding.offsets else None
+    if coding.wide:  # nested ones were widened, so that a scaled code is exact
+        scales = torch.randn(shape, generator=random).half() * torch.arange(shape[1]).remainder(64)
     if coding.zeros:
         shifts = torch.randint(-8, 9, scales.shape, generator=random, dtype=torch.int8)
         shifts[0, 0] = -8
         codes = (codes + shifts.repeat_interleave(32, 1)).clamp_max(15)
-    return Codes(codes, scales.to(dtype), 32, coding)
+    return Codes(codes, scales.to(dtype), coding.group, coding, offsets=offsets)
 
 
 def in_steps(numbers: Tensor, steps: Tensor | None, group: int) -> Tensor:
@@ -122,7 +143,7 @@ def test_a_row_has_the_same_bits_in_every_product(coded: Coded, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_than_there_is_room_for_sums_of(dtype: torch.dtype) -> None:
-    coded = Coding(6, nested=True, offsets=True), torch.int8
+    coded = Coding(6, group=16, nested=True, offsets=True), torch.int8
     columns = 16_384  # room for 16 rows
     product, x = pack_codes(codes_of(40, columns, coded), dtype, None), torch.randn(40, columns).to(dtype)
     whole = product(x)

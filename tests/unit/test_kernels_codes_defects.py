@@ -33,8 +33,34 @@ PARTS: dict[str, list[Coded]] = {
     "zero points and 8 bits": [(Coding(4, zeros=True), torch.float16), (Coding(8), torch.float16)],
     "zero points and none": [(Coding(4), torch.float16), (Coding(4, zeros=True), torch.float16)],
     "nested scales of 4 and 6 bits": [
-        (Coding(4, nested=True, offsets=True), torch.int8),
-        (Coding(6, nested=True), torch.int8),
+        (Coding(4, unsigned=True, nested=True, offsets=True), torch.int8),
+        (Coding(6, group=16, nested=True), torch.int8),
+    ],
+    "nested scales of 3 and 5 bits": [
+        (Coding(3, group=16, nested=True), torch.int8),
+        (Coding(5, unsigned=True, nested=True, offsets=True), torch.int8),
+    ],
+    "nested scales of a codebook and 5 bits": [
+        (Coding(4, nested=True, codebook="iq4"), torch.int8),
+        (Coding(5, unsigned=True, nested=True, offsets=True), torch.int8),
+    ],
+    "nested scales of a codebook and 6 bits": [
+        (Coding(4, nested=True, codebook="iq4"), torch.int8),
+        (Coding(6, group=16, nested=True), torch.int8),
+    ],
+    "nested scales and others": [
+        (Coding(5, unsigned=True, nested=True, offsets=True), torch.int8),
+        (Coding(4, codebook="iq4"), torch.float16),
+        (Coding(6, group=16, nested=True), torch.int8),
+    ],
+    "5 and 8 bits": [(Coding(5), torch.float16), (Coding(8), torch.float16)],
+    "4 bits with and without offsets": [
+        (Coding(4, unsigned=True, offsets=True), torch.float16),
+        (Coding(4), torch.float16),
+    ],
+    "two codebooks": [
+        (Coding(4, codebook="iq4"), torch.float16),
+        (Coding(4, codebook="mxfp4"), torch.bfloat16),
     ],
     "scales of two dtypes": [(Coding(4), torch.bfloat16), (Coding(4), torch.float16)],
     "scales of three dtypes": [
@@ -47,7 +73,7 @@ PARTS: dict[str, list[Coded]] = {
 
 def check_joined(parts: list[Coded], dtype: torch.dtype) -> None:
     """Hold a product joined from parts against the definitions of the parts."""
-    columns = 512 if parts[0][0].nested else 96
+    columns = 512 if any(coding.nested for coding, _ in parts) else 96
     codes = [codes_of(rows, columns, coded) for rows, coded in zip((40, 24, 8), parts, strict=False)]
     check_product(Codes.joined(codes), codes, dtype)
 
@@ -139,6 +165,10 @@ def offsets_forgotten(of_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda codings: replace(of_all(codings), offsets=False)
 
 
+def steps_forgotten(in_steps: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda codes, numbers, steps, *rows: in_steps(codes, numbers, None, *rows)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("parts", "seam", "spoiler"),
@@ -148,6 +178,13 @@ def offsets_forgotten(of_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
         ("zero points and none", Coding.of_all, coding_of_the_first),
         ("zero points and none", Coding.of_all, zero_points_forgotten),
         ("nested scales of 4 and 6 bits", Coding.of_all, offsets_forgotten),
+        ("nested scales of 3 and 5 bits", Coding.of_all, coding_of_the_first),
+        ("nested scales of a codebook and 6 bits", Coding.of_all, coding_of_the_first),
+        ("nested scales and others", Coding.of_all, offsets_forgotten),
+        ("nested scales and others", Codes._in_steps, steps_forgotten),
+        ("5 and 8 bits", Coding.of_all, coding_of_the_first),
+        ("4 bits with and without offsets", Coding.of_all, offsets_forgotten),
+        ("two codebooks", Coding.of_all, coding_of_the_first),
         ("scales of two dtypes", Codes.joined, scales_of_the_first_dtype),
         ("scales of two dtypes", Codes.joined, scales_reread),
         ("scales of three dtypes", Codes.joined, scales_of_the_first_dtype),

@@ -18,7 +18,7 @@ from foredraft.model.generation import generation_defaults
 from foredraft.model.gguf import names
 from foredraft.model.hub import resolve
 from foredraft.model.quantisation import Coding
-from foredraft.model.quantisation import gguf as formats
+from foredraft.model.quantisation.blocks import bits
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.spec import ModelSpec
@@ -29,7 +29,7 @@ from tests.support.planting import Mutant, assert_caught, defect
 
 pytest.importorskip("gguf")
 
-from tests.support.gguf_files import save_dequantised, write_gguf
+from tests.support.gguf_files import KINDS, save_dequantised, write_gguf
 
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16}  # the size of a head, as in the smaller Gemma models
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -109,15 +109,15 @@ def test_a_file_of_float32_is_its_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
-@pytest.mark.parametrize("kind", ["BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["BF16", "F16", *KINDS])
 def test_a_quantised_file_is_the_checkpoint_of_its_dequantised_weights(
     family: str, kind: str, tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path / "model", family, **wide(family))
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     other = save_dequantised(folder, file, tmp_path / "other")
-    for dtype in (torch.float32, torch.bfloat16):
-        check_same(other, file, dtype)
+    check_same(other, file, torch.float32)
+    check_same(other, file, torch.bfloat16)
 
 
 def test_a_file_may_mix_types(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ DEFECTS = [
     ("q is read with the heads of k", "llama", names.row_order,
      lambda sound: lambda kind, name, rows, heads, kv: sound(kind, name, rows, kv, kv), "F32"),
     ("Gemma's norms keep the one", "gemma2", names.adds_one, lambda sound: lambda *_: False, "F32"),
-    ("high halves first", "qwen2", formats._halves, lambda sound: lambda x: sound(x)[::-1], "Q4_K"),
+    ("high halves first", "qwen2", bits.fields, lambda sound: lambda *given: sound(*given).flip(-2), "Q4_K"),
 ]  # fmt: skip
 
 
@@ -218,8 +218,17 @@ WHOLE = {"hidden_size": 64, "intermediate_size": 96}  # rows of whole groups of 
     [
         ("Q4_0", Coding(4)),
         ("Q8_0", Coding(8)),
-        ("Q4_K", Coding(4, nested=True, offsets=True)),
-        ("Q6_K", Coding(6, nested=True)),
+        ("Q4_1", Coding(4, unsigned=True, offsets=True)),
+        ("Q5_0", Coding(5)),
+        ("Q5_1", Coding(5, unsigned=True, offsets=True)),
+        ("IQ4_NL", Coding(4, codebook="iq4")),
+        ("MXFP4", Coding(4, codebook="mxfp4")),
+        ("Q2_K", Coding(2, group=16, unsigned=True, nested=True, offsets=True)),
+        ("Q3_K", Coding(3, group=16, nested=True)),
+        ("Q4_K", Coding(4, unsigned=True, nested=True, offsets=True)),
+        ("Q5_K", Coding(5, unsigned=True, nested=True, offsets=True)),
+        ("Q6_K", Coding(6, group=16, nested=True)),
+        ("IQ4_XS", Coding(4, nested=True, codebook="iq4")),
     ],
 )
 def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path: Path) -> None:
@@ -236,9 +245,10 @@ def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path
 
 @NEEDS_KERNELS
 def test_a_fused_layer_of_two_formats_stays_coded(tmp_path: Path) -> None:
-    """Files of Q4_K_M have values in Q6_K beside queries and keys in Q4_K."""
+    """Files of Q4_K_M have values in Q6_K beside queries and keys in Q4_K; others mix nested scales and plain."""
     folder = save_checkpoint(tmp_path / "model", **wide("llama"))
-    file = write_gguf(folder, tmp_path / "model.gguf", {"attn_v": "Q6_K", "ffn_up": "Q8_0", "": "Q4_K"})
+    kinds = {"attn_v": "Q6_K", "ffn_up": "Q8_0", "": "Q4_K"}
+    file = write_gguf(folder, tmp_path / "model.gguf", kinds)
     decoder = load_decoder(resolve(file), dtype=torch.float32, native=True)
     other = load_decoder(save_dequantised(folder, file, tmp_path / "other"), dtype=torch.float32)
     for one, two in zip(decoder.products, other.products, strict=True):
@@ -246,13 +256,14 @@ def test_a_fused_layer_of_two_formats_stays_coded(tmp_path: Path) -> None:
     layer = decoder.layers[0]
     assert layer.mlp is not None
     qkv = layer.attention.qkv
-    assert isinstance(qkv, NativeCodes) and qkv.coding == Coding(6, nested=True, offsets=True)
-    assert not isinstance(layer.mlp.gate_up, NativeCodes), "no coding holds both formats"
+    assert isinstance(qkv, NativeCodes) and qkv.coding == Coding(6, group=16, nested=True, offsets=True)
+    gate_up = layer.mlp.gate_up
+    assert isinstance(gate_up, NativeCodes) and gate_up.coding == Coding(8, offsets=True, wide=True)
 
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "Q3_K", "Q4_K", "IQ4_XS", "IQ2_S"])
 def test_greedy_speculation_equals_plain_decoding(kind: str, family: str, tmp_path: Path) -> None:
     keys = {"tokenizer": True, "eos_token_id": None, **wide(family)}
     folder = save_checkpoint(tmp_path / "model", family, **keys)

@@ -44,11 +44,12 @@ enum { TILE = 2 };
 // share the steps of nested scales; SUMS: sums of inputs that a thread keeps, at least those of a row.
 enum { GROUP_COLUMNS = 32, AHEAD = 4096, SUPER = 8, SUMS = 1 << 14 };
 
-// How a weight is coded. bits: 0 where it is not, or 4, 6 or 8. scale: the dtype of the scales. zeros: every group has a
-// zero point; with 4 bits only. offsets: a scaled code less the offset of its group is the weight; nested scales only.
-// float8: codes of 8 bits are float8_e4m3fn.
+// How a weight is coded. bits: 0 where it is not, or 2, 3, 4, 5, 6 or 8. scale: the dtype of scales and offsets. columns:
+// those of a scale, 16 or 32. lowest: the code of the first number. zeros: every group has a zero point; with 4 bits only.
+// offsets: a scaled code less the offset of its group is the weight. float8: codes of 8 bits are float8_e4m3fn. book: codes
+// are those of CODEBOOKS[book - 1]; 0: they are integers in their order.
 enum { BFLOAT16, FLOAT16, FLOAT32, NESTED };
-typedef struct { int64_t bits, scale, zeros, offsets, float8; } Coding;
+typedef struct { int64_t bits, scale, columns, lowest, zeros, offsets, float8, book; } Coding;
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
 // or two bfloat16. inputs: the numbers that the inputs are rounded to first; 0: they stay as they are.

@@ -20,7 +20,7 @@ from foredraft.errors import shortened
 from foredraft.model.config import ConfigReader
 from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.gguf.names import ROPE_FACTORS, model_name
-from foredraft.model.gguf.tensors import FLOATS, stored_values
+from foredraft.model.gguf.tensors import PLAIN, stored_values
 from foredraft.model.quantisation.gguf import METHOD, TENSORS
 from foredraft.model.rope import Rope, frequencies
 
@@ -270,7 +270,7 @@ def _llama3(read: _Reader, theta: float, head_dim: int) -> dict[str, Any]:
     The factors follow from the largest of them and from the original context length, a power of two.
     """
     info = read.file.tensors[ROPE_FACTORS]
-    if info.kind not in FLOATS or info.shape != (head_dim // 2,):
+    if info.kind not in PLAIN or info.shape != (head_dim // 2,):
         raise read.file.error(f"has {ROPE_FACTORS} of shape {[*info.shape]}", CONVERT_AGAIN)
     given = stored_values(read.file, info).float()
     largest = _exact(float(given.max()))
@@ -309,7 +309,7 @@ def _quantised(file: GGUFFile, architecture: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, info in file.tensors.items():
         own = model_name(architecture, name)
-        if info.kind not in FLOATS and own is not None:
+        if info.kind not in PLAIN and own is not None:
             found.setdefault(info.kind, []).append(own.removesuffix(".weight"))
     return found
 
@@ -317,7 +317,7 @@ def _quantised(file: GGUFFile, architecture: str) -> dict[str, list[str]]:
 def _dtype(file: GGUFFile) -> str:
     """Return the dtype to run the model in: that of its matrices, and bfloat16 where they are quantised."""
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
-    if kinds == {"F32"}:
+    if kinds <= {"F32", "F64"}:
         return "float32"
     return "float16" if kinds <= {"F16", "F32"} else "bfloat16"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN
-from foredraft.model.quantisation import gguf
+from foredraft.model.quantisation import blocks
 
 __all__ = ["BLOCKS", "GGUFFile", "TensorInfo", "is_gguf"]
 
@@ -33,14 +33,20 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
-    **{kind: (values, size) for kind, (values, size, _) in gguf.BLOCKS.items()},
+    "F64": (1, 8),
+    "I8": (1, 1),
+    "I16": (1, 2),
+    "I32": (1, 4),
+    "I64": (1, 8),
+    **{kind: (block.values, block.size) for kind, block in blocks.BLOCKS.items()},
 }
 # every kind of ggml (`ggml_type` in https://github.com/ggml-org/ggml/blob/master/include/ggml.h)
 KINDS: dict[int, str] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
     11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
-    27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 # type of a metadata value -> its format for `struct`
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}

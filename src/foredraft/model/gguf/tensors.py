@@ -1,8 +1,8 @@
 """Read the tensors of a GGUF file by the names of Hugging Face, as an open safetensors file gives them.
 
-Contract: reordered rows and Gemma's norms are as the writer of the file was given them. A tensor of floats
-comes in its stored dtype. Of a quantised one the bytes of each row come (`model.quantisation.gguf` reads
-them). Where nothing has to be restored, the result is a view of the map.
+Contract: reordered rows and Gemma's norms are as the writer of the file was given them. A tensor that is not
+quantised comes in its stored dtype. Of a quantised one the bytes of each row come (`model.quantisation.gguf`
+reads them). Where nothing has to be restored, the result is a view of the map.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from foredraft.model.gguf.names import adds_one, model_name, row_order
 __all__ = ["RECORD", "GGUFTensors", "identity", "open_tensors", "source_of", "stored_values"]
 
 RECORD = "gguf.json"  # names the file of a folder that `folder.checkpoint_folder` made
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {  # kinds that are not quantised
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 def source_of(folder: Path) -> Path:
@@ -117,8 +126,8 @@ class GGUFSlice:
 
 
 def stored_values(file: GGUFFile, info: TensorInfo) -> Tensor:
-    """Return a tensor as a file stores it: floats of its shape, or the bytes of each row, [M, bytes]."""
+    """Return a tensor as a file stores it: numbers of its shape, or the bytes of each row, [M, bytes]."""
     stored = torch.frombuffer(file.data, dtype=torch.uint8, count=info.size, offset=info.start)
-    if info.kind in FLOATS:
-        return stored.view(FLOATS[info.kind]).view(info.shape)
+    if info.kind in PLAIN:
+        return stored.view(PLAIN[info.kind]).view(info.shape)
     return stored.view(*info.shape[:-1], -1)

@@ -3,7 +3,7 @@
 A weight is code · scale, or code · scale - offset; a run of `group` columns of a row shares them. They may be
 nested: integers in steps that 256 columns share. The product of a code and a scale that is nested or has 16
 bits is exact in float32, so an expanded weight was rounded once, to its dtype. With a scale in float32, or
-with an offset, the result is rounded to float32 first.
+with an offset, the result is rounded to float32 first. Codes may be any small integers, those of a book too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "PIECE", "SUPER", "Codes", "Coding"]
+__all__ = ["CODEBOOKS", "FORMS", "GROUP", "PIECE", "SUPER", "Codes", "Coding", "codebook_values"]
 
 GROUP = 32  # columns that are coded together in a weight that is kept coded
 SUPER = 256  # columns that share the step of their nested scales
-MOST = 2**18  # columns of a weight with nested scales: the kernels keep the sums of 16 inputs each
+MOST = 2**18  # columns of a weight with offsets: the kernels keep the sums of 16 inputs each
 PIECE = 2**22  # weights that are expanded or quantised at a time: it bounds the memory
+# bits of a code and columns of a group that the kernels keep, from the smallest on
+FORMS = ((2, 16), (3, 16), (4, 32), (5, 32), (6, 16), (8, 32), (8, 16))
+# Codes that numbers of 4 bits stand for. "iq4": of IQ4_NL and IQ4_XS in https://github.com/ggml-org/ggml.
+# "mxfp4": twice the values of E2M1 in the OCP Microscaling Formats 1.0, as ggml counts.
+CODEBOOKS = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +36,45 @@ class Coding:
     """How the kernels keep a weight coded.
 
     Attributes:
-        bits: 4, 6 or 8: a code is one of 2 ** bits neighbouring integers, of which half are negative. With 4
-            bits and nested scales none is; 6 bits have nested scales.
-        zeros: With 4 bits, these integers may begin elsewhere in every group, from -16 on.
+        bits: Of a code: 2, 3, 4, 5, 6 or 8. A code is one of 2 ** bits neighbouring integers.
+        group: Columns that share a scale: 32, or 16 with the bits of `FORMS`.
+        unsigned: The lowest integer is 0; otherwise half of them are negative.
+        zeros: With 4 bits, the integers may begin elsewhere in every group, from -16 on.
         nested: Scales are int8, in steps of float16 that `SUPER` columns share.
-        offsets: Nested scales have offsets, in steps of their own.
+        offsets: Groups have offsets besides scales; those of nested scales have steps of their own.
+        codebook: Codes of 4 bits are those of this key of `CODEBOOKS`.
         float8: Codes of 8 bits are float8_e4m3fn.
+        wide: Scales are float32; otherwise those that are not nested may have any dtype.
     """
 
     bits: int
+    group: int = GROUP
+    unsigned: bool = False
     zeros: bool = False
     nested: bool = False
     offsets: bool = False
+    codebook: str | None = None
     float8: bool = False
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale."""
-        return 16 if self.bits == 6 else GROUP
+    wide: bool = False
 
     @property
     def lowest(self) -> int:
-        """The lowest code, without zero points."""
-        return 0 if self.nested and self.bits == 4 else -(2 ** (self.bits - 1))
+        """The lowest code, without zero points and without a codebook."""
+        return 0 if self.unsigned else -(2 ** (self.bits - 1))
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The lowest and the highest code."""
+        if self.codebook is not None:
+            values = CODEBOOKS[self.codebook]
+            return min(values), max(values)
+        return -16 if self.zeros else self.lowest, self.lowest + 2**self.bits - 1
 
     def holds(self, columns: int) -> bool:
         """Return whether weights [M, columns] can be coded so: they need whole groups."""
-        return columns % SUPER == 0 and columns <= MOST if self.nested else columns % GROUP == 0
+        if columns % (SUPER if self.nested else GROUP):
+            return False
+        return columns <= MOST or not self.offsets
 
     @staticmethod
     def of(bits: int, group: int | None, *, symmetric: bool) -> Coding | None:
@@ -67,23 +87,45 @@ class Coding:
         """
         if group is not None and group % GROUP:
             return None
-        return Coding(4, not symmetric) if bits == 4 else Coding(8) if symmetric else None
+        return Coding(4, zeros=not symmetric) if bits == 4 else Coding(8) if symmetric else None
 
     @staticmethod
     def of_all(codings: Iterable[Coding | None]) -> Coding | None:
-        """Return the coding that holds the codes of all; None where there is none, or one has none."""
+        """Return the smallest coding that holds the codes of all; None where one has no coding, or none fits.
+
+        Nested scales beside others become float32, in which they are exact.
+
+        Examples:
+            >>> Coding.of_all([Coding(5), Coding(8)])
+            Coding(8)
+        """
         found = list(codings)
         known = [coding for coding in found if coding is not None]
-        if len(known) < len(found) or len({(coding.nested, coding.float8) for coding in known}) > 1:
+        if len(known) < len(found) or len({coding.float8 for coding in known}) > 1:
             return None
-        bits = max(coding.bits for coding in known)
-        return Coding(
-            bits,
-            zeros=bits == 4 and any(coding.zeros for coding in known),
-            nested=known[0].nested,
-            offsets=any(coding.offsets for coding in known),
-            float8=known[0].float8,
-        )
+        first = known[0]
+        if len(set(known)) == 1:
+            return first
+        nested = all(coding.nested for coding in known)
+        of_scales: dict[str, Any] = {
+            "nested": nested,
+            "offsets": any(coding.offsets for coding in known),
+            "wide": any(coding.wide or (coding.nested and not nested) for coding in known),
+        }
+        group = min(coding.group for coding in known)
+        if len({(coding.bits, coding.codebook, coding.group) for coding in known}) == 1 and (
+            first.float8 or first.codebook is not None
+        ):
+            return replace(first, **of_scales)
+        if set(known) <= {Coding(4), Coding(4, zeros=True)}:
+            return Coding(4, zeros=True)
+        low, high = min(coding.range[0] for coding in known), max(coding.range[1] for coding in known)
+        for bits, columns in FORMS:
+            for unsigned in (False, True):
+                form = Coding(bits, columns, unsigned, **of_scales)
+                if columns == group and form.range[0] <= low and high <= form.range[1]:
+                    return form
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +138,8 @@ class Codes:
         group: Columns that share a scale; the last group of a row may be shorter.
         coding: How the kernels can keep it coded; None where they cannot.
         steps: Of nested scales, [M, K / SUPER] float16.
-        offsets: [M, K / group] int8, subtracted from the scaled codes in steps; None: there are none.
-        offset_steps: [M, K / SUPER] float16.
+        offsets: As `scales`, subtracted from the scaled codes; None: there are none.
+        offset_steps: Of nested offsets, [M, K / SUPER] float16.
     """
 
     codes: Tensor
@@ -135,8 +177,8 @@ class Codes:
         values[:, short:].mul_(scales[:, full:])
         return values
 
-    def _in_steps(self, numbers: Tensor, steps: Tensor | None, rows: slice) -> Tensor:
-        """Return rows of scales or offsets in float32."""
+    def _in_steps(self, numbers: Tensor, steps: Tensor | None, rows: slice = slice(None)) -> Tensor:
+        """Return rows of scales or offsets in float32, in which they are exact."""
         found = numbers[rows].float()
         if steps is None:
             return found
@@ -168,13 +210,13 @@ class Codes:
     def joined(parts: Sequence[Codes]) -> Codes:
         """Return the weights below each other, as one, in the coding that holds all of them.
 
-        Scales of several dtypes become float32.
+        Scales of several dtypes become float32, and so do nested ones beside others.
         """
         coding = Coding.of_all(part.coding for part in parts)
         assert coding is not None
         parts = [part._coded(coding) for part in parts]
         if len({part.scales.dtype for part in parts}) > 1:
-            parts = [replace(part, scales=part.scales.float()) for part in parts]
+            parts = [part._widened() for part in parts]
         assert len({tuple(part._tensors()) for part in parts}) == 1, "of one coding"
         below: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._tensors()
@@ -185,11 +227,30 @@ class Codes:
         """Return the same weight with another coding, which holds it."""
         factor = self.group // coding.group
         groups = self.shape[1] // coding.group  # the last of the present ones may be shorter
-        scales = self.scales.repeat_interleave(factor, 1)[:, :groups]
-        found = replace(self, scales=scales, group=coding.group, coding=coding)
-        if self.offsets is not None:
-            return replace(found, offsets=self.offsets.repeat_interleave(factor, 1))
-        if not coding.offsets:
-            return found
-        assert self.steps is not None
-        return replace(found, offsets=torch.zeros_like(scales), offset_steps=torch.zeros_like(self.steps))
+        found = self if coding.nested or self.steps is None else self._widened()
+        scales = found.scales.repeat_interleave(factor, 1)[:, :groups]
+        offsets, offset_steps = found.offsets, found.offset_steps
+        if offsets is not None:
+            offsets = offsets.repeat_interleave(factor, 1)[:, :groups]
+        elif coding.offsets:
+            offsets = torch.zeros_like(scales)
+            offset_steps = None if found.steps is None else torch.zeros_like(found.steps)
+        return replace(
+            found,
+            scales=scales,
+            group=coding.group,
+            coding=coding,
+            offsets=offsets,
+            offset_steps=offset_steps,
+        )
+
+    def _widened(self) -> Codes:
+        """Return the same weight with scales and offsets in float32."""
+        offsets = None if self.offsets is None else self._in_steps(self.offsets, self.offset_steps)
+        scales = self._in_steps(self.scales, self.steps)
+        return replace(self, scales=scales, steps=None, offsets=offsets, offset_steps=None)
+
+
+def codebook_values(book: str, numbers: Tensor) -> Tensor:
+    """Return the codes [...] int8 that numbers [...] of 4 bits stand for in a book, a key of `CODEBOOKS`."""
+    return torch.tensor(CODEBOOKS[book], dtype=torch.int8, device=numbers.device)[numbers.int()]

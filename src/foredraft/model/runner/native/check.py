@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.kernels.compilation import library, unavailable_because
 from foredraft.model.device import dtype_name
-from foredraft.model.quantisation.codes import SUPER, Codes, Coding
+from foredraft.model.quantisation.codes import SUPER, Codes, Coding, codebook_values
 from foredraft.model.runner.native.codes import pack_codes
 from foredraft.model.runner.native.linear import WORD, fits, pack_native, suffix
 from foredraft.model.runner.native.passes import MAX_HEAD_DIM, CLayer, CModel, CPass, pass_struct
@@ -36,9 +36,15 @@ CODINGS = (
     Coding(4, zeros=True),
     Coding(8),
     Coding(8, float8=True),
-    Coding(4, nested=True, offsets=True),
-    Coding(6, nested=True),
-    Coding(6, nested=True, offsets=True),
+    Coding(4, codebook="iq4"),
+    Coding(5),
+    Coding(5, unsigned=True, offsets=True),
+    Coding(2, group=16, unsigned=True, nested=True, offsets=True),
+    Coding(3, group=16, nested=True),
+    Coding(4, unsigned=True, nested=True, offsets=True),
+    Coding(6, group=16, nested=True),
+    Coding(6, group=16, nested=True, offsets=True),
+    Coding(8, group=16, nested=True, offsets=True),
 )
 SHAPES = (
     (1, 1, 0),
@@ -107,15 +113,18 @@ def _coded_product_is_exact(coding: Coding, like: Tensor, random: torch.Generato
         return torch.randint(first, stop, (OUTPUTS, columns), generator=random, dtype=torch.int8)
 
     codes = integers(coding.lowest, high, columns)
+    if coding.codebook is not None:
+        codes = codebook_values(coding.codebook, codes - coding.lowest)
     if coding.float8:
         codes = codes.where(codes != -1, 0).view(torch.float8_e4m3fn)
     scales, offsets = (integers(1, 64, columns // coding.group) for _ in range(2))
-    step = torch.ones(OUTPUTS, columns // SUPER, dtype=torch.float16)
-    weight = Codes(codes, scales if coding.nested else scales.bfloat16(), coding.group, coding)
     if coding.nested:
-        weight = replace(weight, steps=step)
-    if coding.offsets:
-        weight = replace(weight, offsets=offsets, offset_steps=step)
+        step = torch.ones(OUTPUTS, columns // SUPER, dtype=torch.float16)
+        weight = Codes(codes, scales, coding.group, coding, step, offsets, step)
+    else:
+        weight = Codes(codes, scales.bfloat16(), coding.group, coding, offsets=offsets.bfloat16())
+    if not coding.offsets:
+        weight = replace(weight, offsets=None, offset_steps=None)
     product = pack_codes(weight, like.dtype, None)
     x = torch.randn(max(ROWS), columns, generator=random).to(like.dtype)
     got = product(x)

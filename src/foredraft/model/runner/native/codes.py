@@ -19,7 +19,7 @@ from foredraft.kernels.compilation import declare
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.layers import Product
 from foredraft.model.quantisation.activations import ActivationFormat
-from foredraft.model.quantisation.codes import GROUP, SUPER, Codes, Coding
+from foredraft.model.quantisation.codes import CODEBOOKS, GROUP, SUPER, Codes, Coding, codebook_values
 from foredraft.model.quantisation.quantise import quantise
 from foredraft.model.runner.native.linear import (
     BLOCK,
@@ -38,6 +38,7 @@ __all__ = ["NativeCodes", "code_native", "coded_bytes", "pack_codes"]
 
 # numbers of the dtypes of scales in kernels.c; int8 are nested ones
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits of a code -> those of each plane
 
 
 class CCodes(ctypes.Structure):
@@ -86,27 +87,26 @@ class NativeCodes:
         """Return the weight as codes, a copy."""
         (rows, columns), coding = self.shape, self.coding
         steps_bytes, group_bytes = _step_bytes(coding), _group_bytes(coding, self.scale)
-        per = GROUP // coding.group  # scales of an output in a group
         blocks = -(-rows // BLOCK)
         supers = self.weight.view(blocks, columns // (SUPER if coding.nested else GROUP), -1)
         steps = supers[..., :steps_bytes].contiguous().view(torch.float16)
         groups = supers[..., steps_bytes:].reshape(blocks, columns // GROUP, group_bytes)
-        scale_bytes = BLOCK * per * self.scale.itemsize
-        sizes = (
-            scale_bytes,
-            scale_bytes * coding.offsets,
-            BLOCK * coding.zeros,
-            GROUP * BLOCK // (1 if coding.bits == 8 else 2),
-            GROUP * BLOCK // 4 * (coding.bits == 6),
+        planes = PLANES[coding.bits]
+        scale_bytes = BLOCK * GROUP // coding.group * self.scale.itemsize
+        sizes = (scale_bytes, scale_bytes * coding.offsets, BLOCK * coding.zeros)
+        scales, offsets, zeros, *parts = torch.split_with_sizes(
+            groups, [*sizes, *(GROUP * BLOCK * bits // 8 for bits in planes)], -1
         )
-        scales, offsets, zeros, low, high = torch.split_with_sizes(groups, sizes, -1)
         if coding.bits == 8:
-            halves = low.contiguous().view(torch.int8)
+            halves = parts[0].contiguous().view(torch.int8)
         else:
-            halves = _numbers(low, 4)
-            if coding.bits == 6:
-                halves = halves | _numbers(high, 2) << 4
-            halves = halves + coding.lowest
+            halves, below = _numbers(parts[0], planes[0]), planes[0]
+            if len(planes) > 1:
+                halves = halves | _numbers(parts[1], planes[1]) << below
+            if coding.codebook is not None:
+                halves = codebook_values(coding.codebook, halves)
+            else:
+                halves = halves + coding.lowest
         # [blocks, groups, words, halves, outputs, columns] to rows of halves and outputs
         words = (
             halves.to(torch.int8)
@@ -123,8 +123,8 @@ class NativeCodes:
             coding.group,
             coding,
             _by_row(steps[..., :BLOCK], rows) if coding.nested else None,
-            _by_row(offsets.contiguous().view(torch.int8), rows) if coding.offsets else None,
-            _by_row(steps[..., BLOCK:], rows) if coding.offsets else None,
+            _by_row(offsets.contiguous().view(self.scale), rows) if coding.offsets else None,
+            _by_row(steps[..., BLOCK:], rows) if coding.offsets and coding.nested else None,
         )
 
     def dense(self) -> Tensor:
@@ -146,8 +146,8 @@ def _by_row(packed: Tensor, rows: int) -> Tensor:
 
 
 def coded_bytes(rows: int, columns: int, coding: Coding, scale: torch.dtype = torch.bfloat16) -> int:
-    """Return the bytes of a coded weight [M, K]; `scale` is the dtype of scales that are not nested."""
-    scale = torch.int8 if coding.nested else scale
+    """Return the bytes of a coded weight [M, K]; `scale` is the dtype of scales, where the coding has none."""
+    scale = torch.int8 if coding.nested else torch.float32 if coding.wide else scale
     steps = columns // SUPER * _step_bytes(coding)
     return -(-rows // BLOCK) * (columns // GROUP * _group_bytes(coding, scale) + steps)
 
@@ -199,7 +199,17 @@ def code_native(product: Product, bits: int, arena: Arena) -> Product:
 
 
 def _coding_struct(coding: Coding, scale: torch.dtype) -> CCoding:
-    return CCoding(coding.bits, SCALES[scale], coding.zeros, coding.offsets, coding.float8)
+    book = 0 if coding.codebook is None else 1 + [*CODEBOOKS].index(coding.codebook)
+    return CCoding(
+        coding.bits,
+        SCALES[scale],
+        coding.group,
+        coding.lowest,
+        coding.zeros,
+        coding.offsets,
+        coding.float8,
+        book,
+    )
 
 
 @functools.cache

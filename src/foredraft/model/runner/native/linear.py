@@ -39,7 +39,10 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # in the names o
 class CCoding(ctypes.Structure):
     """`Coding` in kernels.c."""
 
-    _fields_ = tuple((name, c_int64) for name in ("bits", "scale", "zeros", "offsets", "float8"))
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in ("bits", "scale", "columns", "lowest", "zeros", "offsets", "float8", "book")
+    )
 
 
 class CLinear(ctypes.Structure):
