@@ -31,7 +31,7 @@ def grids() -> dict[str, torch.Tensor]:
     """Return the points of each grid by name, [points, codes of a point] int8."""
     found = {}
     for name, kind in GRIDS.items():
-        kind.init_grid()
+        kind.init_grid()  # type: ignore[no-untyped-call]
         assert kind.grid is not None
         found[name] = torch.from_numpy(kind.grid).to(torch.int8).view(kind.grid_shape).contiguous()
     return found

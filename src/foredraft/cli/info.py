@@ -97,7 +97,13 @@ def memory(found: Inspection, width: int | None) -> list[str]:
     cache = (f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models))
     coded = any(model.quantisation is not None for model in models)
     note = ["Quantised weights stay coded where the kernels read their format; the dtype is of the others."]
-    return [*table([("GiB", *(model.role for model in models)), *rows, cache], width), *note * coded]
+    expanded = [
+        f"Weights of {format} are expanded to {model.dtype} and take {in_gib(size)} GiB of the {model.role}'s."
+        for model in models
+        for format, size in model.expanded_bytes.items()
+    ]
+    header = "GiB", *(model.role for model in models)
+    return [*table([header, *rows, cache], width), *note * coded, *expanded]
 
 
 def in_gib(size: int) -> str:

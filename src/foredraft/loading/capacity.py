@@ -19,9 +19,17 @@ from foredraft.loading.memory import as_gib, free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name
 from foredraft.model.runner.native import unserved_because
-from foredraft.model.weights import weight_bytes
+from foredraft.model.weights import expanded_bytes, weight_bytes
 
-__all__ = ["DEVICES", "CacheLimits", "CacheSize", "cache_size", "longest_sequence", "weight_memory"]
+__all__ = [
+    "DEVICES",
+    "CacheLimits",
+    "CacheSize",
+    "cache_size",
+    "expanded_memory",
+    "longest_sequence",
+    "weight_memory",
+]
 
 # Share of the memory beside the weights that the caches may take. The rest is for activations and
 # other programs.
@@ -216,8 +224,18 @@ def _weight_needs(models: Sequence[Checkpoint], device: torch.device, free: int,
 
 def weight_memory(model: Checkpoint, device: torch.device, kernels: bool = True) -> int:
     """Return the bytes of a model's weights in the layout that they get on the device."""
-    native = kernels and unserved_because(model.spec, device, model.dtype) is None
-    return _weights(model, device, native=native)
+    return _weights(model, device, native=kernels and _by_kernels(model, device))
+
+
+def expanded_memory(model: Checkpoint, device: torch.device) -> dict[str, int]:
+    """Return the bytes of a model's expanded weights on the device by their formats."""
+    if model.spec.quantisation is None:
+        return {}
+    return expanded_bytes(model.spec, device, model.dtype, native=_by_kernels(model, device))
+
+
+def _by_kernels(model: Checkpoint, device: torch.device) -> bool:
+    return unserved_because(model.spec, device, model.dtype) is None
 
 
 def _weights(model: Checkpoint, device: torch.device, *, native: bool) -> int:

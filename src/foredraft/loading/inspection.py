@@ -20,7 +20,13 @@ from foredraft.kinds.compatibility import available_drafters, missing_part
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
 from foredraft.loading.adapters import choose_adapter
-from foredraft.loading.capacity import CacheLimits, cache_size, longest_sequence, weight_memory
+from foredraft.loading.capacity import (
+    CacheLimits,
+    cache_size,
+    expanded_memory,
+    longest_sequence,
+    weight_memory,
+)
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
 from foredraft.loading.drafting import ChosenDrafting, models_given
@@ -60,6 +66,7 @@ class ModelInfo:
         weight_bytes: Bits of a weight -> bytes of all weights on this device, with the copies that the
             products need. Of a quantised model, 32 and 16 are the bits of the dtype. Of a target that is not
             quantised, 8 and 4 are there where option weights saves memory.
+        expanded_bytes: Format -> bytes of its weights, of formats whose weights are expanded to the dtype.
         cache_bytes: Bytes of the keys and values of `CACHED_TOKENS` tokens.
     """
 
@@ -77,6 +84,7 @@ class ModelInfo:
     tokenizer: bool
     weights_checked: bool
     weight_bytes: Mapping[int, int]
+    expanded_bytes: Mapping[str, int]
     cache_bytes: int
 
 
@@ -238,6 +246,7 @@ def _model_info(
         tokenizer=checkpoint.tokenizer is not None,
         weights_checked=checked,
         weight_bytes=sizes,
+        expanded_bytes=expanded_memory(checkpoint, device),
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
     )
 

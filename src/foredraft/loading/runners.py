@@ -12,9 +12,10 @@ from foredraft.errors import ConfigError, Option
 from foredraft.kernels.compilation import library, must_compile
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints
 from foredraft.loading.device import check_dtype
+from foredraft.loading.memory import as_gib
 from foredraft.loading.options import LoadOptions
 from foredraft.model.runner import Runner, cached_shapes, check_compiler, probe_shapes, unserved_because
-from foredraft.model.weights import load_decoder
+from foredraft.model.weights import expanded_bytes, load_decoder
 
 __all__ = ["Runners", "check_compile", "make_runner", "make_runners"]
 
@@ -106,6 +107,8 @@ def make_runner(
         decoder = load_decoder(folder, device, dtype, bits=checkpoint.bits)
         runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
     logger.info("%s: %s%s", folder, runner.choices, f"; no kernels: {reason}" if reason else "")
+    for format, size in expanded_bytes(outline.spec, device, dtype, native=reason is None).items():
+        logger.info("%s: weights of %s are expanded and take %s", folder, format, as_gib(size))
     return runner
 
 

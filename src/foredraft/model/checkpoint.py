@@ -38,6 +38,7 @@ __all__ = [
     "Shapes",
     "coding_of",
     "first_values",
+    "format_of",
     "inputs_of",
     "joined_shape",
     "weight_headers",
@@ -196,7 +197,7 @@ class CheckpointTensors:
         return None if self.device.type == "meta" else format.codes(shape, tensors)
 
     def _format(self, name: str) -> WeightFormat | None:
-        return _format_of(name, self.quantisation)
+        return format_of(name, self.quantisation)
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
@@ -252,7 +253,7 @@ class CheckpointTensors:
                 )
 
 
-def _format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
+def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
     """Return the format of the weight of a tensor's module; None if it is not quantised."""
     module = name.rpartition(".")[0]
     if quantisation is None or (module == EMBEDDING and not quantisation.embedding):
@@ -281,7 +282,7 @@ def inputs_of(names: Collection[str], quantisation: Quantisation | None) -> Acti
 
 def coding_of(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:
     """Return how the kernels keep the joined weights coded; None where they do not."""
-    formats = [_format_of(name, quantisation) for name in shapes]
+    formats = [format_of(name, quantisation) for name in shapes]
     coding = Coding.of_all(None if format is None else format.coding for format in formats)
     [columns] = {shape[1] for shape in shapes.values()}
     return coding if coding is not None and coding.holds(columns) else None

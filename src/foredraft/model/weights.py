@@ -32,6 +32,7 @@ from foredraft.model.checkpoint import (
     CheckpointTensors,
     Shapes,
     coding_of,
+    format_of,
     inputs_of,
     joined_shape,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "build_layer",
     "build_norm",
     "coded_copy_bytes",
+    "expanded_bytes",
     "layer_parameters",
     "layer_tensors",
     "load_decoder",
@@ -169,6 +171,25 @@ def weight_bytes(
         elif bits is not None and Coding(bits).holds(columns):
             saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, Coding(bits))
     return whole - saved
+
+
+def expanded_bytes(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False
+) -> dict[str, int]:
+    """Return the memory of quantised weights that are expanded to the dtype, in bytes, by their formats.
+
+    A weight is expanded where the kernels keep no codes of its format, or none that hold those beside it in a
+    fused layer; without the kernels, every weight.
+    """
+    counter, found = _SizeCounter(device, dtype), dict[str, int]()
+    build_decoder(spec, counter, native)
+    for shapes in counter.products:
+        if native and coding_of(shapes, spec.quantisation) is not None:
+            continue
+        for name, shape in shapes.items():
+            if (format := format_of(name, spec.quantisation)) is not None:
+                found[str(format)] = found.get(str(format), 0) + math.prod(shape) * dtype.itemsize
+    return found
 
 
 def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:

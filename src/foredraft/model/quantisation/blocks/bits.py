@@ -23,7 +23,8 @@ def fields(packed: Tensor, bits: int) -> Tensor:
         [[1, 3], [2, 4]]
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
-    return (packed[..., None, :] >> shifts) & (2**bits - 1)
+    found: Tensor = (packed[..., None, :] >> shifts) & (2**bits - 1)
+    return found
 
 
 def float16(stored: Tensor) -> Tensor:

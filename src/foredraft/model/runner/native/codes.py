@@ -146,7 +146,7 @@ def _by_row(packed: Tensor, rows: int) -> Tensor:
 
 
 def coded_bytes(rows: int, columns: int, coding: Coding, scale: torch.dtype = torch.bfloat16) -> int:
-    """Return the bytes of a coded weight [M, K]; `scale` is the dtype of scales, where the coding has none."""
+    """Return the bytes of a coded weight [M, K]; `scale` is a dtype that the coding leaves open."""
     scale = torch.int8 if coding.nested else torch.float32 if coding.wide else scale
     steps = columns // SUPER * _step_bytes(coding)
     return -(-rows // BLOCK) * (columns // GROUP * _group_bytes(coding, scale) + steps)
