@@ -98,7 +98,7 @@ def memory(found: Inspection, width: int | None) -> list[str]:
     coded = any(model.quantisation is not None for model in models)
     note = ["Quantised weights stay coded where the kernels read their format; the dtype is of the others."]
     expanded = [
-        f"Weights of {format} are expanded to {model.dtype} and take {in_gib(size)} GiB of the {model.role}'s."
+        f"The {model.role}'s weights of {format} are expanded to {model.dtype}: {in_gib(size)} GiB."
         for model in models
         for format, size in model.expanded_bytes.items()
     ]
