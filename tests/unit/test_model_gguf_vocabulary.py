@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,14 @@ def test_every_rule_is_tested_and_every_name_has_one_rule() -> None:
     tested = {pre for pre, _, _ in PROBES} | {"falcon", "gemma4", "sarvam-moe"}
     assert all(tested & {*rule.names} for rule in RULES)
     assert len(WORDS) == sum(len(rule.names) for rule in RULES)
+
+
+def test_the_page_lists_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    _, table = page.split("| names that are read |")
+    rows = [row.split("|") for row in table.split("\n\n")[0].splitlines()[2:]]
+    listed = [name for row in rows for name in re.findall("`([^`]+)`", row[2])]
+    assert len(listed) == len(WORDS) and {*listed} == WORDS.keys()
 
 
 @pytest.mark.parametrize(("pre", "digits"), [("smollm", DIGITS), ("deepseek-v3", DIGIT)])
