@@ -89,7 +89,7 @@ def test_the_space_before_a_text_may_be_left_out() -> None:
 # --- words -----------------------------------------------------------------------------------------------
 
 PROBE = "I'LL 12345½ fooBar e\u0301日本 한국어 x-a+=/\n\n   b"
-# By hand, from the rules as their sources state them. Rules of one row differ in what the next tests look at.
+# What the rules give, after 2,000 texts were compared with llama.cpp; `words.py` says where it differs.
 PROBED = {
     "default": "I|'|LL| |123|45½| fooBar| e|\u0301|日本| 한국어| x|-|a|+=/|\n\n  | b",
     "gpt-2 olmo": "I|'|LL| 12345½| fooBar| e|\u0301|日本| 한국어| x|-|a|+=/|\n\n  | b",

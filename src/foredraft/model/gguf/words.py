@@ -1,9 +1,10 @@
 """How byte-level vocabularies cut text into words before the merges: a row a rule, with its names in files.
 
-Contract: a rule is that of the `tokenizer.json` from which files of its names are made, in the regular
-expressions of the `tokenizers` library. llama.cpp approximates some of them, and normalises no text; comments
-say where the two differ. A name is left out where its rule is not known exactly ("falcon-h1", "chameleon"),
-or where its models write no text ("modern-bert" and other encoders).
+Contract: a rule is that of the `tokenizer.json` from which files of its names are made, where this is known,
+and llama.cpp's otherwise. It is stated in the regular expressions of the `tokenizers` library. llama.cpp
+approximates some rules, and normalises no text; comments say where the two differ. A name is left out where
+its rule is not known exactly ("falcon-h1", "chameleon"), or where its models write no text ("modern-bert" and
+other encoders).
 
 Sources: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp for names, merges and bos;
 https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf_update.py for the models of a name.
