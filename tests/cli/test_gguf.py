@@ -98,6 +98,39 @@ def test_a_chat_template_of_a_file_is_rendered(
     assert replies == [replies[0]] * 4
 
 
+def test_a_file_with_several_chat_templates_uses_each_for_its_messages(models: Path, tmp_path: Path) -> None:
+    named = {
+        "default": TEMPLATE,
+        "tool_use": "{% for tool in tools %}{{ tool.name }} {% endfor %}" + TEMPLATE,
+        "rag": "unused",
+    }
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+
+    def edit(writer: Any) -> None:
+        writer.add_chat_template(listed)
+        writer.add_eos_token_id(2)  # the models of these tests have no end
+
+    file = write_gguf(models / "big", tmp_path / "big.gguf", edit=edit)
+    messages, tools = [{"role": "user", "content": "Hi"}], [{"name": "clock"}]
+    with foredraft.load(file, device="cpu", max_length=128) as llm:
+        assert llm.tokenizer is not None and llm.tokenizer.chat is not None
+        assert llm.tokenizer.chat.templates == named
+        assert llm.tokenizer.chat.reads_tools
+        prompts = [llm.tokenizer.chat.render(messages), llm.tokenizer.chat.render(messages, tools=tools)]
+    assert prompts[1] == f"clock {prompts[0]}" and prompts[0].startswith("<s>user: Hi")
+
+
+def test_a_file_without_a_default_template_says_which_it_has(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = [{"name": "rag", "template": TEMPLATE}]
+    file = write_gguf(
+        models / "big", tmp_path / "big.gguf", edit=lambda writer: writer.add_chat_template(listed)
+    )
+    message = told(capsys, "generate", "Hi", "--chat", "--model", file, code=2)
+    assert "chat templates named rag, but none named default" in message
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A command that is refused, and what it says; both name what a test makes in braces.

@@ -108,6 +108,14 @@ def test_a_file_of_float32_is_its_checkpoint(name: str, tmp_path: Path) -> None:
     check_same(folder, file)
 
 
+def test_the_end_of_a_turn_ends_a_text_where_a_file_names_no_end(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", tokenizer=True, eos_token_id=None)
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<pad>", "<|im_end|>"))
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    assert ModelSpec.from_folder(resolve(file)).eos_token_ids == (0,)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("kind", ["BF16", "F16", *KINDS])
 def test_a_quantised_file_is_the_checkpoint_of_its_dequantised_weights(

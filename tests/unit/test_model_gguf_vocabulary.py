@@ -6,19 +6,24 @@ arXiv:1808.06226): of all neighbours whose join is a token, those with the highe
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
+from foredraft.model.chat import ChatTemplate
 from foredraft.model.gguf import vocabulary
-from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, special_ids, vocabulary_of
+from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, vocabulary_of
+from foredraft.model.gguf.words import DIGIT, DIGITS, RULES, WORDS
+from foredraft.model.tokenizer import BYTE_LEVEL
+from tests.support.strings import strings
+from tests.support.vocabularies import KEY, SPACE, byte_level, sentencepiece, tokenizer_of
 
-KEY = "tokenizer.ggml."
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 TEXTS = ["a b", "  the  cat ", "naïve café", "tab\tnew\nline", "日本", "<s>a</s>", "it's 12345 -- ok?!", ""]
 
 
@@ -28,38 +33,6 @@ def random_texts() -> list[str]:
 
 
 # --- SentencePiece ---------------------------------------------------------------------------------------
-
-PIECES = [
-    SPACE,
-    *"abcdeht",
-    f"{SPACE}t",
-    "he",
-    f"{SPACE}the",
-    "at",
-    "cat",
-    "ca",
-    "ab",
-    f"{SPACE}a",
-    "abc",
-    "bc",
-]
-
-
-def sentencepiece(**changes: Any) -> dict[str, Any]:
-    """Return the metadata of a small vocabulary, in which some tokens can be joined in two ways."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
-    types = [2, 3, 3, *[6] * 256, *[1] * len(PIECES)]
-    scores = [0.0] * 259 + [-float((rank * 7) % 50) for rank in range(len(PIECES))]
-    found = {
-        "model": "llama",
-        "tokens": tokens,
-        "token_type": types,
-        "scores": scores,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
-    }
-    return {KEY + name: value for name, value in (found | changes).items()}
 
 
 def defined(text: str, metadata: dict[str, Any]) -> list[int]:
@@ -83,21 +56,15 @@ def defined(text: str, metadata: dict[str, Any]) -> list[int]:
     return pieces
 
 
-def tokenizer_of(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    found = vocabulary_of(metadata)
-    assert found is not None
-    return tokenizers.Tokenizer.from_str(found.tokenizer)
-
-
 def check_sentencepiece() -> None:
     metadata = sentencepiece()
     read = tokenizer_of(metadata)
-    for text in [*TEXTS, *random_texts()]:
-        if "<s>" in text or "</s>" in text:
+    for text in [*TEXTS, *random_texts(), *strings(500)]:
+        if any(token in text for token in ("<s>", "</s>", "<unk>")):
             continue
         ids = read.encode(text, add_special_tokens=False).ids
         assert ids == defined(text, metadata), text
-        assert read.decode(ids) == text
+        assert SPACE in text or read.decode(ids) == text
     assert read.encode("a").ids[0] == 1, "a text begins with bos"
     assert read.encode("a<s>b", add_special_tokens=False).ids.count(1) == 1
 
@@ -119,81 +86,168 @@ def test_the_space_before_a_text_may_be_left_out() -> None:
     assert read.decode(read.encode(" cat").ids) == " cat"
 
 
-# --- bytes -----------------------------------------------------------------------------------------------
+# --- words -----------------------------------------------------------------------------------------------
 
-
-def byte_level(rule_name: str, **changes: Any) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
-    """Return the metadata of a trained vocabulary, and the tokenizer that it comes from."""
-    rule = vocabulary.WORDS[rule_name]
-    split = [
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in rule.patterns
-    ]
-    bytes_ = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=rule.ignores_merges))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*split, bytes_])
-    made.decoder = tokenizers.decoders.ByteLevel()
-    if rule.normalizer:
-        made.normalizer = tokenizers.normalizers.NFC()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator([*TEXTS, *random_texts()], trainer)
-    made.add_special_tokens(["<|end|>"])
-    model = json.loads(made.to_str())["model"]
-    tokens = [made.id_to_token(id) for id in range(made.get_vocab_size())]
-    end = made.token_to_id("<|end|>")
-    found = {
-        "model": "gpt2",
-        "pre": rule_name,
-        "tokens": [*tokens, "[PAD]"],
-        "token_type": [3 if id == end else 1 for id in range(len(tokens))] + [5],
-        "merges": [" ".join(pair) for pair in model["merges"]],
-        "eos_token_id": end,
-        "add_bos_token": False,
-    }
-    return {KEY + name: value for name, value in (found | changes).items()}, made
-
-
-@pytest.mark.parametrize("pre", vocabulary.WORDS)
-def test_a_vocabulary_of_bytes_is_the_tokenizer_that_it_comes_from(pre: str) -> None:
-    metadata, made = byte_level(pre)
-    read = tokenizer_of(metadata)
-    for text in [*TEXTS, *random_texts(), "a<|end|>b"]:
-        ids = read.encode(text).ids
-        assert ids == made.encode(text).ids, text
-        assert read.decode(ids, skip_special_tokens=False) == made.decode(ids, skip_special_tokens=False)
-
-
-WORDS = {  # of "it's 12345 +x", by hand; \u0120 stands for a space
-    "default": "it|'|s|Ġ|123|45|Ġ|+|x",  # punctuation first, then GPT-2's rule, then digits
-    "gpt-2": "it|'s|Ġ12345|Ġ+|x",
-    "llama-bpe": "it|'s|Ġ|123|45|Ġ+|x",
-    "qwen2": "it|'s|Ġ|1|2|3|4|5|Ġ+|x",
+PROBE = "I'LL 12345½ fooBar e\u0301日本 한국어 x-a+=/\n\n   b"
+# What the rules give, after 2,000 texts were compared with llama.cpp; `words.py` says where it differs.
+PROBED = {
+    "default": "I|'|LL| |123|45½| fooBar| e|\u0301|日本| 한국어| x|-|a|+=/|\n\n  | b",
+    "gpt-2 olmo": "I|'|LL| 12345½| fooBar| e|\u0301|日本| 한국어| x|-|a|+=/|\n\n  | b",
+    "smollm command-r": "I|'|LL| |1|2|3|4|5|½| fooBar| e|\u0301|日本| 한국어| x|-|a|+=/|\n\n  | b",
+    "llama-bpe dbrx glm4 minicpm5 jais-2": "I|'LL| |123|45½| fooBar| e|\u0301日本| 한국어| x|-a|+=/\n\n|  | b",
+    "qwen2 stablelm2 ufakzeka bailingmoe": "I|'LL| |1|2|3|4|5|½| fooBar| e|\u0301日本| 한국어| x|-a|+=/\n\n|  | b",
+    "laguna seed-coder": "I|'LL| |1|2|3|4|5|½| fooBar| e|\u0301日本| 한국어| x|-a|+=/|\n\n|  | b",
+    "exaone-moe": "I|'LL| |1|2|3|4|5|½| fooBar e\u0301日本 한국어 x|-a|+=/\n|\n|  | b",
+    "qwen35": "I|'LL| |1|2|3|4|5|½| fooBar| e\u0301日本| 한국어| x|-a|+=/\n\n|  | b",
+    "tekken": "I|'LL| |1|2|3|4|5|½| foo|Bar| e\u0301日本| 한국어| x|-a|+=/\n\n|  | b",
+    "gpt-4o tiny_aya": "I'LL| |123|45½| foo|Bar| e\u0301日本| 한국어| x|-a|+=/\n\n|  | b",
+    "kimi-k2": "I'LL| |123|45½| foo|Bar| e\u0301|日本| 한국어| x|-a|+=/\n\n|  | b",
+    "youtu": "I'LL| |1|2|3|4|5|½| foo|Bar| e\u0301|日本| |한국어| x|-a|+=/\n\n|  | b",
+    "deepseek-llm": "I|'|LL| |1|2|3|4|5|½| fooBar| e|\u0301|日本| |한국어| x|-|a|+=/|\n|\n|  | b",
+    "deepseek-coder": "I|'|LL| |1|2|3|4|5|½| fooBar| e|\u0301|日本| |한국어| x|-|a|+=|/|\n|\n|  | b",
+    "deepseek-v3": "I|'LL| |123|45½| fooBar| e\u0301|日本| 한국어| x|-a|+=/\n\n|  | b",
+    "spark2_5": "I|'LL| |1|2|3|4|5|½| fooBar| e\u0301|日本| 한국어| x|-a|+=/|\n|\n|  | b",
+    "afmoe": "I|'LL| |12|345|½| fooBar| e\u0301|日本| |한국어| x|-a|+=/\n\n|  | b",
+    "bloom": "I'LL| 12345½| fooBar| e\u0301日本| 한국어| x-a+=/|\n\n  | b",
+    "viking": "I'LL| |1|2|3|4|5|½| fooBar| e\u0301日本| 한국어| x-a+=/|\n\n  | b",
+    "superbpe": "I'LL |12|345½| fooBar e\u0301日本 한국어 x-a+=/\n\n   b",
 }
 
 
-def test_words_are_those_of_the_rule() -> None:
-    assert WORDS.keys() == vocabulary.WORDS.keys()
-    for pre, words in WORDS.items():
-        splitter = tokenizer_of(byte_level(pre)[0]).pre_tokenizer
-        assert splitter is not None
-        assert [word for word, _ in splitter.pre_tokenize_str("it's 12345 +x")] == words.split("|"), pre
+# what tells rules apart that cut the probe alike
+MORE = [
+    ("llama-bpe", "a  1", "a| | |1"),
+    ("minicpm5", "a  1", "a|  |1"),
+    ("jais-2", "a       b", "a|    |  | b"),
+    ("qwen2", "x'sy", "x|'s|y"),
+    ("ufakzeka", "x'sy", "x|'sy"),
+    ("seed-coder", "a \nb", "a| \n|b"),
+    ("laguna", "a \nb", "a| |\n|b"),
+    ("gpt-4o", "1234 1234a", "123|4| |123|4|a"),
+    ("tiny_aya", "1234 1234a", "1|234| |123|4|a"),
+    ("exaone-moe", "\n \nb/\n", "\n \n|b|/\n"),
+]
+
+
+def words_of(pre: str, text: str) -> list[str]:
+    """Return the words of a text in the characters of bytes."""
+    cutter = tokenizer_of(byte_level(pre)).pre_tokenizer
+    assert cutter is not None
+    return [word for word, _ in cutter.pre_tokenize_str(text)]
+
+
+def check_words(pre: str, text: str, words: str) -> None:
+    spelling = {byte: character for character, byte in BYTE_LEVEL.items()}
+    expected = ["".join(spelling[byte] for byte in word.encode()) for word in words.split("|")]
+    assert words_of(pre, text) == expected
+
+
+PROBES = [(pre, PROBE, words) for names, words in PROBED.items() for pre in names.split()]
+
+
+@pytest.mark.parametrize(("pre", "text", "words"), [*PROBES, *MORE])
+def test_words_are_those_of_the_rule(pre: str, text: str, words: str) -> None:
+    check_words(pre, text, words)
+
+
+def test_falcon_cuts_the_characters_of_bytes() -> None:
+    assert words_of("falcon", "\u043c 12345") == ["Ð", "¼", "Ġ", "123", "45"]  # bytes D0 BC; BC is spelt ¼
+
+
+def test_every_rule_is_tested_and_every_name_has_one_rule() -> None:
+    tested = {pre for pre, _, _ in PROBES} | {"falcon", "gemma4", "sarvam-moe"}
+    assert all(tested & {*rule.names} for rule in RULES)
+    assert len(WORDS) == sum(len(rule.names) for rule in RULES)
+
+
+def test_the_page_lists_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    _, table = page.split("| names that are read |")
+    rows = [row.split("|") for row in table.split("\n\n")[0].splitlines()[2:]]
+    listed = [name for row in rows for name in re.findall("`([^`]+)`", row[2])]
+    assert len(listed) == len(WORDS) and {*listed} == WORDS.keys()
+
+
+@pytest.mark.parametrize(("pre", "digits"), [("smollm", DIGITS), ("deepseek-v3", DIGIT)])
+def test_digits_that_are_cut_otherwise_are_caught(
+    pre: str, digits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = WORDS[pre]
+    monkeypatch.setitem(WORDS, pre, dataclasses.replace(rule, patterns=(digits, *rule.patterns[1:])))
+    with pytest.raises(AssertionError):
+        check_words(*next(probe for probe in PROBES if probe[0] == pre))
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "olmo", "command-r", "tiny_aya"])
+def test_texts_are_normalised(pre: str) -> None:
+    read = tokenizer_of(byte_level(pre))
+    assert read.encode("e\u0301\u212b").ids == read.encode("\u00e9\u00c5").ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("glm4", True), ("dbrx", False)]
+)
+def test_a_word_may_be_a_token_without_merges(pre: str, whole: bool) -> None:
+    metadata = byte_level(pre)
+    tokens, types = metadata[f"{KEY}tokens"], metadata[f"{KEY}token_type"]
+    read = tokenizer_of(metadata | {f"{KEY}tokens": [*tokens, "qzq"], f"{KEY}token_type": [*types, 1]})
+    assert (read.encode("qzq").ids == [len(tokens)]) is whole
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("dbrx", False)])
+def test_a_rule_says_whether_texts_begin_with_bos(pre: str, begins: bool) -> None:
+    metadata = byte_level(pre, bos_token_id=7)
+    del metadata[f"{KEY}add_bos_token"]
+    assert (tokenizer_of(metadata).encode("a").ids[0] == 7) is begins
+
+
+def test_text_is_what_its_tokens_spell() -> None:
+    read = tokenizer_of(byte_level("gpt-4o"))
+    for text in strings(500):
+        assert read.decode(read.encode(text).ids, skip_special_tokens=False) == text
+    assert read.encode("a<|end|>b").ids.count(byte_level("gpt-4o")[f"{KEY}eos_token_id"]) == 1
+
+
+def test_a_vocabulary_over_text_may_list_its_merges() -> None:
+    """Gemma 4's has them, and its words are whole texts."""
+    pieces = [SPACE, *"abn", f"{SPACE}a", f"a{SPACE}a", "\n", "\n\n"]
+    metadata = sentencepiece(
+        tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
+        token_type=[2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        merges=["\n \n", f"{SPACE} a", f"a {SPACE}a"],
+        model="gemma4",
+    )
+    for changes in ({}, {f"{KEY}model": "gpt2", f"{KEY}pre": "gemma4"}):
+        read = tokenizer_of(metadata | changes)
+        assert read.encode("a ab\n\n\u00e9").tokens == ["<s>", f"a{SPACE}a", "b", "\n\n", "<0xC3>", "<0xA9>"]
+        assert read.decode(read.encode("a ab\n\n\u00e9").ids) == "a ab\n\n\u00e9"
 
 
 # --- special tokens, templates, refusals -------------------------------------------------------------------
 
 
-def test_special_tokens_and_templates_are_named() -> None:
-    metadata = sentencepiece() | {
-        "tokenizer.chat_template": "plain",
-        "tokenizer.chat_template.tool_use": "tools",
-    }
-    assert special_ids(metadata) == {"bos": 1, "eos": 2, "unk": 0}
-    found = vocabulary_of(metadata)
+def test_special_tokens_are_named() -> None:
+    found = vocabulary_of(sentencepiece())
     assert found is not None
     assert found.config["bos_token"] == "<s>" and found.config["eos_token"] == "</s>"
-    templates = {each["name"]: each["template"] for each in found.config["chat_template"]}
-    assert templates == {"default": "plain", "tool_use": "tools"}
+
+
+def test_every_template_of_a_file_is_read_by_its_name(tmp_path: Path) -> None:
+    prefix = "tokenizer.chat_template"
+    found = vocabulary_of(
+        sentencepiece()
+        | {prefix: "plain", f"{prefix}.tool_use": "{{ tools }}", f"{prefix}.rag": "rag"}
+        | {f"{prefix}s": ["tool_use", "rag"]}
+    )
+    assert found is not None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(found.config))
+    chat = ChatTemplate.from_folder(tmp_path)
+    assert chat is not None
+    assert chat.templates == {"default": "plain", "tool_use": "{{ tools }}", "rag": "rag"}
+    messages = [{"role": "user", "content": "a"}]
+    assert chat.render(messages) == "plain"
+    assert chat.render(messages, tools=[{"name": "b"}]) == "[{'name': 'b'}]"
+    assert chat.reads_tools
 
 
 def test_no_vocabulary_is_no_error() -> None:
@@ -221,13 +275,15 @@ def test_what_cannot_be_reproduced_is_refused(changes: dict[str, Any], says: str
     ("changes", "says"),
     [
         ({"pre": "other"}, "the pre-tokenizer 'other', which is not supported"),
+        ({"pre": "qwen-2"}, "Did you mean 'qwen2'"),
+        ({"pre": None}, "the pre-tokenizer None, which is not supported"),
         ({"merges": []}, "without merges"),
         ({"merges": ["a"]}, "without merges"),
     ],
 )
 def test_rules_that_are_not_known_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UnreadableVocabularyError, match=says):
-        vocabulary_of(byte_level("gpt-2", **changes)[0])
+        vocabulary_of(byte_level(**({"pre": "gpt-2"} | changes)))
 
 
 def test_a_token_twice_is_refused() -> None:

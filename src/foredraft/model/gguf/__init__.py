@@ -6,6 +6,8 @@ metadata once, and `model.checkpoint` reads the tensors from the file itself.
 file.py         the container: metadata, and the place of each tensor
 config.py       metadata -> config.json
 vocabulary.py   metadata -> tokenizer.json and tokenizer_config.json
+words.py        how vocabularies cut text into words
+special.py      special tokens, and what ends a text
 names.py        tensor names -> the names of Hugging Face, and what the writer did to a tensor
 tensors.py      tensors by the names of Hugging Face
 folder.py       the folder of a file

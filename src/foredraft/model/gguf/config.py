@@ -10,7 +10,7 @@ https://github.com/ggml-org/llama.cpp/tree/master/src/models for what llama.cpp 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,12 +69,13 @@ class _Reader(ConfigReader):
         return name in self.file.tensors
 
 
-def config_of(file: GGUFFile, ids: dict[str, int]) -> dict[str, Any]:
+def config_of(file: GGUFFile, begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
     """Return the content of the `config.json` of a file's model.
 
     Args:
         file: The file.
-        ids: The ids of special tokens by their names in the file, as in "eos".
+        begin: The id that begins a text.
+        ends: The ids that end one.
 
     Raises:
         CheckpointError: The architecture is not supported, or a key is missing, wrong or not supported.
@@ -90,7 +91,6 @@ def config_of(file: GGUFFile, ids: dict[str, int]) -> dict[str, Any]:
     read = _Reader(file, architecture)
     name, model_type, own = ARCHITECTURES[architecture]
     sizes = _sizes(read)
-    ends = dict.fromkeys(ids[kind] for kind in ("eos", "eot", "eom") if kind in ids)
     config = {
         "architectures": [name],
         "model_type": model_type,
@@ -98,7 +98,7 @@ def config_of(file: GGUFFile, ids: dict[str, int]) -> dict[str, Any]:
         **own(read, sizes),
         "tie_word_embeddings": not read.has_tensor("output.weight"),
         "dtype": _dtype(file),
-        "bos_token_id": ids.get("bos"),
+        "bos_token_id": begin,
         "eos_token_id": [*ends] or None,
     }
     if quantised := _quantised(file, architecture):

@@ -28,8 +28,9 @@ from foredraft.model.checkpoint import Shapes
 from foredraft.model.gguf.config import CONVERT_AGAIN, config_of, generation_of
 from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.gguf.names import ROPE_FACTORS, file_name, model_name
+from foredraft.model.gguf.special import end_ids, special_ids
 from foredraft.model.gguf.tensors import RECORD, identity
-from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, special_ids, vocabulary_of
+from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, vocabulary_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import build_decoder
 from foredraft.ownership import check_folder, make_folder, read_private
@@ -37,7 +38,7 @@ from foredraft.user_cache import cache_folder
 
 __all__ = ["check_vocabulary", "checkpoint_folder"]
 
-FORMAT = 1  # raised when a folder's content is made differently
+FORMAT = 2  # raised when a folder's content is made differently
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -75,7 +76,9 @@ def check_vocabulary(folder: Path) -> None:
 def _files(path: Path, record: dict[str, Any]) -> dict[str, str]:
     """Return the content of the files of a folder by name."""
     file = GGUFFile(path)
-    config, generation = config_of(file, special_ids(file.metadata)), generation_of(file)
+    metadata = file.metadata
+    config = config_of(file, special_ids(metadata).get("bos"), end_ids(metadata))
+    generation = generation_of(file)
     try:
         spec = ModelSpec.from_hf(config, generation)
     except CheckpointError as error:

@@ -1,12 +1,18 @@
 """Turn the vocabulary of a GGUF file into a `tokenizer.json` and a `tokenizer_config.json`.
 
-Contract: two kinds of vocabulary are read. "gpt2" is byte-level BPE; how text is cut into words before the
-merges depends on a name in the file, and a name whose rule is not in `WORDS` is refused. "llama" is
-SentencePiece's BPE, whose merges follow from the scores of the tokens. Tokens of type UNUSED fill ids up and
-have no text. A file without a vocabulary is no error: its model runs on token ids.
+Contract: two kinds of vocabulary are read. "gpt2" is BPE with merges; how text is cut into words before them
+depends on a name in the file, and a name whose rule is not in `WORDS` is refused. "llama" is SentencePiece's
+BPE, whose merges follow from the scores of the tokens. Tokens of type UNUSED fill ids up and have no text. A
+file without a vocabulary is no error: its model runs on token ids.
 
-Sources: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp for words, defaults and types;
-https://github.com/huggingface/transformers/blob/main/src/transformers/convert_slow_tokenizer.py for merges.
+The tokenizer is that of the model's own `tokenizer.json`. Gemma's has tokens for runs of spaces, in
+SentencePiece's spelling, and merges such runs before anything else; its files spell these tokens with spaces.
+llama.cpp cuts runs of spaces out first, so it reads a text otherwise that spells SentencePiece's space
+itself.
+
+Sources: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp for defaults and types;
+https://github.com/huggingface/transformers/blob/main/src/transformers/convert_slow_tokenizer.py for merges;
+https://github.com/ggml-org/llama.cpp/blob/master/conversion/base.py for the spelling of tokens.
 """
 
 from __future__ import annotations
@@ -18,56 +24,14 @@ from typing import Any
 
 import tokenizers
 
-from foredraft.errors import shortened
+from foredraft.errors import did_you_mean, shortened
+from foredraft.model.gguf.special import CONTROL, KEY, UNKNOWN, UNUSED, USER_DEFINED, listed, special_ids
+from foredraft.model.gguf.words import WORDS, Words
 
-__all__ = ["UnreadableVocabularyError", "Vocabulary", "special_ids", "vocabulary_of"]
+__all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
 
-KEY = "tokenizer.ggml."
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is an ordinary one, 6 a byte
-SPECIAL = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "eot": "eot_token_id",
-    "eom": "eom_token_id",
-    "unk": "unknown_token_id",
-    "pad": "padding_token_id",
-}
-SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where a "llama" vocabulary does not name them
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 MOST_SHOWN = 200  # characters of an error of the library
-# words of Llama 3; Qwen 2 has single digits
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-LLAMA3 = (_WORDS % "{1,3}",)
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """How a byte-level vocabulary cuts text into words.
-
-    Attributes:
-        patterns: Regular expressions, applied one after the other: each cuts what it matches out of the rest.
-        normalizer: Applied before: the `type` of one of the library's, or None.
-        ignores_merges: A word that is a token is that token, even where no merges lead to it.
-        adds_bos: Texts begin with the bos token where the file does not say.
-    """
-
-    patterns: tuple[str, ...]
-    normalizer: str | None = None
-    ignores_merges: bool = False
-    adds_bos: bool = False
-
-
-# name in the file -> rule
-WORDS: dict[str, Words] = {
-    "default": Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": Words((_GPT2,)),
-    "llama-bpe": Words(LLAMA3, ignores_merges=True, adds_bos=True),
-    "qwen2": Words((_WORDS % "",), normalizer="NFC"),
-}
 
 
 class UnreadableVocabularyError(Exception):
@@ -87,13 +51,6 @@ class Vocabulary:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def special_ids(metadata: dict[str, Any]) -> dict[str, int]:
-    """Return the ids of the special tokens by the keys of `SPECIAL`."""
-    defaults = SENTENCEPIECE_IDS if metadata.get(f"{KEY}model") == "llama" else {}
-    given = {name: metadata.get(KEY + key, defaults.get(name)) for name, key in SPECIAL.items()}
-    return {name: id for name, id in given.items() if isinstance(id, int) and id < 2**32 - 1}  # -1: none
-
-
 def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
     """Return the tokenizer of a file; None if it has no vocabulary.
 
@@ -103,61 +60,109 @@ def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
     Raises:
         UnreadableVocabularyError: The tokenizer cannot be reproduced exactly.
     """
-    model, tokens = metadata.get(f"{KEY}model", "no_vocab"), _list(metadata, "tokens", str)
+    model, tokens = metadata.get(f"{KEY}model", "no_vocab"), listed(metadata, "tokens", str)
     if model in ("none", "no_vocab"):
         return None
     if not tokens:
         raise UnreadableVocabularyError(f"has a vocabulary {shortened(model)} without tokens")
-    if model == "gpt2":
-        content = _byte_level(metadata, tokens)
-    elif model == "llama":
+    if model == "llama":
         content = _sentencepiece(metadata, tokens)
+    elif model in ("gpt2", "gemma4"):
+        content = _with_merges(metadata, tokens)
     else:
         raise UnreadableVocabularyError(
-            f"has a vocabulary of kind {shortened(model)}, which is not supported (gpt2 and llama are)"
+            f"has a vocabulary of kind {shortened(model)}, which is not supported"
+            " (gpt2, llama and gemma4 are)"
         )
     _check(content)
     return Vocabulary(json.dumps(content, ensure_ascii=False), _config(metadata, tokens))
 
 
-def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    name = metadata.get(f"{KEY}pre")
+def _with_merges(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """Return the content of `tokenizer.json` for a vocabulary whose file lists the merges."""
+    name = "gemma4" if metadata[f"{KEY}model"] == "gemma4" else metadata.get(f"{KEY}pre")
     if not isinstance(name, str) or name not in WORDS:
         raise UnreadableVocabularyError(
             f"has a vocabulary with the pre-tokenizer {shortened(name)}, which is not supported"
-            f" ({', '.join(WORDS)} are)"
+            f"{did_you_mean(name, WORDS)}"
         )
-    words, merges = WORDS[name], _list(metadata, "merges", str)
+    words, merges = WORDS[name], listed(metadata, "merges", str)
     pairs = [merge.split(" ") for merge in merges]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise UnreadableVocabularyError("has a vocabulary without merges")
-    cuts = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in words.patterns
-    ]
+    if words.spells_bytes:
+        return _byte_level(metadata, tokens, words, pairs)
+    added, vocabulary = _split(metadata, tokens, spell_spaces=True)
+    return _text_level(
+        metadata, tokens, added, _bpe(vocabulary, pairs), prefix=False, adds_bos=words.adds_bos
+    )
+
+
+def _byte_level(
+    metadata: dict[str, Any], tokens: list[str], words: Words, merges: list[list[str]]
+) -> dict[str, Any]:
+    """Return the content of `tokenizer.json` for a vocabulary over bytes."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     added, vocabulary = _split(metadata, tokens)
     return {
         "added_tokens": added,
         "normalizer": None if words.normalizer is None else {"type": words.normalizer},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*_cuts(words.patterns), byte_level, *_cuts(words.byte_patterns)],
+        },
         "post_processor": _template(metadata, tokens, adds_bos=words.adds_bos),
         "decoder": byte_level,
-        "model": _bpe(vocabulary, pairs) | {"ignore_merges": words.ignores_merges},
+        "model": _bpe(vocabulary, merges) | {"ignore_merges": words.ignores_merges},
     }
 
 
+def _cuts(patterns: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+
+
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    scores = _list(metadata, "scores", float)
+    """Return the content of `tokenizer.json` for a vocabulary whose scores imply the merges."""
+    scores = listed(metadata, "scores", float)
     if len(scores) != len(tokens):
         raise UnreadableVocabularyError("has a vocabulary without a score for each token")
     for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if metadata.get(KEY + key):
             raise UnreadableVocabularyError(f"has a vocabulary with {key}, which is not supported")
-    prefix = metadata.get(f"{KEY}add_space_prefix", True)
+    prefix = bool(metadata.get(f"{KEY}add_space_prefix", True))
+    added, vocabulary = _split(metadata, tokens, spell_spaces=not prefix)
+    # an added token's score is 0 in SentencePiece's own model, and -1000 in files
+    scores = scores.copy()
+    for token in added:
+        scores[token["id"]] = 0.0
+    special = {token["content"] for token in added if token["special"]}
+    merges = _merges({token: id for token, id in vocabulary.items() if token not in special}, scores)
+    return _text_level(metadata, tokens, added, _bpe(vocabulary, merges), prefix=prefix, adds_bos=True)
+
+
+def _text_level(
+    metadata: dict[str, Any],
+    tokens: list[str],
+    added: list[dict[str, Any]],
+    model: dict[str, Any],
+    *,
+    prefix: bool,
+    adds_bos: bool,
+) -> dict[str, Any]:
+    """Return the content of `tokenizer.json` for a vocabulary over text, with bytes for what it lacks.
+
+    Args:
+        metadata: Those of the file.
+        tokens: The texts of all tokens.
+        added: The added tokens.
+        model: The vocabulary and its merges.
+        prefix: Texts begin with a space, as after each special token.
+        adds_bos: Texts begin with the bos token where the file does not say.
+    """
     unknown = special_ids(metadata).get("unk")
-    added, vocabulary = _split(metadata, tokens)
-    within = {token: id for token, id in vocabulary.items() if id not in {each["id"] for each in added}}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -172,9 +177,9 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any
             "normalizers": [*([{"type": "Prepend", "prepend": SPACE}] if prefix else []), spaces],
         },
         "pre_tokenizer": None,
-        "post_processor": _template(metadata, tokens, adds_bos=True),
+        "post_processor": _template(metadata, tokens, adds_bos=adds_bos),
         "decoder": {"type": "Sequence", "decoders": decoders if prefix else decoders[:-1]},
-        "model": _bpe(vocabulary, _merges(within, scores))
+        "model": model
         | {
             "unk_token": None if unknown is None or unknown >= len(tokens) else tokens[unknown],
             "fuse_unk": True,
@@ -200,14 +205,27 @@ def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[list[st
     return [[*pair] for _, pair in found]
 
 
-def _split(metadata: dict[str, Any], tokens: list[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def _split(
+    metadata: dict[str, Any], tokens: list[str], *, spell_spaces: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return the added tokens, and the ids of the vocabulary by token.
 
     Added tokens whose ids follow the vocabulary's are not in it, as Hugging Face has it for such models.
+
+    Args:
+        metadata: Those of the file.
+        tokens: The texts of all tokens.
+        spell_spaces: Use SentencePiece's spelling for tokens that are user-defined runs of spaces.
     """
-    types = _list(metadata, "token_type", int)
+    types = listed(metadata, "token_type", int)
     if len(types) != len(tokens):
         raise UnreadableVocabularyError("has a vocabulary without a type for each token")
+    if spell_spaces:
+        runs = {SPACE * len(token) for token in tokens if not token.strip(" ")} - {*tokens}
+        tokens = [
+            spelt if kind == USER_DEFINED and (spelt := token.replace(" ", SPACE)) in runs else token
+            for token, kind in zip(tokens, types, strict=True)
+        ]
     added = {
         id: {
             "id": id,
@@ -307,9 +325,3 @@ def _config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     if templates:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     return config
-
-
-def _list(metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
-    """Return a list of values of one type; an empty one where the metadata have none."""
-    values = metadata.get(KEY + key)
-    return values if isinstance(values, list) and all(type(value) is kind for value in values) else []
