@@ -204,13 +204,15 @@ static void coded_products(int word, int64_t n, int64_t k) {
     uint8_t *scales = elements(n * (k / GROUP_COLUMNS), 1);  // as float32, which is the longest
     uint8_t *offsets = array(n * (k / 16), 1);
     uint16_t *steps = array(n * (k / 256) + 1, 2);
+    int32_t *order = array(k, sizeof(int32_t));
+    for (int64_t j = 0; j < k; j++) order[j] = k - 1 - j;
     const Codes all = {codes, scales, offsets, steps, steps};
     for (size_t c = 0; c < sizeof codings / sizeof *codings; c++) {
         if (codings[c].scale == NESTED && k % (GROUP_COLUMNS * SUPER)) continue;
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;
         uint8_t *packed = array(blocks * block_bytes(codings[c], k), 1);
         foredraft_pack_codes(&all, n, k, codings + c, packed, 3);
-        const Linear l = {packed, NULL, n, k, codings[c]};
+        const Linear l = {packed, NULL, n, k, codings[c], .order = c % 2 ? order : NULL};
         const int64_t ends[] = {0, n - 1};
         void *taken = elements(2 * k, word);
         if (word == 1) foredraft_rows_float32(&l, ends, 2, taken);
@@ -224,7 +226,7 @@ static void coded_products(int word, int64_t n, int64_t k) {
         }
         free(packed);
     }
-    free(codes), free(scales), free(offsets), free(steps);
+    free(codes), free(scales), free(offsets), free(steps), free(order);
 }
 
 // Every vocabulary operation, over `count` rows of n values.

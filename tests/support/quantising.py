@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["KINDS", "SINGLE", "Kind", "by_token", "edit_config", "edit_tensors", "quantise"]
+__all__ = ["KINDS", "SINGLE", "WIDE", "Kind", "by_token", "edit_config", "edit_tensors", "quantise"]
 
 SINGLE = "model.safetensors"
 GROUP = 32  # columns of a group
@@ -64,18 +64,28 @@ def rounded(weight: Tensor, bits: int, group: int, zeros: bool) -> tuple[Tensor,
 
 
 def gptq(
-    bits: int, group: int, *, zeros: bool, less_one: bool, order: bool = True
+    bits: int, group: int, *, zeros: bool, less_one: bool, order: bool = True, act_order: bool = False
 ) -> Callable[[Tensor], Packed]:
+    """Return a packer; with act-order, weights of the same width have the same order of columns."""
+
     def pack(weight: Tensor) -> Packed:
-        size = weight.shape[1] if group == -1 else group
-        numbers, scales, points, values = rounded(weight, bits, size, zeros)
+        columns = weight.shape[1]
+        size = columns if group == -1 else group
+        places = torch.arange(columns)
+        if act_order:
+            places = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+        groups = (places // size).int()
+        by_group = groups.argsort(stable=True)
+        numbers, scales, points, values = rounded(weight[:, by_group], bits, size, zeros)
+        back = by_group.argsort()
+        numbers, values = numbers[:, back], values[:, back]
         tensors = {
             "qweight": words(numbers, bits).T,
             "qzeros": words(points.T - int(less_one), bits),
             "scales": scales.T,
         }
         if order:
-            tensors["g_idx"] = (torch.arange(weight.shape[1]) // size).int()
+            tensors["g_idx"] = groups
         return tensors, values
 
     return pack
@@ -123,10 +133,26 @@ def float8_blocks(weight: Tensor) -> Packed:
     return {"weight": numbers, "weight_scale_inv": scales}, numbers.float() * spread
 
 
+def float8_square_blocks(weight: Tensor) -> Packed:
+    """Name and round the scales as compressed-tensors does."""
+    tensors, _ = float8_blocks(weight)
+    scales = tensors["weight_scale_inv"].bfloat16()
+    rows, columns = weight.shape
+    spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return {"weight": tensors["weight"], "weight_scale": scales}, tensors["weight"].float() * spread
+
+
 def gptq_config(bits: int, group: int, sym: bool, layout: str = "gptq") -> dict[str, Any]:
     return {
         "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": sym,
         "damp_percent": 0.1, "true_sequential": True, "checkpoint_format": layout, "lm_head": False,
+    }  # fmt: skip
+
+
+def auto_round_config(bits: int, packing: str, sym: bool) -> dict[str, Any]:
+    return {
+        "quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": GROUP, "sym": sym,
+        "data_type": "int", "iters": 200, "autoround_version": "0.16.1", "block_name_to_quantize": "model.layers",
     }  # fmt: skip
 
 
@@ -157,6 +183,19 @@ KINDS: dict[str, Kind] = {
         gptq_config(4, GROUP, sym=False), gptq(4, GROUP, zeros=True, less_one=True, order=False)
     ),
     "gptq-v2-8": Kind(gptq_config(8, -1, False, "gptq_v2"), gptq(8, -1, zeros=True, less_one=False)),
+    "gptq-order": Kind(
+        gptq_config(4, GROUP, sym=False) | {"desc_act": True},
+        gptq(4, GROUP, zeros=True, less_one=True, act_order=True),
+    ),
+    "auto-round": Kind(
+        auto_round_config(4, "auto_round:auto_gptq", sym=True),
+        gptq(4, GROUP, zeros=False, less_one=True, order=False),
+    ),
+    "auto-round-zeros": Kind(
+        auto_round_config(4, "auto_round", sym=False),
+        gptq(4, GROUP, zeros=True, less_one=False, order=False),
+    ),
+    "auto-round-awq": Kind(auto_round_config(4, "auto_round:auto_awq", sym=False), awq),
     "awq": Kind(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "GEMM"}, awq
     ),
@@ -172,10 +211,25 @@ KINDS: dict[str, Kind] = {
     "int8": Kind(tensors_config("int-quantized", num_bits=8, strategy="channel"), int8),
     "fp8-channel": Kind(tensors_config("float-quantized", **FLOAT8), float8),
     "w8a8": Kind(tensors_config("int-quantized", by_token("int"), num_bits=8, strategy="channel"), int8),
+    "fp8-square": Kind(
+        tensors_config("float-quantized", **FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}),
+        float8_square_blocks,
+    ),
     "fp8-dynamic": Kind(tensors_config("float-quantized", by_token("float"), **FLOAT8), float8),
     "fp8-blocks": Kind(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
         float8_blocks,
+    ),
+}  # fmt: skip
+
+# kinds whose layers need inputs of whole groups of 128 columns
+WIDE: dict[str, Kind] = {
+    "fp8-square-dynamic": Kind(
+        tensors_config(
+            "float-quantized", by_token("float") | {"strategy": "group", "group_size": 128},
+            **FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
+        ),
+        float8_square_blocks,
     ),
 }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -165,6 +167,48 @@ def test_packed_codes_come_back(coded: Coded, shape: tuple[int, int], dtype: tor
         assert one is None or torch.equal(one.float(), other.float()), name
     assert torch.equal(product.dense(), codes.expand(dtype))
     assert product.weight.numel() == coded_bytes(*shape, *coded)
+
+
+def check_order(coded: Coded, dtype: torch.dtype) -> None:
+    """Hold a product with ordered columns against the one of gathered inputs, to the bit, at every row count."""
+    columns = 512 if coded[0].nested else 320
+    plain = codes_of(72, columns, coded)
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    ordered = replace(plain, order=order)
+    product, gathered = (pack_codes(codes, dtype, torch.randn(72)) for codes in (ordered, plain))
+    product = replace(product, bias=gathered.bias)
+    weight = product.dense()
+    assert torch.equal(weight[:, order.long()], plain.expand(dtype))
+    x = torch.randn(70, columns).to(dtype)
+    kept, want, before = x.clone(), gathered(x[:, order.long()]), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for count in (*range(1, 35), 63, 64, 65, 70):
+                for first in {0, 70 - count}:
+                    assert torch.equal(product(x[first:][:count]), want[first:][:count]), (threads, count)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(x, kept), "a caller's tensor stays as it is"
+    ids = torch.tensor([[0, 71], [5, 33]])
+    assert torch.equal(product.rows(ids), weight[ids])
+    assert product.codes().order is order
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("coded", CODINGS, ids=str)
+def test_columns_may_have_an_order_of_their_own(coded: Coded, dtype: torch.dtype) -> None:
+    check_order(coded, dtype)
+
+
+def test_a_copy_in_few_bits_has_the_columns_in_order() -> None:
+    order = torch.randperm(320).to(torch.int32)
+    product = pack_codes(
+        replace(codes_of(72, 320, (Coding(8), torch.float32)), order=order), torch.float32, None
+    )
+    copied = code_native(product, 4, Arena())
+    assert isinstance(copied, NativeCodes) and copied.order is None
+    assert torch.equal(copied.dense(), quantise(product.dense(), 4).expand(torch.float32))
 
 
 def error_of(weight: Tensor, codes: Codes) -> float:

@@ -21,6 +21,7 @@ from tests.unit.test_kernels_codes import (
     CODINGS,
     DTYPES,
     Coded,
+    check_order,
     check_product,
     check_values,
     codes_of,
@@ -196,3 +197,29 @@ def test_defects_of_joined_parts_are_caught(
 ) -> None:
     joined = defect(parts, seam, spoiler, lambda: check_joined(PARTS[parts], dtype))
     assert_caught(joined, monkeypatch)
+
+
+def other_order(spoilt: Callable[[Any], Any]) -> Spoiler:
+    """Return the spoiler of `pack_codes` that gives the product another order of columns."""
+
+    def spoiler(pack: Callable[..., Any]) -> Callable[..., Any]:
+        def packs(*given: Any) -> Any:
+            product = pack(*given)
+            return product if product.order is None else replace(product, order=spoilt(product.order))
+
+        return packs
+
+    return spoiler
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [lambda order: None, lambda order: order.argsort().int(), lambda order: order.roll(1)],
+    ids=["not gathered", "gathered the other way", "gathered one place late"],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_defects_of_the_order_of_columns_are_caught(
+    dtype: torch.dtype, spoilt: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = defect("order", pack_codes, other_order(spoilt), lambda: check_order(CODINGS[0], dtype))
+    assert_caught(check, monkeypatch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation import (
     Codes,
+    Coding,
     Quantisation,
     WeightFormat,
     awq,
@@ -65,7 +67,11 @@ def expand(
     return format.codes(shape, stored).expand(dtype)
 
 
-CASES = [(method, case) for method in ("compressed-tensors", "gptq", "awq") for case in configs(method)]
+CASES = [
+    (method, case)
+    for method in ("compressed-tensors", "gptq", "awq", "auto-round")
+    for case in configs(method)
+]
 
 
 def check_fixture(method: str, case: str) -> None:
@@ -121,6 +127,33 @@ def test_fp8_blocks_are_what_transformers_makes_of_them(rows: int, columns: int,
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (130, 200), (5, 7), (132, 160)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_are_what_compressed_tensors_makes_of_them(
+    rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    config = dict(KINDS["fp8-square"].config)
+    settings = config["config_groups"]["group_0"]["weights"]
+    args = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**settings), format="float-quantized"
+    )
+    random = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, columns, generator=random).to(dtype)
+    scales = (torch.rand(-(-rows // 128), -(-columns // 128), generator=random) + 0.01).to(dtype) / 64
+    library = BaseCompressor.get_value_from_registry("float-quantized")
+    stored = library.compress({"weight": weight, "weight_scale": scales}, args)
+    expected = library.decompress(stored, args)["weight"]
+    format = scheme(config).format_of(MODULE)
+    assert format is not None
+    found = expand(format, stored, (rows, columns), dtype)
+    assert expected.dtype == dtype and expected.unique().numel() > 10
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("rows", "columns"), [(8, 32), (40, 96), (24, 160)])
 def test_shapes_of_every_kind(name: str, rows: int, columns: int) -> None:
@@ -128,6 +161,35 @@ def test_shapes_of_every_kind(name: str, rows: int, columns: int) -> None:
     format = scheme(dict(KINDS[name].config)).format_of(MODULE)
     assert format is not None
     assert torch.equal(expand(format, stored, (rows, columns), torch.float32), expected)
+
+
+def check_order(groups: list[int], columns: list[int] | None) -> None:
+    """Hold the columns that are read group by group against those expected; None: they are in order."""
+    stored, _ = KINDS["gptq-order"].pack(torch.randn(8, 64))
+    stored["g_idx"] = torch.tensor(groups, dtype=torch.int32)
+    format = scheme(dict(KINDS["gptq-order"].config)).format_of(MODULE)
+    assert format is not None
+    order = format.codes((8, 64), stored).order
+    assert (None if order is None else order.tolist()) == columns
+
+
+def test_columns_are_read_group_by_group_in_their_own_order() -> None:
+    check_order([0] * 32 + [1] * 32, None)
+    check_order([1, 0] * 32, [*range(1, 64, 2), *range(0, 64, 2)])
+    check_order([1] * 32 + [0] * 32, [*range(32, 64), *range(32)])
+
+
+def test_weights_of_several_orders_are_not_joined() -> None:
+    codes = Codes(torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2), 32, Coding(4))
+    one, other = (replace(codes, order=torch.randperm(64).int()) for _ in range(2))
+    for parts, joins in [
+        ((codes, codes), True), ((one, one), True), ((one,), True), ((one, other), False), ((codes, one), False),
+        ((one, codes), False),
+    ]:  # fmt: skip
+        assert Codes.can_join(parts) is joins
+    assert Codes.joined([one, one]).order is one.order
+    wide = Codes(torch.zeros(1, 2**17, dtype=torch.int8), torch.ones(1, 2**12), 32, Coding(4))
+    assert Codes.can_join([wide]) and not Codes.can_join([replace(wide, order=torch.arange(2**17).int())])
 
 
 def test_joined_codes_stand_for_the_joined_weights() -> None:
@@ -143,11 +205,14 @@ def test_joined_codes_stand_for_the_joined_weights() -> None:
     [
         ("gptq", "gptq, 4 bits in groups of 32"),
         ("gptq-v2-8", "gptq, 8 bits per channel"),
+        ("gptq-order", "gptq, 4 bits in groups of 32"),
+        ("auto-round", "auto-round, 4 bits in groups of 32"),
         ("awq", "awq, 4 bits in groups of 32"),
         ("w4-zeros", "compressed-tensors, 4 bits in groups of 32"),
         ("int8", "compressed-tensors, 8 bits per channel"),
         ("fp8-channel", "compressed-tensors, FP8 per channel"),
         ("w8a8", "compressed-tensors, 8 bits per channel, activations in 8 bits by token"),
+        ("fp8-square", "compressed-tensors, FP8 in blocks of 128 x 128"),
         ("fp8-dynamic", "compressed-tensors, FP8 per channel, activations in FP8 by token"),
         ("fp8-blocks", "fp8, FP8 in blocks of 128 x 128 (activations stay in the model's dtype;"),
     ],
@@ -207,6 +272,35 @@ def zeros_of_v2(zeros: Function) -> Function:
     return lambda self, tensors: zeros(self, tensors) - int(self.less_one)
 
 
+def zeros_one_more(zeros: Function) -> Function:
+    return lambda self, tensors: zeros(self, tensors) + 1
+
+
+def groups_ignored(order: Function) -> Function:
+    return lambda groups: None
+
+
+def columns_of_places(order: Function) -> Function:
+    """Return the place of each column instead of the column at each place."""
+
+    def spoilt(groups: Tensor | None) -> Tensor | None:
+        found = order(groups)
+        return None if found is None else found.argsort().int()
+
+    return spoilt
+
+
+def blocks_transposed(codes: Function) -> Function:
+    return lambda self, shape, tensors: codes(
+        self, shape, {name: tensor.T if "scale" in name else tensor for name, tensor in tensors.items()}
+    )
+
+
+def places_forgotten(expand: Function) -> Function:
+    """Leave the columns of codes where they are."""
+    return lambda self, dtype: expand(replace(self, order=None), dtype)
+
+
 def last_group_short(expand: Function) -> Function:
     """Let groups begin one column early, so that the last one is short."""
 
@@ -223,6 +317,10 @@ def fixture(method: str, case: str) -> Callable[[], None]:
 
 def check_blocks() -> None:
     test_fp8_blocks_are_what_transformers_makes_of_them(256, 128, torch.float32)
+
+
+def check_square_blocks() -> None:
+    test_blocks_are_what_compressed_tensors_makes_of_them(132, 160, torch.float32)
 
 
 TENSORS = "compressed-tensors"
@@ -244,6 +342,15 @@ MUTANTS: list[Mutant] = [
         ]
     ),
     defect("scale of a neighbouring block", FP8BlockFormat.codes, other_block_rows, check_blocks),
+    defect("scales of blocks transposed", FP8BlockFormat.codes, blocks_transposed, check_square_blocks),
+    *(
+        defect(f"{spoiler.__name__}, {case}", gptq._order, spoiler, fixture("gptq", case))
+        for spoiler in (groups_ignored, columns_of_places)
+        for case in ("w4-order", "w4-order-zeros", "w8-order-v2-zeros", "w4-order-unsaid")
+    ),
+    defect("columns of codes not put back", Codes.expand, places_forgotten, fixture("gptq", "w4-order")),
+    defect("AutoRound zeros not less 1", gptq.GPTQFormat._zeros, zeros_of_v2, fixture("auto-round", "gptq-zeros")),
+    defect("AutoRound zeros less 1", gptq.GPTQFormat._zeros, zeros_one_more, fixture("auto-round", "plain-zeros")),
     defect("AWQ order", awq._ordered, rows_in_order, fixture("awq", "gemm")),
     defect("GPTQ v1 zeros read as v2", gptq.GPTQFormat._zeros, zeros_of_v2, fixture("gptq", "w4-v1-zeros")),
     *(

@@ -30,7 +30,12 @@ from tests.support.quantising import KINDS, by_token, edit_config
 
 FORMATS = list(ActivationFormat)
 DTYPES = [torch.float32, torch.bfloat16]
-KEYS = {ActivationFormat.INT8: "int", ActivationFormat.FP8: "float"}
+BY_GROUP = by_token("float") | {"strategy": "group", "group_size": 128}
+KEYS = {  # of `input_activations`
+    ActivationFormat.INT8: by_token("int"),
+    ActivationFormat.FP8: by_token("float"),
+    ActivationFormat.FP8_GROUPS: BY_GROUP,
+}
 NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
 
 
@@ -43,14 +48,19 @@ def inputs(columns: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
+def widths(format: ActivationFormat, *others: int) -> tuple[int, ...]:
+    """Return numbers of columns; others than whole groups, where there need be none."""
+    return (128, 384, 2048) if format == ActivationFormat.FP8_GROUPS else (*others, 2048)
+
+
 def check_library(format: ActivationFormat, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
-    args, linear = QuantizationArgs(**by_token(KEYS[format])), torch.nn.Linear(1, 1)
+    args, linear = QuantizationArgs(**KEYS[format]), torch.nn.Linear(1, 1)
     linear.quantization_status = QuantizationStatus.COMPRESSED  # type: ignore[assignment]
-    for columns in (33, 96, 2048):
+    for columns in widths(format, 33, 96):
         x = inputs(columns, dtype)
         expected = forward_quantize(linear, x[None], "input", args)[0]
         assert (expected != x).any()
@@ -67,7 +77,7 @@ def test_inputs_become_those_of_the_library(format: ActivationFormat, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_kernels_round_as_it_is_defined(format: ActivationFormat, dtype: torch.dtype) -> None:
-    for columns in (34, 96, 2048):
+    for columns in widths(format, 34, 96):
         x, identity = inputs(columns, dtype), pack_native(torch.eye(columns, dtype=dtype), None)
         kept = x.clone()
         assert torch.equal(replace(identity, inputs=format)(x), format.rounded(x))
@@ -78,7 +88,7 @@ def test_the_kernels_round_as_it_is_defined(format: ActivationFormat, dtype: tor
 
 def products(format: ActivationFormat, dtype: torch.dtype) -> list[Any]:
     """Return every kind of product with one weight, over quantised inputs."""
-    weight = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.randn(72, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     codes = quantise(weight, 8)
     native = [pack_native(weight, None), pack_codes(codes, dtype, None)]
     return [replace(product, inputs=format) for product in native]
@@ -88,7 +98,7 @@ def products(format: ActivationFormat, dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_has_the_same_bits_beside_any_others(format: ActivationFormat, dtype: torch.dtype) -> None:
-    x, before = inputs(96, dtype), torch.get_num_threads()
+    x, before = inputs(256, dtype), torch.get_num_threads()
     try:
         for product in products(format, dtype):
             whole = product(x)
@@ -103,10 +113,11 @@ def test_a_row_has_the_same_bits_beside_any_others(format: ActivationFormat, dty
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the compiler
-def test_compiled_layers_round_every_step() -> None:
-    identity = QuantisedInputs(Linear(torch.eye(96, dtype=torch.bfloat16)), ActivationFormat.INT8)
-    x = inputs(96, torch.bfloat16)
-    assert torch.equal(torch.compile(identity, dynamic=False)(x), ActivationFormat.INT8.rounded(x))
+@pytest.mark.parametrize("format", [ActivationFormat.INT8, ActivationFormat.FP8_GROUPS])
+def test_compiled_layers_round_every_step(format: ActivationFormat) -> None:
+    identity = QuantisedInputs(Linear(torch.eye(128, dtype=torch.bfloat16)), format)
+    x = inputs(128, torch.bfloat16)
+    assert torch.equal(torch.compile(identity, dynamic=False)(x), format.rounded(x))
 
 
 @pytest.mark.parametrize("name", ["w8a8", "fp8-dynamic"])
@@ -156,6 +167,19 @@ def test_layers_that_share_their_inputs_quantise_them_alike(tmp_path: Path) -> N
     assert "model.layers.0.self_attn.k_proj: none" in str(caught.value)
 
 
+def test_inputs_without_whole_groups_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "fp8-square")
+    config: dict[str, Any] = dict(KINDS["fp8-square"].config)
+    rounding = {**config["config_groups"]["group_0"], "input_activations": BY_GROUP}
+    edit_config(folder, {"quantization_config": {**config, "config_groups": {"group_0": rounding}}})
+    with pytest.raises(CheckpointError) as caught:
+        load_decoder(folder)
+    assert "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj" in str(caught.value)
+    assert "inputs of 64 columns have no whole groups (activations in FP8 by groups of 128)" in str(
+        caught.value
+    )
+
+
 def one_scale(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Take the scale from all rows of a pass."""
     return lambda self, x: rounded(self, x.flatten()).view(x.shape)
@@ -176,6 +200,20 @@ def by_127(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return (x / scales).round().clamp(-128, 127) * scales
 
     return spoilt
+
+
+def one_scale_a_row(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda self, x: rounded(ActivationFormat.FP8, x)
+
+
+def test_a_scale_of_a_whole_row_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("compressed_tensors")
+
+    def check() -> None:
+        check_library(ActivationFormat.FP8_GROUPS, torch.bfloat16)
+
+    check()
+    assert_caught(defect("planted", ActivationFormat.rounded, one_scale_a_row, check), monkeypatch)
 
 
 @pytest.mark.parametrize(

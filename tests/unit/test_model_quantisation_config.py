@@ -83,20 +83,27 @@ REFUSED: list[tuple[Any, str]] = [
     ("gptq", "config.json: quantization_config is 'gptq'; it must be a JSON object or null"),
     (
         {"bits": 4},
-        "quantization_config: quant_method is missing; supported are awq, compressed-tensors, fp8, gguf, gptq",
+        "quantization_config: quant_method is missing; supported are auto-round, awq, compressed-tensors",
     ),
-    ({"quant_method": "hqq"}, "quant_method is 'hqq'; supported are awq"),
+    ({"quant_method": "hqq"}, "quant_method is 'hqq'; supported are auto-round, awq"),
     ({"quant_method": ["gptq"]}, "quant_method is ['gptq']"),
     (
         {**BNB, "load_in_8bit": True},
-        f"'bitsandbytes' with load_in_8bit picks outlier columns over all rows of a pass, so {NEIGHBOURS}",
+        f"'bitsandbytes' with load_in_8bit picks outlier columns over all rows of a pass, so {NEIGHBOURS};"
+        " give the 16-bit model that it was made from, with weights='int8'",
     ),
     (
         {**BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        "'bitsandbytes' with bnb_4bit_quant_type 'nf4' is not supported",
+        "'bitsandbytes' with bnb_4bit_quant_type 'nf4' is not supported; give the 16-bit model that it was made from,"
+        " with weights='int4'",
     ),
     # GPTQ
-    (changed("gptq", desc_act=True), "desc_act is True; columns ordered by activation are not supported"),
+    (changed("gptq", desc_act="yes"), "desc_act is 'yes'; it must be true or false"),
+    (
+        changed("gptq", act_bits=8),
+        "act_bits is 8; export models with quantised activations in the format llm_compressor",
+    ),
+    (changed("gptq", data_type="mx_fp"), "data_type is 'mx_fp'; supported are int"),
     (
         changed("gptq", dynamic={"-:.*down.*": {}}),
         "dynamic is {'-:.*down.*': {}}; settings of single modules",
@@ -125,6 +132,11 @@ REFUSED: list[tuple[Any, str]] = [
     (changed("awq", sym=True), "sym is True; zero_point is True; they must differ"),
     (changed("awq", lm_head=True), "lm_head is True"),
     (changed("awq", modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
+    (
+        changed("awq", act_bits=8),
+        "act_bits is 8; export models with quantised activations in the format llm_compressor",
+    ),
+    (changed("awq", to_quant_block_names="model.layers.1"), "to_quant_block_names is 'model.layers.1'"),
     (changed("awq", smooth=0.5), "smooth = 0.5 is not known"),
     # FP8 by block
     (
@@ -141,6 +153,53 @@ REFUSED: list[tuple[Any, str]] = [
     (changed("fp8-blocks", modules_to_convert=["model.embed_tokens"]), "modules_to_convert is"),
     (changed("fp8-blocks", modules_to_not_convert=[], ignored_layers=[]), "ignored_layers is []"),
     (changed("fp8-blocks", per_tensor=True), "per_tensor = True is not known"),
+    # AutoRound
+    (
+        changed("auto-round", packing_format="auto_round:llm_compressor"),
+        "packing_format is 'auto_round:llm_compressor'",
+    ),
+    (
+        changed("auto-round", packing_format="auto_round:fp8_static"),
+        "packing_format is 'auto_round:fp8_static'",
+    ),
+    (
+        changed("auto-round", packing_format="mlx"),
+        "packing_format is 'mlx'; supported are auto_round:auto_gptq",
+    ),
+    (changed("auto-round", bits=2), "bits is 2; supported are 4, 8"),
+    (changed("auto-round", packing_format="auto_round:auto_awq", bits=8), "bits is 8; supported are 4"),
+    (changed("auto-round", group_size=[128, 128]), "group_size is [128, 128]"),
+    (changed("auto-round", sym=1), "sym is 1"),
+    (changed("auto-round", data_type="nv_fp"), "data_type is 'nv_fp'; supported are int"),
+    (
+        changed("auto-round", act_bits=8),
+        "act_bits is 8; export models with quantised activations in the format llm",
+    ),
+    (changed("auto-round", super_bits=6), "super_bits = 6 is not known"),
+    (changed("auto-round", static_kv_dtype="fp8"), "static_kv_dtype is 'fp8'; a quantised KV cache"),
+    (changed("auto-round", rotation_config={"name": "hadamard"}), "rotation_config is {'name': 'hadamard'}"),
+    (
+        changed("auto-round", block_name_to_quantize="visual.blocks"),
+        "block_name_to_quantize is 'visual.blocks'",
+    ),
+    (
+        changed("auto-round", block_name_to_quantize=[["model.layers.0", 1]]),
+        "it must name model.layers or blocks of",
+    ),
+    (changed("auto-round", block_name_to_quantize=[]), "block_name_to_quantize is []"),
+    (changed("auto-round", extra_config=["lm_head"]), "extra_config is ['lm_head']"),
+    (changed("auto-round", extra_config={"lm_head": 4}), "'lm_head' must be a JSON object"),
+    (
+        changed("auto-round", extra_config={"lm_head": {"bits": 3}}),
+        "'lm_head': bits is 3; supported are 4, 8, 16, 32",
+    ),
+    (changed("auto-round", extra_config={"lm_head": {"act_bits": 8}}), "'lm_head': act_bits is 8"),
+    (
+        changed("auto-round", extra_config={"lm_head": {"new": 1}}),
+        "extra_config, 'lm_head': new = 1 is not known",
+    ),
+    (changed("auto-round", extra_config={".*(": {"bits": 8}}), "'.*(' is not a regular expression"),
+    (changed("auto-round", extra_config={"(.+)+x": {"bits": 8}}), "'(.+)+x' may take for ever to match"),
     # compressed-tensors
     (
         changed("w4", kv_cache_scheme={"num_bits": 8}),
@@ -169,6 +228,18 @@ REFUSED: list[tuple[Any, str]] = [
     (group(input_activations={**BY_TOKEN, "strategy": None}), NEIGHBOURS),
     (group(input_activations={**BY_TOKEN, "strategy": "group"}), "strategy is 'group'; supported are token"),
     (
+        group(input_activations={**by_token("float"), "strategy": "group", "group_size": 64}),
+        "input_activations: group_size is 64; supported are 128",
+    ),
+    (
+        group(input_activations={**by_token("float"), "strategy": "group"}),
+        "group_size is None; supported are 128",
+    ),
+    (
+        group(input_activations={**by_token("float"), "group_size": 128}),
+        "input_activations: group_size is 128; supported are null",
+    ),
+    (
         group(input_activations={**BY_TOKEN, "dynamic": False}),
         "fixed scales of activations are not supported",
     ),
@@ -190,6 +261,12 @@ REFUSED: list[tuple[Any, str]] = [
     (weights(actorder="group"), "actorder is 'group'"),
     (weights(dynamic=True), "dynamic is True"),
     (weights(strategy="block"), "strategy is 'block'; supported are channel, group"),
+    (
+        weights("fp8-channel", strategy="block", block_structure=[64, 64]),
+        "block_structure is [64, 64]; supported are [128, 128]",
+    ),
+    (weights("fp8-channel", strategy="block"), "block_structure is missing; supported are [128, 128]"),
+    (weights("fp8-channel", block_structure=[128, 128]), "block_structure is [128, 128]; supported are null"),
     (weights(strategy="tensor"), "strategy is 'tensor'"),
     (weights(strategy="channel"), "group_size is 32; it does not fit the strategy 'channel'"),
     (weights(group_size=None), "group_size is None; it does not fit the strategy 'group'"),
@@ -198,7 +275,7 @@ REFUSED: list[tuple[Any, str]] = [
     (weights("int8", num_bits=4), "num_bits is 4; supported are 8"),
     (
         weights("fp8-channel", strategy="group", group_size=32),
-        "strategy is 'group'; supported are channel, tensor",
+        "strategy is 'group'; supported are channel, block, tensor",
     ),
     (weights("fp8-channel", symmetric=False), "symmetric is False"),
     (weights("fp8-channel", type="int"), "type is 'int'; supported are float"),
@@ -253,6 +330,45 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "group_size": 128, "modules_to_fuse": None, "modules_to_not_convert": None, "quant_method": "awq",
         "version": "gemm", "zero_point": True,
     },
+    "AutoRound": {
+        "autoround_version": "0.13.0", "bits": 4, "data_type": "int", "enable_quanted_input": False,
+        "extra_config": {
+            "lm_head": {"bits": 16, "data_type": "float"},
+            "model.layers.0.input_layernorm": {"bits": 16, "data_type": "float"},
+        },
+        "group_size": 128, "iters": 0, "low_gpu_mem_usage": True, "model_free": True,
+        "packing_format": "auto_round:auto_gptq", "quant_method": "auto-round", "sym": True,
+    },
+    "GPTQ by AutoRound": {
+        "act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_group_size": 128, "act_sym": True,
+        "amp": True, "autoround_version": "0.5.1", "batch_size": 8, "bits": 4, "damp_percent": 0.01,
+        "data_type": "int", "desc_act": False, "enable_minmax_tuning": True, "enable_norm_bias_tuning": False,
+        "enable_quanted_input": True, "gradient_accumulate_steps": 1, "group_size": 128, "iters": 1000,
+        "low_gpu_mem_usage": True, "lr": 0.001, "minmax_lr": 0.001, "nsamples": 512, "quant_method": "gptq",
+        "scale_dtype": "torch.float16", "seqlen": 2048, "super_bits": None, "super_group_size": None,
+        "sym": True, "to_quant_block_names": None, "true_sequential": False,
+    },
+    "AWQ by AutoRound": {
+        "autoround_version": "0.16.1", "bits": 4, "data_type": "int", "enable_quanted_input": False,
+        "group_size": 128, "modules_to_not_convert": ["lm_head"], "provider": "auto-round", "quant_method": "awq",
+        "sym": False, "to_quant_block_names": "model.layers", "version": "gemm", "zero_point": True,
+    },
+    "FP8 by block": {
+        "config_groups": {"group_0": {
+            "input_activations": {
+                "actorder": None, "block_structure": None, "dynamic": True, "group_size": 128, "num_bits": 8,
+                "observer": None, "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "float",
+            },
+            "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": [128, 128], "dynamic": False, "group_size": None, "num_bits": 8,
+                "observer": "static_minmax", "observer_kwargs": {}, "strategy": "block", "symmetric": True,
+                "type": "float",
+            },
+        }},
+        "format": "float-quantized", "ignore": ["lm_head"], "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    },
     "W4A16": {
         "config_groups": {"group_0": {
             "input_activations": None, "output_activations": None, "targets": ["Linear"],
@@ -278,6 +394,7 @@ def test_configs_as_published_checkpoints_have_them_are_read(name: str) -> None:
     assert found.format_of("model.layers.0.mlp.gate_proj") is not None
     assert found.format_of("lm_head") is None
     assert "in groups of 128" in found.described or "128 x 128" in found.described
+    assert ("activations in FP8 by groups of 128" in found.described) is (name == "FP8 by block")
 
 
 def test_gptq_has_the_zero_points_of_its_checkpoint_format() -> None:
@@ -285,6 +402,17 @@ def test_gptq_has_the_zero_points_of_its_checkpoint_format() -> None:
     assert found == GPTQFormat(4, 32, symmetric=True, less_one=False)
     absent = {key: value for key, value in KINDS["gptq"].config.items() if key != "checkpoint_format"}
     assert scheme(absent).format_of(LAYER) == GPTQFormat(4, 32, symmetric=True, less_one=True)
+
+
+def test_a_tensor_of_groups_must_be_there_where_columns_are_ordered() -> None:
+    for config, needed in [
+        (changed("gptq"), False),
+        (changed("gptq", desc_act=True), True),
+        (changed("gptq", desc_act=True, group_size=-1), False),
+    ]:
+        format = scheme(config).format_of(LAYER)
+        assert format is not None
+        assert format.parts(LAYER, (32, 64))["g_idx"].optional is not needed
 
 
 @pytest.mark.parametrize(

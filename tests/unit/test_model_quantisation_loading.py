@@ -28,9 +28,10 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
 from foredraft.model.decoder import Decoder
+from foredraft.model.device import dtype_name
 from foredraft.model.quantisation import Codes, Coding, Quantisation
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.runner.native import NativeCodes, NativeLinear
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors, load_decoder, parameter_count, read_tensors, weight_bytes
 from foredraft.train.draft import draft_config
@@ -38,11 +39,11 @@ from foredraft.train.options import DraftOptions
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_variant
 from tests.support.planting import Mutant, assert_caught, defect
-from tests.support.quantising import KINDS, SINGLE, edit_config, edit_tensors, quantise
+from tests.support.quantising import KINDS, SINGLE, WIDE, edit_config, edit_tensors, quantise
 from tests.support.spoilers import coding_of_the_first, scales_of_the_first_dtype
 
 EXPANDED = ("gptq-v2-8",)  # codes of 9 bits
-ROUNDED = ("w8a8", "fp8-dynamic")  # inputs, as well
+ROUNDED = ("w8a8", "fp8-dynamic", "fp8-square-dynamic")  # inputs, as well
 NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 PROMPTS = torch.arange(3, 35).view(8, 4)
@@ -53,8 +54,10 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 def saved(folder: Path, name: str, family: str = "llama", **options: Any) -> tuple[Path, Path]:
     """Save a quantised checkpoint and its expanded twin."""
+    if name in WIDE:
+        options = {"hidden_size": 128, "intermediate_size": 256} | options
     save_checkpoint(folder, family, **options)
-    return folder, quantise(folder, KINDS[name])
+    return folder, quantise(folder, (KINDS | WIDE)[name])
 
 
 def weights_of(decoder: Decoder) -> list[Tensor]:
@@ -179,7 +182,7 @@ def test_a_fused_layer_may_join_parts_of_different_formats(tmp_path: Path) -> No
     check_same(*mixed(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *WIDE])
 @NEEDS_KERNELS
 def test_the_kernels_keep_codes(tmp_path: Path, name: str) -> None:
     """Their products are those of the expanded weights, which round in float32 only in another order."""
@@ -230,7 +233,9 @@ def test_a_copy_in_few_bits_has_fewer_than_the_target(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("kernels", [pytest.param(True, marks=NEEDS_KERNELS), False])
-@pytest.mark.parametrize("name", ["gptq", "awq", "w4-zeros", "fp8-blocks", *ROUNDED])
+@pytest.mark.parametrize(
+    "name", ["gptq", "gptq-order", "auto-round", "awq", "w4-zeros", "fp8-blocks", *ROUNDED]
+)
 def test_greedy_speculation_equals_plain_decoding(tmp_path: Path, name: str, kernels: bool) -> None:
     options: dict[str, Any] = {"tokenizer": True, "eos_token_id": None}
     coded, twin = saved(tmp_path / "big", name, seed=1, **options)
@@ -267,9 +272,10 @@ def test_an_adapter_of_a_quantised_target_is_not_quantised(tmp_path: Path) -> No
     assert output.token_ids == plain.token_ids
 
 
-def test_tensors_are_read_expanded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["w4-zeros", "gptq-order"])
+def test_tensors_are_read_expanded(tmp_path: Path, name: str) -> None:
     """Training starts from them."""
-    coded, twin = saved(tmp_path / "model", "w4-zeros")
+    coded, twin = saved(tmp_path / "model", name)
     for read in (
         lambda folder: read_tensors(folder, lambda name: True),
         lambda folder: layer_tensors(folder, 1),
@@ -349,6 +355,7 @@ def test_zero_biases_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
 
 
 SUFFIXES = [
+    ("gptq-order", "g_idx"), ("auto-round", "qzeros"), ("auto-round-awq", "qzeros"), ("fp8-square", "weight_scale"),
     ("gptq", "qweight"), ("gptq", "qzeros"), ("gptq", "scales"), ("awq", "qweight"), ("awq", "qzeros"),
     ("awq", "scales"), ("w4-zeros", "weight_packed"), ("w4-zeros", "weight_scale"), ("w4-zeros", "weight_shape"),
     ("w4-zeros", "weight_zero_point"), ("int8", "weight"), ("int8", "weight_scale"), ("fp8-channel", "weight"),
@@ -416,11 +423,18 @@ def test_a_stored_zero_that_libraries_read_in_two_ways_is_refused(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_columns_ordered_by_activation_are_refused(tmp_path: Path, device: str) -> None:
+def test_groups_of_other_sizes_than_the_configs_are_refused(tmp_path: Path, device: str) -> None:
     coded, _ = saved(tmp_path / "model", "gptq")
-    order = load_file(coded / SINGLE)[f"{Q}.g_idx"]
-    edit_tensors(coded, {f"{Q}.g_idx": order.flip(0)})
-    assert f"tensor {Q}.g_idx orders columns by activation" in refusal(coded, device=device)
+    groups = load_file(coded / SINGLE)[f"{Q}.g_idx"]
+    for place, group, named in [
+        (0, 1, "gives group 0 31 columns, but config.json implies 32"),
+        (0, 2, "names a group beyond 0 to 1"),
+        (0, -1, "names a group beyond 0 to 1"),
+    ]:
+        changed = groups.clone()
+        changed[place] = group
+        edit_tensors(coded, {f"{Q}.g_idx": changed})
+        assert f"tensor {Q}.g_idx {named}" in refusal(coded, device=device)
 
 
 @pytest.mark.parametrize(
@@ -438,6 +452,47 @@ def test_tensors_that_contradict_the_config_are_named(
     coded, _ = saved(tmp_path / "model", name)
     edit_config(coded, {"quantization_config": {**KINDS[name].config, **keys}})
     assert named in refusal(coded)
+
+
+def ordered_apart(folder: Path) -> tuple[Path, Path]:
+    """Save a checkpoint with act-order whose keys have columns in another order than queries and values."""
+    coded, twin = saved(folder, "gptq-order")
+    for name, weight in load_file(twin / SINGLE).items():
+        if "k_proj" in name:
+            parts, values = KINDS["gptq-order"].pack(weight.flip(1))
+            module = name.removesuffix(".weight")
+            apart = {"g_idx": parts["g_idx"].flip(0), "qweight": flipped(parts["qweight"])}
+            edit_tensors(
+                coded, {f"{module}.{suffix}": part.contiguous() for suffix, part in (parts | apart).items()}
+            )
+            edit_tensors(twin, {name: values.flip(1)})
+    return coded, twin
+
+
+def flipped(words: Tensor) -> Tensor:
+    """Return the words of 4-bit numbers [K, N] whose K numbers are in the opposite order."""
+    bytes = words.T.contiguous().view(torch.uint8).flip(1)
+    return ((bytes >> 4) | (bytes << 4)).view(torch.int32).T.contiguous()
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_whose_columns_are_ordered_differently_are_expanded(
+    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    coded, twin = ordered_apart(tmp_path / "model")
+    check_same(coded, twin, native=True, dtype=dtype)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        f"3 linear layers are expanded to {dtype_name(dtype)}, 0.000 GB: their parts share inputs"
+    )
+    assert "(the first: model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj," in line
+    layer = load_decoder(coded, native=True, dtype=dtype).layers[0]
+    assert layer.mlp is not None
+    assert isinstance(layer.attention.qkv, NativeLinear) and isinstance(layer.mlp.gate_up, NativeCodes)
+    caplog.clear()
+    check_same(coded, twin, dtype=dtype)  # without the kernels all is expanded
+    assert not caplog.records
 
 
 def test_groups_that_do_not_divide_a_packed_row_are_refused(tmp_path: Path) -> None:
@@ -474,7 +529,7 @@ def test_shapes_that_a_format_cannot_hold_are_named(
 
 
 @pytest.mark.parametrize(
-    "name", ["w4", "w4-zeros", "w8-channel", "int8", "fp8-channel", *ROUNDED, "fp8-blocks"]
+    "name", ["w4", "w4-zeros", "w8-channel", "int8", "fp8-channel", "fp8-square", *ROUNDED, "fp8-blocks"]
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """transformers expands the weights with the code of compressed-tensors, or its own for FP8 blocks."""
@@ -521,6 +576,20 @@ def test_a_planted_defect_is_caught(
 ) -> None:
     folders = mixed(tmp_path / "model")
     mutant: Mutant = defect("planted", seam, spoiler, lambda: check_same(*folders), raises)
+    assert_caught(mutant, monkeypatch)
+
+
+@NEEDS_KERNELS
+def test_the_order_of_the_first_part_for_all_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = ordered_apart(tmp_path / "model")
+
+    def check() -> None:
+        check_same(*folders, native=True)
+
+    check()
+    mutant: Mutant = defect("planted", Codes.can_join, lambda can_join: lambda parts: True, check)
     assert_caught(mutant, monkeypatch)
 
 

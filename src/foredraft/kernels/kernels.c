@@ -52,9 +52,10 @@ enum { BFLOAT16, FLOAT16, FLOAT32, NESTED };
 typedef struct { int64_t bits, scale, columns, lowest, zeros, offsets, float8, book; } Coding;
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
-// or two bfloat16. inputs: the numbers that the inputs are rounded to first; 0: they stay as they are.
-enum { INT8 = 1, FLOAT8 };
-typedef struct { const void *weight; const float *bias; int64_t n, k; Coding coding; int64_t inputs; } Linear;
+// or two bfloat16. inputs: the numbers that the inputs are rounded to first, with a scale for a row, or for INPUT_GROUP
+// columns; 0: they stay as they are. order [k]: the packed columns are these of the weight's; null: they are in order.
+enum { INT8 = 1, FLOAT8, FLOAT8_GROUPS, INPUT_GROUP = 128 };
+typedef struct { const void *weight; const float *bias; int64_t n, k; Coding coding; int64_t inputs; const int32_t *order; } Linear;
 
 // An RMS norm; no weight: no norm. offset: Gemma's form, 1 + weight in float32.
 typedef struct { const void *weight; float eps; int32_t offset; } Norm;

@@ -11,6 +11,7 @@ where the kernels keep it so (`coding_of`), and otherwise expanded, one module a
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
+from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.quantisation import ActivationFormat, Codes, Coding, Quantisation, WeightFormat
 from foredraft.model.spec import ModelSpec
@@ -43,6 +45,8 @@ __all__ = [
     "joined_shape",
     "weight_headers",
 ]
+
+logger = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -94,6 +98,7 @@ class CheckpointTensors:
         self.used: set[str] = set()  # tensor names that were read
         self.shards: dict[str, str] = {}  # tensor name -> file name
         self.buffer = torch.empty(0)  # of `load_temporary`
+        self.disordered: list[Shapes] = []  # weights that `codes` leaves to be expanded
         index = folder / INDEX
         if (folder / SINGLE).is_file():
             for name, file in _open(folder / SINGLE, stack):
@@ -156,7 +161,10 @@ class CheckpointTensors:
         return self._fill(shapes, self.buffer[:values].view(-1, *columns))
 
     def codes(self, shapes: Shapes) -> Codes | None:
-        """Return the joined weights as the kernels keep them coded; None where they are to be expanded."""
+        """Return the joined weights as the kernels keep them coded; None where they are to be expanded.
+
+        Weights are expanded that order their columns differently: they share their inputs.
+        """
         parts = []
         if coding_of(shapes, self.quantisation) is not None:
             for name, (rows, columns) in shapes.items():
@@ -164,7 +172,23 @@ class CheckpointTensors:
                 assert format is not None
                 if (codes := self._codes(name, (rows, columns), format)) is not None:
                     parts.append(codes)
+        if parts and not Codes.can_join(parts):
+            self.disordered.append(shapes)
+            return None
         return Codes.joined(parts) if parts else None
+
+    def report(self) -> None:
+        """Say in one line which weights are expanded though the format has a coding."""
+        if self.disordered:
+            values = sum(math.prod(joined_shape(shapes)) for shapes in self.disordered)
+            logger.warning(
+                "%d linear layers are expanded to %s, %.3f GB: their parts share inputs and order them"
+                " differently (the first: %s)",
+                len(self.disordered),
+                dtype_name(self.dtype),
+                values * self.dtype.itemsize / 1e9,
+                ", ".join(name.removesuffix(".weight") for name in self.disordered[0]),
+            )
 
     def free_temporary(self) -> None:
         self.buffer = torch.empty(0)
@@ -261,11 +285,18 @@ def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | No
     return quantisation.format_of(module)
 
 
-def inputs_of(names: Collection[str], quantisation: Quantisation | None) -> ActivationFormat | None:
+def inputs_of(
+    names: Collection[str], columns: int, quantisation: Quantisation | None
+) -> ActivationFormat | None:
     """Return the format of the inputs that the named linear layers share; None if they stay as they are.
 
+    Args:
+        names: The layers.
+        columns: Of their inputs.
+        quantisation: The scheme of the checkpoint.
+
     Raises:
-        CheckpointError: They have several.
+        CheckpointError: They have several, or it does not fit the columns.
     """
     if quantisation is None:
         return None
@@ -277,7 +308,13 @@ def inputs_of(names: Collection[str], quantisation: Quantisation | None) -> Acti
             f"layers that share their inputs quantise them differently ({shown})",
             remedy="use a checkpoint that quantises them alike",
         )
-    return found.pop()
+    shared = found.pop()
+    if shared is not None and not shared.holds(columns):
+        raise CheckpointError(
+            f"{', '.join(names)}: inputs of {columns} columns have no whole groups ({shared})",
+            remedy="use a checkpoint that leaves these layers unquantised",
+        )
+    return shared
 
 
 def coding_of(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:

@@ -111,6 +111,7 @@ def load_decoder(
         tensors = CheckpointTensors(folder, stack, torch.device(device), chosen, spec.quantisation)
         decoder = build_decoder(spec, tensors, native, bits)
         tensors.reject_unused(spec)
+        tensors.report()
     return decoder
 
 
@@ -313,7 +314,7 @@ class _Builder:
     def linear(self, names: dict[str, int], columns: int, has_bias: bool = False) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows."""
         product = self._product(names, columns, has_bias)
-        inputs = inputs_of(names, self.spec.quantisation)
+        inputs = inputs_of(names, columns, self.spec.quantisation)
         if inputs is None:
             return product
         if isinstance(product, NativeLinear | NativeCodes):

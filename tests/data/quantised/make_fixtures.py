@@ -1,19 +1,21 @@
 """Make the fixtures of quantised weights, with the code of the libraries that define the formats.
 
-    python make_fixtures.py AUTO_GPTQ GPTQMODEL AUTOAWQ [--out FOLDER]
+    python make_fixtures.py AUTO_GPTQ GPTQMODEL AUTOAWQ AUTO_ROUND [--out FOLDER]
 
-The arguments are the unpacked wheel or source distributions of auto-gptq, gptqmodel and autoawq. The environment
-has compressed-tensors (with loguru), accelerate, torch and transformers. The committed files were made with
-compressed-tensors 0.20.0, auto-gptq 0.7.1, gptqmodel 7.7.0 and autoawq 0.2.9.
+The arguments are the unpacked wheel or source distributions of auto-gptq, gptqmodel, autoawq and auto-round. The
+environment has compressed-tensors (with loguru), accelerate, torch and transformers. The committed files were made
+with compressed-tensors 0.20.0, auto-gptq 0.7.1, gptqmodel 7.7.0, autoawq 0.2.9 and auto-round 0.16.1.
 
-A library quantises or packs each weight, and dequantises it: that is the tensor `expected`. GPTQ and AWQ dequantise
-with their scales in float32, so that nothing is rounded. No module of this project takes part.
+A library quantises or packs each weight, and dequantises it: that is the tensor `expected`. All but
+compressed-tensors dequantise with their scales in float32, so that nothing is rounded. No module of this project
+takes part.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib.util
 import json
 import sys
@@ -105,14 +107,29 @@ def gptq(auto_gptq: Path, gptqmodel: Path) -> dict[str, Case]:
     packing = file_module("qlinear_cuda", auto_gptq / "auto_gptq/nn_modules/qlinear/qlinear_cuda.py")
     to_v2 = single_function(gptqmodel / "gptqmodel/utils/model.py", "convert_gptq_v1_to_v2_format_module")
 
-    def case(rows: int, columns: int, bits: int, group: int, symmetric: bool, layout: str = "gptq") -> Case:
+    def case(
+        rows: int,
+        columns: int,
+        bits: int,
+        group: int,
+        symmetric: bool,
+        layout: str = "gptq",
+        *,
+        ordered: bool = False,
+        **flags: bool,
+    ) -> Case:
         size = columns if group == -1 else group
         found = weight(rows, columns, 100 + len(cases))
-        scales, zeros = parameters(found, bits, size, symmetric)
+        places = torch.arange(columns)
+        if ordered:  # by activation: any order will do
+            places = torch.randperm(columns, generator=torch.Generator().manual_seed(len(cases)))
+        groups = places // size
+        order = groups.argsort(stable=True)
+        scales, zeros = parameters(found[:, order], bits, size, symmetric)
         linear = nn.Linear(columns, rows, bias=False)
-        linear.weight.data = rounded(found, scales, zeros, bits)
+        linear.weight.data[:, order] = rounded(found[:, order], scales, zeros, bits)
         module = packing.QuantLinear(bits, group, columns, rows, bias=False, weight_dtype=torch.float32)
-        module.pack(linear, scales, zeros.clone())
+        module.pack(linear, scales, zeros.clone(), groups.to(torch.int32))
         expected = module(torch.eye(columns)).T.contiguous()  # float32: no product is rounded
         if layout == "gptq_v2":
             module.qzero_format = lambda format: None
@@ -122,6 +139,7 @@ def gptq(auto_gptq: Path, gptqmodel: Path) -> dict[str, Case]:
             "quant_method": "gptq", "bits": bits, "group_size": group, "damp_percent": 0.01, "desc_act": False,
             "static_groups": False, "sym": symmetric, "true_sequential": True, "checkpoint_format": layout,
         }  # fmt: skip
+        config |= flags
         return config, {**stored, "scales": module.scales.half(), "expected": expected}
 
     cases: dict[str, Case] = {}
@@ -131,6 +149,12 @@ def gptq(auto_gptq: Path, gptqmodel: Path) -> dict[str, Case]:
     cases["w8-v1"] = case(32, 32, 8, -1, True)
     cases["w8-v1-zeros"] = case(32, 64, 8, 32, False)
     cases["w8-v2-zeros"] = case(32, 32, 8, 16, False, "gptq_v2")
+    cases["w4-order"] = case(32, 96, 4, 32, True, ordered=True, desc_act=True)
+    cases["w4-order-zeros"] = case(32, 64, 4, 16, False, ordered=True, desc_act=True)
+    cases["w8-order-v2-zeros"] = case(32, 64, 8, 32, False, "gptq_v2", ordered=True, desc_act=True)
+    cases["w4-order-unsaid"] = case(32, 64, 4, 32, True, ordered=True)
+    cases["w4-order-static"] = case(32, 64, 4, 32, True, desc_act=True, static_groups=True)
+    cases["w4-order-channel"] = case(32, 32, 4, -1, True, ordered=True, desc_act=True)
     return cases
 
 
@@ -164,6 +188,61 @@ def awq(autoawq: Path) -> dict[str, Case]:
     return cases
 
 
+def auto_round(source: Path) -> dict[str, Case]:
+    sys.path.insert(0, str(source))
+    packages = ("auto_round", "auto_round.utils", "auto_round.export", "auto_round.export.export_to_awq")
+    for name in packages:  # without what they import
+        package = ModuleType(name)
+        package.__path__ = [str(source / name.replace(".", "/"))]
+        sys.modules[name] = package
+    sys.modules["auto_round.utils"].get_packing_device = torch.device  # type: ignore[attr-defined]
+    exporting = source / "auto_round/export/export_to_autoround/export.py"
+    class_for = single_function(exporting, "dynamic_import_quant_linear_for_packing")
+
+    def case(packing: str, rows: int, columns: int, bits: int, group: int, symmetric: bool) -> Case:
+        size = columns if group == -1 else group
+        found = weight(rows, columns, 300 + len(cases))
+        scales, zeros = parameters(found, bits, size, symmetric)
+        if symmetric:  # AutoRound gives a scale the sign of the largest weight
+            scales[::2] *= -1
+        linear = nn.Linear(columns, rows, bias=False)
+        linear.weight.data = rounded(found, scales, zeros, bits)
+        chosen = class_for(packing, bits, group, symmetric)
+        if "awq" in packing:
+            by_column = {"scales": scales.T.contiguous(), "zeros": zeros.T.contiguous()}
+            module = chosen.from_linear(linear, bits, size, **by_column, device="cpu")
+            dequantize = sys.modules[chosen.__module__].dequantize_gemm  # type: ignore[attr-defined]
+            expected = dequantize(
+                module.qweight, module.qzeros, module.scales.float(), bits, size
+            ).T.contiguous()
+        else:
+            module = chosen(bits, group, columns, rows, bias=False, weight_dtype=torch.float32)
+            module.device = "cpu"
+            module.pack(linear, scales, zeros.clone(), None, device="cpu")
+            half, module.scales = module.scales, module.scales.float()
+            expected = module(torch.eye(columns)).T.contiguous()
+            module.scales = half
+        names = [name for name in ("qweight", "qzeros", "scales", "g_idx") if hasattr(module, name)]
+        stored = {name: getattr(module, name) for name in names}
+        config = {
+            "bits": bits, "data_type": "int", "group_size": group, "sym": symmetric, "iters": 0,
+            "autoround_version": "0.16.1", "block_name_to_quantize": "model.layers", "quant_method": "auto-round",
+            "packing_format": packing,
+        }  # fmt: skip
+        return config, {**stored, "expected": expected}
+
+    cases: dict[str, Case] = {}
+    cases["gptq"] = case("auto_round:auto_gptq", 32, 96, 4, 32, True)
+    cases["gptq-zeros"] = case("auto_round:auto_gptq", 32, 64, 4, 32, False)
+    cases["gptq-8"] = case("auto_round:auto_gptq", 32, 64, 8, -1, True)
+    cases["plain-zeros"] = case("auto_round", 32, 64, 4, 32, False)
+    cases["plain-8-zeros"] = case("auto_round", 32, 64, 8, 32, False)
+    cases["gptqmodel"] = case("auto_round:gptqmodel", 32, 64, 4, 32, True)
+    cases["awq"] = case("auto_round:auto_awq", 32, 64, 4, 32, True)
+    cases["awq-zeros"] = case("auto_round:auto_awq", 32, 64, 4, 32, False)
+    return cases
+
+
 def file_module(name: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -177,13 +256,14 @@ def single_function(path: Path, name: str) -> Any:
     [node] = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == name]
     logger = type("Logger", (), {"info": type("Info", (), {"once": print})})
     names: dict[str, Any] = {"torch": torch, "nn": nn, "BaseQuantLinear": nn.Module, "log": logger}
+    names |= {"functools": functools, "__package__": f"auto_round.export.{path.parent.name}"}
     exec(compile(ast.Module([node], []), str(path), "exec"), names)
     return names[name]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("auto_gptq", "gptqmodel", "autoawq"):
+    for name in ("auto_gptq", "gptqmodel", "autoawq", "auto_round"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     given = parser.parse_args()
@@ -191,6 +271,7 @@ def main() -> None:
         "compressed-tensors": compressed_tensors(),
         "gptq": gptq(given.auto_gptq, given.gptqmodel),
         "awq": awq(given.autoawq),
+        "auto-round": auto_round(given.auto_round),
     }
     for method, cases in made.items():
         tensors = {f"{case}.{name}": t for case, (_, stored) in cases.items() for name, t in stored.items()}

@@ -5,7 +5,8 @@ quantise.py             16-bit weights -> codes
 scheme.py               which modules of a checkpoint are quantised, and what a weight format must tell
 reading.py              config.json -> scheme: the table of the methods
 activations.py          how inputs of linear layers are rounded
-compressed_tensors.py   a method: its config keys and weight formats; so are gptq.py, awq.py, fp8.py, gguf.py
+compressed_tensors.py   a method: its config keys and weight formats; so are gptq.py, awq.py, fp8.py, gguf.py,
+                        and auto_round.py, which uses the formats of two of them
 packing.py              numbers of 4 and 8 bits in words of 32
 """
 

@@ -1,8 +1,8 @@
 """Activation formats: how a quantised model rounds the inputs of its linear layers.
 
-Each row has one scale, taken from its largest value, so a token's result does not depend on its neighbours.
-The values stay in their dtype, in which every step is rounded. That is how compressed-tensors defines it
-(`calculate_qparams` and `fake_quantize` in
+Each row has one scale, or one for every `GROUP` columns, taken from the largest value there. So a token's
+result does not depend on its neighbours. The values stay in their dtype, in which every step is rounded. That
+is how compressed-tensors defines it (`calculate_qparams` and `fake_quantize` in
 https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/quantization); vLLM's
 kernels divide by 127 in float32 instead.
 """
@@ -17,16 +17,24 @@ from torch import Tensor
 
 __all__ = ["ActivationFormat"]
 
+GROUP = 128  # columns that share a scale, where not all do
+
 
 class ActivationFormat(IntEnum):
     """The numbers that inputs become; the values are those of kernels.c."""
 
     INT8 = 1  # integers from -128 to 127
     FP8 = 2  # float8_e4m3fn
+    FP8_GROUPS = 3  # the same, by groups of columns
 
     def __str__(self) -> str:
         numbers = "8 bits" if self is ActivationFormat.INT8 else "FP8"
-        return f"activations in {numbers} by token"
+        shares = f"groups of {GROUP}" if self is ActivationFormat.FP8_GROUPS else "token"
+        return f"activations in {numbers} by {shares}"
+
+    def holds(self, columns: int) -> bool:
+        """Return whether rows of so many columns can be rounded: they need whole groups."""
+        return self is not ActivationFormat.FP8_GROUPS or columns % GROUP == 0
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return what the numbers of x [..., K] stand for; the definition of the kernels' rounding."""
@@ -37,6 +45,9 @@ class ActivationFormat(IntEnum):
 
 
 def _rounded(x: Tensor, format: int) -> Tensor:
+    if format == ActivationFormat.FP8_GROUPS:
+        grouped = x.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+        return _rounded(grouped, ActivationFormat.FP8).flatten(-2)
     integers = format == ActivationFormat.INT8
     scales = x.abs().amax(-1, keepdim=True)
     # divided by a tensor: a number might be inverted first

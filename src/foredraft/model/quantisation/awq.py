@@ -25,6 +25,7 @@ from foredraft.model.quantisation.scheme import (
     Part,
     Quantisation,
     Rule,
+    check_auto_round,
     count_groups,
     exactly,
     read_group,
@@ -111,6 +112,7 @@ def read_awq(read: ConfigReader) -> Quantisation:
     read.choice("pack_dtype", ("int32",), "int32")
     read.choice("method", ("awq",), "awq")
     read.choice("lm_head", (False,), False)
+    check_auto_round(read)
     if read.take("dynamic"):
         raise read.error("dynamic", "settings of single modules are not supported; it must be empty")
     bits, group = (_either(read, *keys) for keys in (("bits", "w_bit"), ("group_size", "q_group_size")))

@@ -20,6 +20,7 @@ __all__ = ["CODEBOOKS", "FORMS", "GROUP", "PIECE", "SUPER", "Codes", "Coding", "
 GROUP = 32  # columns that are coded together in a weight that is kept coded
 SUPER = 256  # columns that share the step of their nested scales
 MOST = 2**18  # columns of a weight with offsets: the kernels keep the sums of 16 inputs each
+MOST_ORDERED = 2**16  # columns of a weight whose columns are ordered: the kernels keep a row of the inputs
 PIECE = 2**22  # weights that are expanded or quantised at a time: it bounds the memory
 # bits of a code and columns of a group that the kernels keep, from the smallest on
 FORMS = ((2, 16), (3, 16), (4, 32), (5, 32), (6, 16), (8, 32), (8, 16))
@@ -140,6 +141,8 @@ class Codes:
         steps: Of nested scales, [M, K / SUPER] float16.
         offsets: As `scales`, subtracted from the scaled codes; None: there are none.
         offset_steps: Of nested offsets, [M, K / SUPER] float16.
+        order: [K] int32: column j of codes is column order[j] of the weight. So the columns of a group lie
+            together. None: they are in the weight's order.
     """
 
     codes: Tensor
@@ -149,6 +152,7 @@ class Codes:
     steps: Tensor | None = None
     offsets: Tensor | None = None
     offset_steps: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -161,8 +165,9 @@ class Codes:
         rows, columns = self.shape
         expanded = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
         step = max(1, PIECE // columns)
+        places = slice(None) if self.order is None else self.order.long()
         for first in range(0, rows, step):
-            expanded[first : first + step] = self._values(slice(first, first + step))
+            expanded[first : first + step, places] = self._values(slice(first, first + step)).to(dtype)
         return expanded
 
     def _values(self, rows: slice) -> Tensor:
@@ -207,11 +212,22 @@ class Codes:
         return {name: found for name in names if (found := getattr(self, name)) is not None}
 
     @staticmethod
+    def can_join(parts: Sequence[Codes]) -> bool:
+        """Return whether the kernels can order the inputs for all parts at once."""
+        first, *others = [part.order for part in parts]
+        if first is None:
+            return all(other is None for other in others)
+        same = all(other is not None and torch.equal(first, other) for other in others)
+        return same and len(first) <= MOST_ORDERED
+
+    @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:
         """Return the weights below each other, as one, in the coding that holds all of them.
 
-        Scales of several dtypes become float32, and so do nested ones beside others.
+        Scales of several dtypes become float32, and so do nested ones beside others. The columns of all are
+        in one order (`can_join`).
         """
+        assert Codes.can_join(parts)
         coding = Coding.of_all(part.coding for part in parts)
         assert coding is not None
         parts = [part._coded(coding) for part in parts]

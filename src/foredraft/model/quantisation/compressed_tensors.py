@@ -6,12 +6,12 @@ columns of the weight, and `weight_zero_point` holds z likewise, packed along it
 compressed-tensors (https://github.com/vllm-project/compressed-tensors, `compressors/`), which multiplies in
 the scale's dtype: the result is the same where that is the model's dtype.
 
-Activations may be quantised while the model runs, with a scale for each token (`activations.py`).
+With the strategy "block", 128 x 128 numbers share a scale (`fp8.py`). Activations may be quantised while the
+model runs, with a scale for each token, or for 128 columns of one (`activations.py`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
+from foredraft.model.quantisation.activations import GROUP as ACTIVATION_GROUP
 from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import Codes, Coding
+from foredraft.model.quantisation.fp8 import BLOCK, FP8BlockFormat
 from foredraft.model.quantisation.packing import subtract_zeros, unpack, words
 from foredraft.model.quantisation.scheme import (
     INT32,
@@ -31,6 +33,7 @@ from foredraft.model.quantisation.scheme import (
     WeightFormat,
     count_groups,
     exactly,
+    read_expression,
     read_group,
     read_names,
     shown_group,
@@ -42,7 +45,6 @@ HARMLESS = frozenset({"global_compression_ratio", "version"})
 HARMLESS_IN_NUMBERS = frozenset({"observer", "observer_kwargs", "zp_dtype"})  # the stored dtypes are checked
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 MIXED = "mixed-precision"  # every group of modules has a format of its own
-MOST_REPEATS = 4  # in an expression; a match that fails takes about 60 ** 4 / 24 steps
 LINEAR = "Linear"  # the class of the modules that this project has
 SCALE_DTYPES = (None, "torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -222,13 +224,16 @@ def _inputs(read: ConfigReader) -> ActivationFormat | None:
         raise inputs.error(
             "strategy", "activations have one scale in a pass, so a token would depend on its neighbours"
         )
-    inputs.choice("strategy", ("token",))
+    float8 = inputs.choice("type", ("int", "float"), "int") == "float"
+    groups = inputs.choice("strategy", ("token", "group") if float8 else ("token",)) == "group"
+    inputs.choice("group_size", (ACTIVATION_GROUP,) if groups else (None,), None)
     inputs.choice("num_bits", (8,), 8)
     inputs.choice("symmetric", (True,), True)
-    for key in ("group_size", "block_structure", "actorder", "scale_dtype"):
+    for key in ("block_structure", "actorder", "scale_dtype"):
         inputs.choice(key, (None,), None)
-    float8 = inputs.choice("type", ("int", "float"), "int") == "float"
     inputs.reject_unknown_keys()
+    if groups:
+        return ActivationFormat.FP8_GROUPS
     return ActivationFormat.FP8 if float8 else ActivationFormat.INT8
 
 
@@ -237,15 +242,18 @@ def _weights(read: ConfigReader, layout: str) -> WeightFormat:
     kinds = {PACKED: ("int",), INTEGERS: ("int",), FLOATS: ("float",)}.get(layout, ("int", "float"))
     float8 = read.choice("type", kinds, "int") == "float"
     bits = read.choice("num_bits", (4, 8) if layout == PACKED else (8,), 8)
-    supported = ["channel"] + ["group"] * (not float8) + ["tensor"] * (layout != PACKED)
+    supported = ["channel", "block" if float8 else "group"] + ["tensor"] * (layout != PACKED)
     group, strategy = _grouping(read, supported)
     symmetric = read.flag("symmetric", default=True)
     if float8 and not symmetric:
         raise read.error("symmetric", "it must be true with numbers of type float")
     read.choice("dynamic", (False,), False)
     read.choice("actorder", (None, False, "weight", "static"), None)  # these do not change what is stored
-    read.choice("block_structure", (None,), None)
+    blocks = strategy == "block"
+    read.choice("block_structure", ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}") if blocks else (None,), None)
     read.choice("scale_dtype", SCALE_DTYPES, None)
+    if blocks:
+        return FP8BlockFormat("weight_scale")
     if layout == PACKED:
         return PackedFormat(bits, group, symmetric)
     return PlainFormat(float8, strategy, group, symmetric)
@@ -274,13 +282,4 @@ def _pattern(read: ConfigReader, key: str, target: str) -> str:
         return ""
     if not _is_regex(target):
         return exactly([target])
-    expression = target.removeprefix("re:")
-    try:
-        re.compile(expression)
-    except (re.error, RecursionError, OverflowError):
-        raise read.error(key, f"{shortened(target)} is not a regular expression") from None
-    plain = re.sub(r"\[\^?\]?[^]]*\]", "x", re.sub(r"\\.", "x", expression))  # without escapes and sets
-    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > MOST_REPEATS:
-        remedy = f"repeat no groups, and at most {MOST_REPEATS} times"
-        raise read.error(key, f"{shortened(target)} may take for ever to match; {remedy}")
-    return expression
+    return read_expression(read, key, target, target.removeprefix("re:"))

@@ -23,7 +23,7 @@ from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.scheme import SCALES, Part, Quantisation, Rule, exactly, read_names
 
-__all__ = ["HARMLESS", "FP8BlockFormat", "read_fp8"]
+__all__ = ["BLOCK", "HARMLESS", "FP8BlockFormat", "read_fp8"]
 
 HARMLESS = frozenset({"dequantize"})  # says how a library runs the weights
 BLOCK = 128  # rows and columns of a block
@@ -33,7 +33,13 @@ NOTE = "activations stay in the model's dtype; the method's authors round them t
 
 @dataclass(frozen=True, slots=True)
 class FP8BlockFormat:
-    """The format of FP8 weights by block."""
+    """The format of FP8 weights by block.
+
+    Attributes:
+        scales: The suffix of the tensor of scales.
+    """
+
+    scales: str = "weight_scale_inv"
 
     def __str__(self) -> str:
         return f"FP8 in blocks of {BLOCK} x {BLOCK}"
@@ -45,13 +51,13 @@ class FP8BlockFormat:
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
         rows, columns = shape
         blocks = -(-rows // BLOCK), -(-columns // BLOCK)
-        return {"weight": Part(shape, ("F8_E4M3",)), "weight_scale_inv": Part(blocks, SCALES)}
+        return {"weight": Part(shape, ("F8_E4M3",)), self.scales: Part(blocks, SCALES)}
 
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
         return None
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
-        scales = tensors["weight_scale_inv"].repeat_interleave(BLOCK, dim=0)[: shape[0]]
+        scales = tensors[self.scales].repeat_interleave(BLOCK, dim=0)[: shape[0]]
         return Codes(tensors["weight"], scales, BLOCK, self.coding)
 
 

@@ -6,6 +6,11 @@ along its rows: as z - 1 in `checkpoint_format` "gptq" (v1), as z in "gptq_v2". 
 product to the scale's dtype. GPTQModel (https://github.com/ModelCloud/GPTQModel) reads v1 otherwise where a
 stored zero has all bits set: it adds 1 to the packed word, which carries into the neighbour. Such a file is
 refused.
+
+`g_idx`, where a file has it, says to which group a column belongs. With act-order (`desc_act`) columns are
+quantised in the order of their activations' sizes, so the columns of a group lie apart. Codes are read group
+by group: the columns of group 0 in the weight's order, then those of group 1, and so on. That is the order of
+the kernels' sums, too. The tensor decides, not the flag.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from foredraft.model.quantisation.scheme import (
     Part,
     Quantisation,
     Rule,
+    check_auto_round,
     count_groups,
     exactly,
     read_group,
@@ -57,12 +63,14 @@ class GPTQFormat:
         group: Columns of a group; None if a row is one group.
         symmetric: Every zero point is the middle, 2^(bits - 1).
         less_one: Zero points are stored less 1, as v1 does.
+        act_order: `g_idx` must be there.
     """
 
     bits: int
     group: int | None
     symmetric: bool
     less_one: bool
+    act_order: bool = False
 
     def __str__(self) -> str:
         return f"{self.bits} bits {shown_group(self.group)}"
@@ -83,17 +91,12 @@ class GPTQFormat:
             "qweight": Part((columns // factor, rows), INT32),
             "qzeros": Part((groups, rows // factor), INT32),
             "scales": Part((groups, rows), SCALES),
-            "g_idx": Part((columns,), INT32, optional=True),
+            "g_idx": Part((columns,), INT32, optional=not self.act_order),
         }
 
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
-        _, columns = shape
-        expected = torch.arange(columns, dtype=torch.int32) // (self.group or columns)
-        if "g_idx" in tensors and not torch.equal(tensors["g_idx"], expected):
-            raise CheckpointError(
-                f"tensor {module}.g_idx orders columns by activation, which is not supported",
-                remedy="use a checkpoint with desc_act false",
-            )
+        if "g_idx" in tensors:
+            self._check_groups(f"tensor {module}.g_idx", shape[1], tensors["g_idx"])
         stored, name = unpack(tensors["qzeros"], self.bits), f"tensor {module}.qzeros"
         if self.less_one and bool((stored == 2**self.bits - 1).any()):
             raise CheckpointError(
@@ -106,14 +109,41 @@ class GPTQFormat:
                 remedy="take both files from one checkpoint",
             )
 
+    def _check_groups(self, name: str, columns: int, found: Tensor) -> None:
+        """Check that every group has its number of columns."""
+        size = self.group or columns
+        groups = columns // size
+        if bool((found < 0).any()) or bool((found >= groups).any()):
+            raise CheckpointError(
+                f"{name} names a group beyond 0 to {groups - 1}", remedy="take both files from one checkpoint"
+            )
+        counts = torch.bincount(found, minlength=groups)
+        if bool((counts != size).any()):
+            group = int((counts != size).nonzero()[0])
+            raise CheckpointError(
+                f"{name} gives group {group} {int(counts[group])} columns, but config.json implies {size}",
+                remedy="take both files from one checkpoint",
+            )
+
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         stored = unpack(tensors["qweight"].T, self.bits)  # [M, K]
+        order = _order(tensors.get("g_idx"))
+        if order is not None:
+            stored = stored[:, order.long()]
         codes = subtract_zeros(stored, self._zeros(tensors), self.bits)
-        return Codes(codes, tensors["scales"].T.contiguous(), self.group or shape[1], self.coding)
+        scales = tensors["scales"].T.contiguous()
+        return Codes(codes, scales, self.group or shape[1], self.coding, order=order)
 
     def _zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the zero points, [M, G] int16."""
         return unpack(tensors["qzeros"], self.bits).T.to(torch.int16) + int(self.less_one)
+
+
+def _order(groups: Tensor | None) -> Tensor | None:
+    """Return the columns [K] int32 group by group, of the group of each; None if they lie so."""
+    if groups is None or bool((groups.diff() >= 0).all()):
+        return None
+    return groups.argsort(stable=True).to(torch.int32)
 
 
 def read_gptq(read: ConfigReader) -> Quantisation:
@@ -122,20 +152,21 @@ def read_gptq(read: ConfigReader) -> Quantisation:
     Raises:
         CheckpointError: A key has a value that is not supported.
     """
-    if read.flag("desc_act", if_null=False):
-        raise read.error("desc_act", "columns ordered by activation are not supported; it must be false")
     if read.take("dynamic"):
         raise read.error("dynamic", "settings of single modules are not supported; it must be empty")
     read.choice("is_marlin_format", (False,), False)
     read.choice("pack_dtype", ("int32",), "int32")
     read.choice("method", ("gptq",), "gptq")
     read.choice("block_name_to_quantize", ("model.layers", None), None)
+    check_auto_round(read)
     layout = read.choice("checkpoint_format", (V1, V2), read.choice("format", (V1, V2), V1))
+    group = read_group(read, "group_size")
     found = GPTQFormat(
         read.choice("bits", (4, 8)),
-        read_group(read, "group_size"),
+        group,
         read.flag("sym", default=True),
         layout == V1,
+        act_order=read.flag("desc_act", if_null=False) and group is not None,
     )
     head = Rule(exactly([HEAD]), found if read.flag("lm_head", if_null=False) else None)
     return Quantisation("gptq", (head, Rule(_modules(read), found)))

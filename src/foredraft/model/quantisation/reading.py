@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from foredraft.errors import CheckpointError, shortened
+from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation import awq, compressed_tensors, fp8, gguf, gptq
+from foredraft.model.quantisation import auto_round, awq, compressed_tensors, fp8, gguf, gptq
 from foredraft.model.quantisation.scheme import Quantisation
 
 __all__ = ["KEYS", "read_quantisation"]
@@ -19,11 +19,12 @@ __all__ = ["KEYS", "read_quantisation"]
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
 # quant_method -> the keys that change no result, and the reader of the others
 METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader], Quantisation]]] = {
-    "awq": (awq.HARMLESS, awq.read_awq),
+    auto_round.METHOD: (auto_round.HARMLESS, auto_round.read_auto_round),
+    "awq": (awq.HARMLESS | auto_round.HARMLESS, awq.read_awq),
     "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
     "fp8": (fp8.HARMLESS, fp8.read_fp8),
     gguf.METHOD: (frozenset(), gguf.read_gguf),
-    "gptq": (gptq.HARMLESS, gptq.read_gptq),
+    "gptq": (gptq.HARMLESS | auto_round.HARMLESS, gptq.read_gptq),
 }
 
 
@@ -57,15 +58,15 @@ def read_quantisation(read: ConfigReader) -> Quantisation | None:
 
 def _bitsandbytes(read: ConfigReader) -> CheckpointError:
     """Return the error of a checkpoint of bitsandbytes."""
-    supported = f"supported are {', '.join(METHODS)}"
+    original = "give the 16-bit model that it was made from, with "
     if read.take("load_in_8bit") or read.take("_load_in_8bit"):
         return CheckpointError(
             f"{read.where}: quant_method 'bitsandbytes' with load_in_8bit picks outlier columns over all rows"
             " of a pass, so a token would depend on its neighbours",
-            remedy=supported,
+            remedy=(original, Option("weights", "int8")),
         )
     kind = shortened(read.take("bnb_4bit_quant_type", "fp4"))
     return CheckpointError(
         f"{read.where}: quant_method 'bitsandbytes' with bnb_4bit_quant_type {kind} is not supported",
-        remedy=supported,
+        remedy=(original, Option("weights", "int4")),
     )

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import Codes, Coding
@@ -25,8 +25,11 @@ __all__ = [
     "Quantisation",
     "Rule",
     "WeightFormat",
+    "check_auto_round",
+    "check_plain_inputs",
     "count_groups",
     "exactly",
+    "read_expression",
     "read_group",
     "read_names",
     "shown_group",
@@ -34,6 +37,7 @@ __all__ = [
 
 INT32 = ("I32",)  # dtypes as safetensors names them
 SCALES = ("BF16", "F16", "F32")
+MOST_REPEATS = 4  # in an expression; a match that fails takes about 60 ** 4 / 24 steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,57 @@ def read_names(read: ConfigReader, key: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise read.error(key, "it must be a list of names or null")
     return names
+
+
+def read_expression(read: ConfigReader, key: str, given: str, expression: str) -> str:
+    """Return a regular expression that a config has under a key.
+
+    Args:
+        read: The config.
+        key: The key.
+        given: The text that the config has.
+        expression: What it stands for.
+
+    Raises:
+        CheckpointError: It is none, or it may take for ever to match.
+    """
+    try:
+        re.compile(expression)
+    except (re.error, RecursionError, OverflowError):
+        raise read.error(key, f"{shortened(given)} is not a regular expression") from None
+    plain = re.sub(r"\[\^?\]?[^]]*\]", "x", re.sub(r"\\.", "x", expression))  # without escapes and sets
+    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > MOST_REPEATS:
+        remedy = f"repeat no groups, and at most {MOST_REPEATS} times"
+        raise read.error(key, f"{shortened(given)} may take for ever to match; {remedy}")
+    return expression
+
+
+def check_auto_round(read: ConfigReader) -> None:
+    """Check the keys that AutoRound adds to a config of another method.
+
+    Raises:
+        CheckpointError: A key has a value that is not supported.
+    """
+    read.choice("to_quant_block_names", ("model.layers", None), None)
+    check_plain_inputs(read)
+
+
+def check_plain_inputs(read: ConfigReader, *, weights: bool = True) -> None:
+    """Check the keys of AutoRound that say what numbers are: weights are integers, inputs stay as they are.
+
+    Args:
+        read: A config that AutoRound wrote, of any method.
+        weights: Weights are quantised.
+
+    Raises:
+        CheckpointError: They are others.
+    """
+    if weights:
+        read.choice("data_type", ("int", None), None)
+    if read.take("act_bits") not in (None, 16, 32):
+        raise read.error("act_bits", "export models with quantised activations in the format llm_compressor")
+    for key in ("act_data_type", "act_dynamic", "act_group_size", "act_sym"):
+        read.take(key)  # they describe what `act_bits` leaves out
 
 
 def read_group(read: ConfigReader, key: str, default: int | None = None) -> int | None:

@@ -59,6 +59,7 @@ class NativeCodes:
         dtype: Of x, and of the weight that `dense` returns.
         bias: [M, padded to whole blocks] float32, or None.
         inputs: The numbers that x is rounded to first; None leaves it as it is.
+        order: [K] int32, the columns of x that are multiplied with the packed ones; None: they are in order.
     """
 
     weight: Tensor
@@ -68,6 +69,7 @@ class NativeCodes:
     dtype: torch.dtype
     bias: Tensor | None
     inputs: ActivationFormat | None = None
+    order: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [..., K] times the weight, plus the bias: [..., M]."""
@@ -81,7 +83,7 @@ class NativeCodes:
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
         coding = _coding_struct(self.coding, self.scale)
-        return linear_struct(self.weight, self.bias, self.shape, coding, self.inputs)
+        return linear_struct(self.weight, self.bias, self.shape, coding, self.inputs, self.order)
 
     def codes(self) -> Codes:
         """Return the weight as codes, a copy."""
@@ -125,6 +127,7 @@ class NativeCodes:
             _by_row(steps[..., :BLOCK], rows) if coding.nested else None,
             _by_row(offsets.contiguous().view(self.scale), rows) if coding.offsets else None,
             _by_row(steps[..., BLOCK:], rows) if coding.offsets and coding.nested else None,
+            order=self.order,
         )
 
     def dense(self) -> Tensor:
@@ -185,7 +188,7 @@ def pack_codes(
         ctypes.addressof(weight), rows, columns, ctypes.addressof(described), packed.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return NativeCodes(packed, (rows, columns), coding, scale, dtype, padded_bias(bias))
+    return NativeCodes(packed, (rows, columns), coding, scale, dtype, padded_bias(bias), order=codes.order)
 
 
 def code_native(product: Product, bits: int, arena: Arena) -> Product:

@@ -55,6 +55,7 @@ class CLinear(ctypes.Structure):
         ("k", c_int64),
         ("coding", CCoding),
         ("inputs", c_int64),
+        ("order", c_void_p),
     )
 
 
@@ -135,8 +136,9 @@ def suffix(dtype: torch.dtype) -> str:
 
 def multiply(linear: CLinear, x: Tensor) -> Tensor:
     """Return x [..., K] times the weight of a struct, plus the bias: [..., M]."""
-    # the kernel rounds inputs in place
-    x = x.clone(memory_format=torch.contiguous_format) if linear.inputs else x.contiguous()
+    # the kernel rounds and orders inputs in place
+    changed = linear.inputs or linear.order
+    x = x.clone(memory_format=torch.contiguous_format) if changed else x.contiguous()
     assert x.shape[-1] == linear.k
     out = x.new_empty(*x.shape[:-1], linear.n)
     rows = x.numel() // linear.k
@@ -163,9 +165,11 @@ def linear_struct(
     shape: tuple[int, int],
     coding: CCoding,
     inputs: ActivationFormat | None,
+    order: Tensor | None = None,
 ) -> CLinear:
     """Return a C struct, which is valid as long as the tensors live."""
-    return CLinear(weight.data_ptr(), pointer(bias), *shape, coding, 0 if inputs is None else inputs)
+    rounding = 0 if inputs is None else inputs
+    return CLinear(weight.data_ptr(), pointer(bias), *shape, coding, rounding, pointer(order))
 
 
 @functools.cache
