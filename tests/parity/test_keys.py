@@ -3,26 +3,29 @@
 Each key of the table has another value than its default here, in every family. Foredraft refuses the config
 by the key's name, or computes what transformers computes with it: logits of a prompt, and greedy tokens.
 
-Seen to fail on: a key dropped from the table, `is_causal` taken for harmless, `attention_bias` of Qwen 2
-honoured, `original_max_position_embeddings` of the whole config left out.
+Seen to fail, besides on the defects below: a key dropped from the table's file.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foredraft.errors import CheckpointError
-from foredraft.model import reference_keys
+from foredraft.model import families, reference, reference_keys, rope, rope_config, spec
 from foredraft.model.reference import ELSEWHERE, ELSEWHERE_IN_ROPE, HARMLESS, NEUTRAL
 from foredraft.model.spec import ModelSpec
 from recipes.reference_keys import TABLE, table
 from tests.parity.test_logits import Pair, close, decoded, greedy, prompt_logits
 from tests.support.checkpoints import FAMILIES, FULL, ROPES, SLIDING, save_checkpoint
+from tests.support.planting import Mutant, Spoiler, assert_caught, defect
 
 PROMPT, NEW = 40, 24  # tokens: more than the windows of the test checkpoints
 NOT_HERE = {"dtype", "torch_dtype"}  # test_model_spec.py; other dtypes have other logits
@@ -145,7 +148,7 @@ def checked(folder: Path, family: str, keys: dict[str, Any], names: set[str]) ->
     config_class, model_class, base = FAMILIES[family]
     whole = {"architectures": [model_class.__name__], "model_type": config_class.model_type, **base, **keys}
     try:
-        spec = ModelSpec.from_hf(copy.deepcopy(whole))
+        found = ModelSpec.from_hf(copy.deepcopy(whole))
     except CheckpointError as error:
         if any(name in str(error) for name in names):
             return None
@@ -157,7 +160,7 @@ def checked(folder: Path, family: str, keys: dict[str, Any], names: set[str]) ->
     tokens = pair.tokens[:, :PROMPT]
     assert close(prompt_logits(pair.runner, tokens), pair.expected[:PROMPT])
     assert decoded(pair.runner, tokens, NEW) == greedy(pair, tokens, NEW)
-    return spec
+    return found
 
 
 def values_of(family: str) -> dict[str, Any]:
@@ -175,9 +178,9 @@ def test_harmless_keys_change_nothing(tmp_path: Path, family: str) -> None:
     """All of them at once, with the options of `generate` that transformers takes from generation_config.json."""
     read = {"model_type", "bos_token_id", "eos_token_id"}
     keys = {key: values_of(family)[key] for key in TABLES[family] & HARMLESS - read}
-    spec = checked(tmp_path, family, keys | {"top_k": 3, "bad_words_ids": [[5]]}, set())
-    assert spec == checked(tmp_path, family, {}, set())
-    assert spec is not None and spec.ignored == ()
+    found = checked(tmp_path, family, keys | {"top_k": 3, "bad_words_ids": [[5]]}, set())
+    assert found == checked(tmp_path, family, {}, set())
+    assert found is not None and found.ignored == ()
 
 
 # Keys of published files and of transformers' own output that transformers does not read.
@@ -191,7 +194,10 @@ UNREAD: list[tuple[str, dict[str, Any]]] = [
             "max_seq_len": 8,
         }.items()
     ),
-    ("llama", {"internal_version": "x", "badwordsids": [[5]], "use_flash_attn": True, "hyb_act": False}),
+    ("llama", {"internal_version": "x"}),
+    ("llama", {"badwordsids": [[5]]}),
+    ("llama", {"use_flash_attn": True}),
+    ("llama", {"hyb_act": False}),
     ("llama", {"vision_config": {"hidden_size": 8}, "num_experts": 8, "use_mrope": True}),
     ("llama", {"use_bidirectional_attention": True, "use_sliding_window": True, "qkv_bias": True}),
     ("llama", {"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3], "factor": 4.0}}),
@@ -199,10 +205,12 @@ UNREAD: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {**ROPES["yarn"], "attn_factor": 0.5, "mrope_section": [2, 3, 3]}}),
     ("qwen3", {"rope_parameters": {**ROPES["yarn"], "attn_factor": 0.878, "beta_fast": 8.0}}),
     ("qwen2", {"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}}),
-    ("qwen2", {"attention_bias": True, "mlp_bias": True, "use_mrope": True}),
+    ("qwen2", {"attention_bias": True}),
+    ("qwen2", {"mlp_bias": True, "use_mrope": True}),
     ("mistral", {"attention_bias": True, "mlp_bias": True, "use_sliding_window": False}),
     ("gemma2", {"hidden_act": "relu", "mlp_bias": True, "sliding_window_pattern": 3}),
-    ("gemma3", {"boi_token_index": 5, "mm_tokens_per_image": 256, "hidden_act": "relu"}),
+    ("gemma3", {"boi_token_index": 5}),
+    ("gemma3", {"mm_tokens_per_image": 256, "hidden_act": "relu"}),
     ("gemma3", {"_sliding_window_pattern": 2}),
     ("gemma3", {"original_max_position_embeddings": 32, "rope_scaling": ROPES["yarn"]}),
     ("gemma3", {"rope_scaling": {**ROPES["yarn"], "truncate": False}}),
@@ -213,9 +221,9 @@ UNREAD: list[tuple[str, dict[str, Any]]] = [
 def test_a_key_that_transformers_does_not_read_is_ignored_and_named(
     tmp_path: Path, family: str, keys: dict[str, Any]
 ) -> None:
-    spec = checked(tmp_path, family, keys, set())
-    assert spec is not None
-    named = " ".join(spec.ignored)
+    found = checked(tmp_path, family, keys, set())
+    assert found is not None
+    named = " ".join(found.ignored)
     inner = {key for value in keys.values() if isinstance(value, dict) for key in value}
     for key in {*keys, *inner} - TABLES[family] - {*ROPES["yarn"], "beta_fast", "type", "hidden_size"}:
         assert key in named
@@ -251,11 +259,20 @@ def test_keys_are_honoured_together(tmp_path: Path, family: str, keys: dict[str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_by_default_is_read(family: str) -> None:
+    """The whole config, and the shorter one that `save_pretrained` writes."""
+    config = FAMILIES[family][0]()
+    for short in (False, True):
+        found = ModelSpec.from_hf(json.loads(config.to_json_string(use_diff=short)))
+        assert found.ignored in ((), ("_sliding_window_pattern = 6",))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_absent_positions_are_those_of_the_class(family: str) -> None:
     config_class, _, base = FAMILIES[family]
     without = {key: value for key, value in base.items() if key != "max_position_embeddings"}
-    spec = ModelSpec.from_hf({"model_type": config_class.model_type, **without})
-    assert spec.max_positions == config_class().max_position_embeddings
+    found = ModelSpec.from_hf({"model_type": config_class.model_type, **without})
+    assert found.max_positions == config_class().max_position_embeddings
 
 
 def test_the_texts_of_a_llama_with_a_window_end_with_it() -> None:
@@ -272,9 +289,85 @@ def test_the_table_is_that_of_the_installed_transformers() -> None:
 
 def test_no_list_of_keys_has_an_unknown_one() -> None:
     known = frozenset().union(*TABLES.values())
-    rope = frozenset().union(*reference_keys.ROPE.values())
+    rotary = frozenset().union(*reference_keys.ROPE.values())
     assert known | reference_keys.GENERATION >= HARMLESS
     assert known >= NEUTRAL.keys()
-    assert not rope & ELSEWHERE_IN_ROPE.keys()
+    assert not rotary & ELSEWHERE_IN_ROPE.keys()
     assert not HARMLESS & (ELSEWHERE.keys() | NEUTRAL.keys())
     assert known - NOT_HERE == VALUES.keys()
+
+
+# --- planted defects ------------------------------------------------------------------------------------
+
+
+def without(key: str) -> Spoiler:
+    """Ignore a key that transformers reads."""
+    return lambda sound: lambda read, keys, *rest: sound(read, keys - {key}, *rest)
+
+
+def check(family: str, keys: dict[str, Any]) -> Callable[[], object]:
+    """Return the comparison with transformers of one config."""
+
+    def compare() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            checked(Path(folder), family, keys, {*keys})
+
+    return compare
+
+
+ORIGINAL = {key: value for key, value in TOGETHER[1][1].items() if key != "rope_parameters"}
+MUTANTS = [
+    *(
+        defect(
+            f"{key} ignored in {family}", reference.check_unread, without(key), check(family, {key: value})
+        )
+        for family, key, value in [
+            ("llama", "is_causal", False),
+            ("qwen2", "is_causal", False),
+            ("gemma2", "is_causal", False),
+            ("llama", "attention_chunk_size", 16),
+        ]
+    ),
+    defect(
+        "original_max_position_embeddings of the whole config ignored",
+        rope_config._read_one,
+        lambda sound: lambda read, section, theta, original: sound(read, section, theta, None),
+        check("llama", ORIGINAL),
+    ),
+    defect(
+        "truncate beside the rotary parameters of Gemma 3 ignored",
+        rope._yarn,
+        lambda sound: lambda own, *rest: sound(replace(own, truncate=True), *rest),
+        check("gemma3", TOGETHER[-1][1]),
+    ),
+    defect(
+        "the window of a Llama's cache ignored",
+        families._longest,
+        lambda sound: lambda read: read.seen.add("sliding_window"),
+        test_the_texts_of_a_llama_with_a_window_end_with_it,
+    ),
+    defect(
+        "attention_bias of Qwen 2 honoured",
+        families._llama_like,
+        lambda sound: lambda read, *sizes: sound(read, *sizes) | {"output_bias": read.flag("attention_bias")},
+        check("qwen2", {"attention_bias": True}),
+        CheckpointError,
+    ),
+    defect(
+        "layer_types of Mistral ignored",
+        families._windows,
+        lambda sound: lambda read, known, kinds: sound(read, known, kinds) and (known[kinds[0]],) * 3,
+        check("mistral", {"layer_types": [FULL, SLIDING, FULL], "head_dim": 16}),
+    ),
+    defect(
+        "default positions of another family",
+        spec._family,
+        lambda sound: lambda config: (sound(config)[0], replace(sound(config)[1], positions=8192)),
+        lambda: test_absent_positions_are_those_of_the_class("llama"),
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutant, monkeypatch)

@@ -2,8 +2,8 @@
 
 Contract: a key that is also an option of a request becomes that option's default. Every other key that
 `transformers` reads is known to change nothing here, or is named in a warning. An absent key sets nothing:
-the defaults of `transformers` are not the checkpoint's. `spec.py` reads the end-of-text ids; this module warns
-of ids beyond the vocabulary.
+the defaults of `transformers` are not the checkpoint's. `spec.py` reads the end-of-text ids; this module
+warns of ids beyond the vocabulary.
 """
 
 from __future__ import annotations
