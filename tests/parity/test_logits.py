@@ -96,17 +96,22 @@ def greedy(pair: Pair, prompt: Tensor, count: int) -> list[int]:
     return ids[0, prompt.shape[1] :].tolist()
 
 
-def test_64_greedy_tokens_equal_those_of_transformers(pair: Pair) -> None:
-    prompt = pair.tokens[:, :20]
-    expected = greedy(pair, prompt, 64)
-    cache = pair.runner.new_cache(1, 128)
-    pair.runner.prefill(cache, 0, prompt[0, :-1].tolist(), 0)
+def decoded(runner: Runner, prompt: Tensor, count: int) -> list[int]:
+    """Return the tokens that the runner generates greedily."""
+    length = prompt.shape[1]
+    cache = runner.new_cache(1, length + count)
+    runner.prefill(cache, 0, prompt[0, :-1].tolist(), 0)
     tokens = [int(prompt[0, -1])]
-    for position in range(19, 19 + 64):
-        logits = pair.runner.forward(cache, torch.tensor([tokens[-1:]]), [position]).logits
+    for position in range(length - 1, length - 1 + count):
+        logits = runner.forward(cache, torch.tensor([tokens[-1:]]), [position]).logits
         assert logits is not None
         tokens.append(int(logits[0, 0].argmax()))
-    assert tokens[1:] == expected
+    return tokens[1:]
+
+
+def test_64_greedy_tokens_equal_those_of_transformers(pair: Pair) -> None:
+    prompt = pair.tokens[:, :20]
+    assert decoded(pair.runner, prompt, 64) == greedy(pair, prompt, 64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

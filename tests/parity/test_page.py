@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.model.families import FAMILIES as ARCHITECTURES
+from foredraft.model.reference import ELSEWHERE, ELSEWHERE_IN_ROPE
 from tests.support.checkpoints import ABSENT, FAMILIES, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -71,6 +72,18 @@ def table() -> str:
 def test_the_table_lists_the_tested_values() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == table(), f"\n{table()}"
+
+
+def test_the_page_lists_the_keys_of_other_implementations() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("<!-- the keys of other implementations -->")[2]
+    rows = text.partition("<!-- end of")[0].strip().splitlines()[2:]
+    assert rows == [
+        *(f"| `{key}` | {meaning} |" for key, (_, meaning) in ELSEWHERE.items()),
+        *(
+            f"| `{key}`, of rotary parameters | {meaning} |"
+            for key, (_, meaning) in ELSEWHERE_IN_ROPE.items()
+        ),
+    ]
 
 
 def test_every_family_is_documented_and_tested() -> None:

@@ -144,6 +144,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
     ),
     "mistral-gelu": ("mistral", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-layer-types": (
+        "mistral",
+        {"head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING]},  # transformers needs head_dim here
+    ),
     "mistral-absent": ("mistral", {"num_attention_heads": 8}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),

@@ -211,10 +211,14 @@ class TestDefaults:
         self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         config = {"num_beams": 4, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True}
-        llm = self.load(tiny, tmp_path, {**config, "bad_words_ids": None, "eos_token_id": [2]})
+        with caplog.at_level("INFO", "foredraft.model"):
+            llm = self.load(tiny, tmp_path, {**config, "bad_words_ids": None, "eos_token_id": [2], "mine": 1})
         assert llm.default_params == SamplingParams()
-        assert [record.getMessage().split("asks for ")[1] for record in caplog.records] == [
-            "num_beams = 4, which is not supported; it is left out"
+        found = [(record.levelname, record.getMessage()) for record in caplog.records]
+        file = tmp_path / "model" / "generation_config.json"
+        assert found == [
+            ("WARNING", f"{file} asks for num_beams = 4, which is not supported; it is left out"),
+            ("INFO", f"{file}: ignored, because transformers does not read it: mine = 1"),
         ]
 
     @pytest.mark.parametrize(

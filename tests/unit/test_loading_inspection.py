@@ -209,8 +209,8 @@ def broken(folder: Path, name: str) -> Path:
             config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
         case "quantised":
             config |= {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-        case "unknown key":
-            config |= {"spam": 1}
+        case "unsupported key":
+            config |= {"is_causal": False}
         case "shape":
             config |= {"intermediate_size": config["intermediate_size"] * 2}
         case "no weights":
@@ -222,7 +222,8 @@ def broken(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["architecture", "quantised", "unknown key", "shape", "no weights", "broken weights", "no folder"]
+    "name",
+    ["architecture", "quantised", "unsupported key", "shape", "no weights", "broken weights", "no folder"],
 )
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_model_that_load_refuses_is_refused_alike(

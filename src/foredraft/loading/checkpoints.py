@@ -22,7 +22,7 @@ from foredraft.model.gguf.folder import check_vocabulary
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
 from foredraft.model.quantisation import BITS
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "Checkpoints", "default_params", "find_checkpoints"]
@@ -139,6 +139,9 @@ def _tokenizer_folder(given: str | Path | None) -> Path | None:
 def _read(folder: Path, dtype: str | None, tokenizer_folder: Path | None) -> Checkpoint:
     """Read a checkpoint; its tokenizer comes from another folder where one is given."""
     spec = ModelSpec.from_folder(folder)
+    if spec.ignored:
+        ignored = ", ".join(spec.ignored)
+        logger.info("%s: ignored, because transformers does not read it: %s", _named(folder, CONFIG), ignored)
     tokenizer = Tokenizer.from_folder(tokenizer_folder or folder, spec.vocab_size)
     if tokenizer is None:
         check_vocabulary(folder)
@@ -168,7 +171,7 @@ def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, toke
                 f"{source_of(folder)} has a vocabulary that is not its model's: it has {found}",
                 remedy=("give the folder of the model's tokenizer as ", Option("tokenizer")),
             )
-        tokenizer_file, model = tokenizer_folder / "tokenizer.json", _named(folder, "config.json")
+        tokenizer_file, model = tokenizer_folder / "tokenizer.json", _named(folder, CONFIG)
         raise CheckpointError(
             f"{tokenizer_file} is not the tokenizer of {model}: it has {found}",
             remedy="put the model's own tokenizer there",

@@ -1,7 +1,7 @@
-"""Read a `config.json` strictly: every key is read, or known to be harmless, or has a neutral value.
+"""Read a JSON object of a checkpoint strictly: no key is overlooked.
 
-Contract: `ConfigReader` records the keys that its caller reads; `reject_unknown_keys` then refuses every
-other key that could change the model's output, by name and value. Only `spec.py`, `families.py`,
+Contract: `ConfigReader` records the keys that its caller reads, and gives the others. `reject_unknown_keys`
+refuses them by name and value; for a `config.json`, `reference.py` decides. Only `spec.py`, `families.py`,
 `rope_config.py` and the files of `quantisation` know what a key means.
 """
 
@@ -19,51 +19,6 @@ DOWNLOAD_AGAIN = "download it again"  # the remedy for a broken or incomplete fi
 MAX_FLOAT = sys.float_info.max
 MAX_DEPTH = 50  # objects and lists within each other in a JSON file; no file of a checkpoint has ten
 MAX_FILE_NAME = 255  # bytes, on all common file systems
-# Keys that describe how a model was made, saved, trained or called, not what a forward computes.
-HARMLESS = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
-    _flash_attn_2_enabled _name_or_path architectures attention_dropout attn_implementation bad_words_ids
-    begin_suppress_tokens cache_implementation chunk_size_feed_forward decoder_start_token_id
-    diversity_penalty do_sample early_stopping embd_pdrop encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing hidden_dropout id2label ignore_index initializer_range is_llama_config label2id
-    length_penalty low_cpu_mem_usage max_length max_sequence_length min_length model_max_length model_type
-    name_or_path neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id padding_side prefix pretraining_tp
-    problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    sep_token_id seq_length summary_type suppress_tokens task_specific_params temperature tf_legacy_loss
-    tokenizer_class tokenizer_padding_side top_k top_p torchscript transformers.js_config transformers_version
-    trust_remote_code typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
-    """.split()
-)
-HARMLESS_IN_ROPE = frozenset({"finetuned"})  # the same for rotary parameters
-# Keys that change what a forward computes, except with these values or null.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "add_cross_attention": (False,),
-    "attention_bias": (False,),
-    "attn_logit_softcapping": (),
-    "auto_map": ({},),  # modelling code in the checkpoint
-    "cross_attention_hidden_size": (),
-    "embedding_multiplier": (1.0,),
-    "final_logit_softcapping": (),
-    "is_decoder": (False, True),
-    "is_encoder_decoder": (False,),
-    "logits_scaling": (1.0,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1.0,),
-    "pruned_heads": ({},),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1.0,),
-    "rope_interleaved": (False,),
-    "sliding_window": (),
-    "tie_encoder_decoder": (False,),
-    "use_bidirectional_attention": (False,),
-    "use_mrope": (False,),
-    "use_sliding_window": (False,),
-}
-
-
 NO_DEFAULT = object()  # of a key that must be there
 
 
@@ -135,17 +90,19 @@ class ConfigReader:
     Attributes:
         config: The JSON object.
         where: Its name in error messages.
-        harmless: Keys that `reject_unknown_keys` ignores.
+        harmless: Keys that need not be read.
         seen: Keys that were read.
+        ignored: Keys that were found to change nothing, with their values.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], where: str = "config.json", harmless: frozenset[str] = HARMLESS
+        self, config: Mapping[str, Any], where: str = "config.json", harmless: frozenset[str] = frozenset()
     ) -> None:
         self.config = config
         self.where = where
         self.harmless = harmless
         self.seen: set[str] = set()
+        self.ignored: dict[str, object] = {}
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, unchecked, and record the key as read."""
@@ -157,7 +114,7 @@ class ConfigReader:
         value = self.take(key)
         if value is not None and not isinstance(value, dict):
             raise self.error(key, "it must be a JSON object or null")
-        return ConfigReader(value, f"{self.where}, {key}", HARMLESS_IN_ROPE) if value else None
+        return ConfigReader(value, f"{self.where}, {key}") if value else None
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
@@ -215,24 +172,24 @@ class ConfigReader:
         found = f"is {shortened(self.config[key])}" if key in self.config else "is missing"
         return CheckpointError(f"{self.where}: {key} {found}", remedy=remedy)
 
+    def unread(self) -> dict[str, Any]:
+        """Return the keys that are neither read nor harmless nor null, with their values."""
+        known = self.seen | self.harmless
+        return {key: value for key, value in self.config.items() if key not in known and value is not None}
+
+    def named(self, key: str) -> str:
+        """Return the key with those of the objects around it, as in "rope_scaling.factor"."""
+        return ".".join([*self.where.split(", ")[1:], key])
+
     def reject_unknown_keys(self) -> None:
-        """Check that every key was read, is harmless, or has a neutral value.
+        """Check that every key was read or is harmless.
 
         Raises:
-            CheckpointError: A key changes the model's output, or might; the message names it.
+            CheckpointError: A key might change the model's output; the message names it.
         """
-        for key, value in self.config.items():
-            if key in self.seen or key in self.harmless or value is None:
-                continue
-            if key in NEUTRAL and value in NEUTRAL[key]:
-                continue
-            found = f"{self.where}: {key} = {shortened(value)}"
-            if key in NEUTRAL:
-                raise CheckpointError(
-                    f"{found} is not supported, and ignoring it would change the model's output",
-                    remedy="use a checkpoint without it",
-                )
+        for key, value in self.unread().items():
             raise CheckpointError(
-                f"{found} is not known, and ignoring it could change the model's output",
+                f"{self.where}: {key} = {shortened(value)} is not known, and ignoring it could change the"
+                " model's output",
                 remedy="use a checkpoint without it, or remove the key if it does not affect the model",
             )

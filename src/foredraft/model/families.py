@@ -34,12 +34,14 @@ class Family:
         fields: Reads the config keys of the architecture into fields of `ModelSpec`.
         eos: The end-of-text id of a checkpoint that names none.
         bos: The beginning-of-text id of a checkpoint that names none.
+        positions: `max_position_embeddings` of a checkpoint that names none.
     """
 
     model_type: str
     fields: Callable[[ConfigReader], dict[str, Any]]
     eos: int | None
     bos: int | None
+    positions: int
 
 
 def _llama(read: ConfigReader) -> dict[str, Any]:
@@ -49,14 +51,25 @@ def _llama(read: ConfigReader) -> dict[str, Any]:
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
         "mlp_bias": read.flag("mlp_bias", if_null=False),
+        "longest": _longest(read),
     }
+
+
+def _longest(read: ConfigReader) -> int | None:
+    """Return the length up to which `sliding_window` changes nothing; None is any length.
+
+    A Llama of transformers attends to the whole prompt, but while it decodes its cache keeps one window. Past
+    that length its text depends on how the prompt was passed, so there is nothing to be equal to.
+    """
+    window = None if read.take("sliding_window") is None else read.count("sliding_window")
+    return window if read.take("layer_types") is None else None
 
 
 def _mistral(read: ConfigReader) -> dict[str, Any]:
     heads, window = read.count("num_attention_heads"), _window(read)
     kind = FULL if window is None else SLIDING
     return _llama_like(read, read.count("num_key_value_heads", 8, if_null=heads), _head_dim(read)) | {
-        "windows": _windows(read, {kind: window}, [kind]),
+        "windows": _windows(read, {FULL: None, kind: window}, [kind]),
     }
 
 
@@ -91,7 +104,7 @@ def _llama_like(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, A
 
 def _gemma2(read: ConfigReader) -> dict[str, Any]:
     window = read.count("sliding_window", 4096)
-    if read.take("sliding_window_size") not in (None, window):  # google/gemma-2-9b has both keys
+    if read.take("sliding_window_size") not in (None, window):  # the name that exllamav2 reads, too
         raise read.error("sliding_window_size", f"it must equal sliding_window, {window}")
     return _gemma_common(read) | {
         "rope": read_rope(read),
@@ -115,7 +128,6 @@ def _gemma3(read: ConfigReader) -> dict[str, Any]:
 def _gemma_common(read: ConfigReader) -> dict[str, Any]:
     """Return the fields that Gemma 2 and Gemma 3 share."""
     attention_bias = read.flag("attention_bias", if_null=False)
-    read.seen.add("hidden_act")  # transformers reads hidden_activation only
     return _head_sizes(read, read.count("num_key_value_heads", 4), read.count("head_dim", 256)) | {
         "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
         "activation": _activation(read, "hidden_activation", default="gelu_pytorch_tanh"),
@@ -129,12 +141,12 @@ def _gemma_common(read: ConfigReader) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
-    "Gemma2ForCausalLM": Family("gemma2", _gemma2, eos=1, bos=2),
-    "Gemma3ForCausalLM": Family("gemma3_text", _gemma3, eos=1, bos=2),
-    "LlamaForCausalLM": Family("llama", _llama, eos=2, bos=1),
-    "MistralForCausalLM": Family("mistral", _mistral, eos=2, bos=1),
-    "Qwen2ForCausalLM": Family("qwen2", _qwen2, eos=None, bos=None),
-    "Qwen3ForCausalLM": Family("qwen3", _qwen3, eos=None, bos=None),
+    "Gemma2ForCausalLM": Family("gemma2", _gemma2, eos=1, bos=2, positions=8192),
+    "Gemma3ForCausalLM": Family("gemma3_text", _gemma3, eos=1, bos=2, positions=131_072),
+    "LlamaForCausalLM": Family("llama", _llama, eos=2, bos=1, positions=2048),
+    "MistralForCausalLM": Family("mistral", _mistral, eos=2, bos=1, positions=131_072),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2, eos=None, bos=None, positions=32_768),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3, eos=None, bos=None, positions=32_768),
 }
 
 
@@ -200,9 +212,6 @@ def _gemma3_windows(read: ConfigReader) -> tuple[int | None, ...]:
     listed = read.take("layer_types")
     if "sliding_window_pattern" in read.config and listed not in (None, kinds):
         raise read.error("sliding_window_pattern", "layer_types differs from it; keep the key that is right")
-    # transformers writes this key beside layer_types, and does not read it
-    if read.take("_sliding_window_pattern") not in (None, pattern) and listed is None:
-        raise read.error("_sliding_window_pattern", "give layer_types")
     return _windows(read, {SLIDING: read.count("sliding_window", 4096), FULL: None}, kinds)
 
 

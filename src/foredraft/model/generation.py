@@ -1,8 +1,9 @@
 """Read a checkpoint's sampling defaults from its `generation_config.json`.
 
-Contract: a key that is also an option of a request becomes that option's default. Every other key is known to
-change nothing here, or is named in a warning. An absent key sets nothing: the defaults of `transformers` are
-not the checkpoint's. `spec.py` reads the end-of-text ids; this module warns of ids beyond the vocabulary.
+Contract: a key that is also an option of a request becomes that option's default. Every other key that
+`transformers` reads is known to change nothing here, or is named in a warning. An absent key sets nothing:
+the defaults of `transformers` are not the checkpoint's. `spec.py` reads the end-of-text ids; this module
+warns of ids beyond the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from foredraft.errors import shortened
 from foredraft.model.config import read_json
+from foredraft.model.reference_keys import GENERATION
 
 __all__ = ["generation_defaults"]
 
@@ -62,7 +64,7 @@ def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
     """Return the request options that a checkpoint sets, by name; empty without a file.
 
     `do_sample = false` means temperature 0, whatever the file says about sampling. A warning is logged for
-    each key that is not supported.
+    each key that is not supported, and one line of level INFO for those that transformers does not read.
 
     Args:
         folder: The checkpoint.
@@ -78,10 +80,15 @@ def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
     if not file.is_file():
         return {}
     config = {key: value for key, value in read_json(file).items() if value is not None}
+    unread = []
     for key in sorted(config.keys() - {*ALWAYS, *SAMPLING} - HARMLESS):
-        if config[key] not in NEUTRAL.get(key, ()):
-            name, value = shortened(key)[1:-1], shortened(config[key])  # a key is any string: without quotes
+        name, value = shortened(key)[1:-1], shortened(config[key])  # a key is any string: without quotes
+        if key not in GENERATION:
+            unread.append(f"{name} = {value}")
+        elif config[key] not in NEUTRAL.get(key, ()):
             logger.warning("%s asks for %s = %s, which is not supported; it is left out", file, name, value)
+    if unread:
+        logger.info("%s: ignored, because transformers does not read it: %s", file, ", ".join(unread))
     for key in ("bos_token_id", "eos_token_id"):
         for id in config[key] if isinstance(config.get(key), list) else [config.get(key)]:
             if isinstance(id, int) and id >= vocab_size:

@@ -2,21 +2,26 @@
 
 Contract: the keys are `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it. Gemma 3 has
 one set of parameters for layers with full attention and one for windowed layers. If both spellings are
-present they must agree. Each scaling type reads its own keys; any other key is refused.
+present they must agree. Each scaling type reads its own keys; `reference.py` decides about the others.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
+from foredraft.model.reference import ELSEWHERE_IN_ROPE, check_unread
+from foredraft.model.reference_keys import ROPE as REFERENCE
 from foredraft.model.rope import Rope
 
 # the default rotary bases of Gemma 3's full-attention and windowed layers; all other families have the latter
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 ORIGINAL = "original_max_position_embeddings"
+OVERRIDDEN = ("llama3", "yarn")  # types that take ORIGINAL from the whole config, where it has one
+LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers with parameters of their own, in Gemma 3
 KEEP_TRAINED = "keep the one that the model was trained with"
 
 
@@ -27,7 +32,8 @@ def read_rope(read: ConfigReader) -> Rope:
         CheckpointError: A key is missing, has a wrong value, is not supported, or contradicts another.
     """
     sections = [section for key in ("rope_parameters", "rope_scaling") if (section := read.section(key))]
-    return _read_all(read, sections, "rope_theta", LOCAL_THETA)
+    original = None if read.take(ORIGINAL) is None else read.count(ORIGINAL)
+    return _read_all(read, sections, "rope_theta", LOCAL_THETA, original)
 
 
 def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
@@ -39,8 +45,9 @@ def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
     nested = read.section("rope_parameters")
     full = nested.section("full_attention") if nested else None
     windowed = nested.section("sliding_attention") if nested else None
-    if nested:
-        nested.reject_unknown_keys()
+    truncate = nested.flag("truncate", default=True) if nested else True
+    if nested:  # the keys of one set are not read here, so they are misplaced
+        read.ignored |= check_unread(nested, frozenset().union(*REFERENCE.values()), ELSEWHERE_IN_ROPE)
     scaling = read.section("rope_scaling")  # applies to layers with full attention only
     if scaling and "rope_type" not in scaling.config and "type" in scaling.config:
         raise scaling.error("type", "spell it rope_type, because transformers ignores type in this family")
@@ -48,13 +55,21 @@ def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
         _read_all(read, [section for section in (full, scaling) if section], "rope_theta", GLOBAL_THETA),
         _read_all(read, [windowed] if windowed else [], "rope_local_base_freq", LOCAL_THETA),
     )
+    # transformers reads truncate beside the two sets, not in them
     for section in filter(None, (full, windowed, scaling)):
-        if section.take("truncate") is False:
-            raise section.error("truncate", "transformers ignores it in this family, so leave it out")
-    return ropes
+        if section.take("truncate") not in (None, truncate):
+            read.ignored[section.named("truncate")] = section.take("truncate")
+    first, second = (replace(rope, truncate=truncate) if rope.kind == "yarn" else rope for rope in ropes)
+    return first, second
 
 
-def _read_all(read: ConfigReader, sections: list[ConfigReader], theta_key: str, theta: float) -> Rope:
+def _read_all(
+    read: ConfigReader,
+    sections: list[ConfigReader],
+    theta_key: str,
+    theta: float,
+    original: int | None = None,
+) -> Rope:
     """Read every spelling that is present, and check that they agree.
 
     Args:
@@ -62,8 +77,12 @@ def _read_all(read: ConfigReader, sections: list[ConfigReader], theta_key: str, 
         sections: The JSON objects with rotary parameters; none means the default type.
         theta_key: The key of the whole config that holds the base where a section does not.
         theta: The default base.
+        original: `original_max_position_embeddings` of the whole config.
     """
-    ropes = [_read_one(read, section, theta_key, theta) for section in sections or [ConfigReader({})]]
+    ropes = [
+        _read_one(read, section, _theta(read, section, theta_key, theta), original)
+        for section in sections or [ConfigReader({})]
+    ]
     if ropes[0] != ropes[-1]:
         raise CheckpointError(
             f"config.json: rope_parameters = {shortened(sections[0].config)} and rope_scaling = "
@@ -73,18 +92,22 @@ def _read_all(read: ConfigReader, sections: list[ConfigReader], theta_key: str, 
     return ropes[0]
 
 
-def _read_one(read: ConfigReader, section: ConfigReader, theta_key: str, default_theta: float) -> Rope:
+def _read_one(read: ConfigReader, section: ConfigReader, theta: float, original: int | None) -> Rope:
     kind = section.take("rope_type", section.take("type", "default"))
     if section.take("type") not in (None, kind):
         raise section.error("type", f"rope_type is {shortened(kind)}; keep one of them")
-    theta = _theta(read, section, theta_key, default_theta)
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(
             f"{section.where}: rope type {shortened(kind)} is not supported",
             remedy=f"supported are {', '.join(KINDS)}",
         )
-    rope = KINDS[kind](section, theta, read.count("max_position_embeddings"))
-    section.reject_unknown_keys()
+    trained = read.count("max_position_embeddings")
+    if original is not None and kind in OVERRIDDEN:
+        if section.take(ORIGINAL) not in (None, original):
+            raise read.error(ORIGINAL, f"{section.where} has {section.take(ORIGINAL)}; {KEEP_TRAINED}")
+        section.config = {**section.config, ORIGINAL: original}
+    rope = KINDS[kind](section, theta, trained)
+    read.ignored |= check_unread(section, REFERENCE[kind] | LAYERS, ELSEWHERE_IN_ROPE)
     return rope
 
 
@@ -103,12 +126,11 @@ def _default(section: ConfigReader, theta: float, trained: int) -> Rope:
 
 
 def _linear(section: ConfigReader, theta: float, trained: int) -> Rope:
-    section.seen.add(ORIGINAL)  # transformers ignores it for this type
     return Rope("linear", theta, factor=section.number("factor"))
 
 
 def _dynamic(section: ConfigReader, theta: float, trained: int) -> Rope:
-    section.seen.add(ORIGINAL)  # ignored too: the base grows from max_position_embeddings on
+    # the base grows from max_position_embeddings on, whatever ORIGINAL says
     return Rope("dynamic", theta, factor=section.number("factor"), original_positions=trained)
 
 
@@ -145,15 +167,6 @@ def _yarn(section: ConfigReader, theta: float, trained: int) -> Rope:
     attention = section.optional_number("attention_factor") or _attention_factor(
         factor, mscale, mscale_all_dim
     )
-    if "attention_factor" not in section.config and (extra := section.optional_number("attn_factor")) not in (
-        None,
-        1,
-    ):
-        raise section.error(
-            "attn_factor",
-            "transformers ignores it; replace it by attention_factor:"
-            f" {extra * attention:.6g} to apply it, {attention:.6g} to ignore it",
-        )
     return Rope(
         "yarn",
         theta,

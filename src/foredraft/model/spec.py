@@ -1,16 +1,16 @@
 """`ModelSpec`: the sizes and the arithmetic of a model, read from its `config.json`.
 
-Contract: every key of a `config.json` is read, or known not to change the model's output, or has a neutral
-value. Any other key or value is a `CheckpointError` that names it, because a model that ignores a key is
-another model. An absent key has the default that `transformers` gives it in that family; the sizes have no
-default. `families.py` and `rope_config.py` read the keys of each architecture, and `quantisation` those of
-quantised weights.
+Contract: `model_type` decides which keys `transformers` reads. Each of them is read here too, or changes no
+text, or is a `CheckpointError` that names it, because a model that ignores a key is another model.
+`reference.py` decides about the keys that are left. An absent key has the default that `transformers` gives
+it in that family; the sizes have no default. `families.py` and `rope_config.py` read the keys of each
+architecture, and `quantisation` those of quantised weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from foredraft.model.device import dtype_name
 from foredraft.model.families import FAMILIES, Family
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.quantisation import Quantisation, read_quantisation
+from foredraft.model.reference import HARMLESS, check_unread
+from foredraft.model.reference_keys import CONFIG as REFERENCE
 from foredraft.model.rope import Rope
 
 __all__ = ["ModelSpec", "Rope", "with_dtype"]
@@ -62,6 +64,7 @@ class ModelSpec:
     head_norms: bool = False  # queries and keys are normed per head before rotation
     window_rope: Rope | None = None  # of windowed layers
     quantisation: Quantisation | None = None  # how the checkpoint stores the weights of linear layers
+    ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that change nothing, as "key = value"
 
     @property
     def groups(self) -> int:
@@ -102,43 +105,45 @@ class ModelSpec:
         Raises:
             CheckpointError: A key is missing, has a wrong value, or is not supported.
         """
-        read = ConfigReader(config)
-        architecture, family = _family(read)
+        architecture, family = _family(config)
+        read = ConfigReader({"max_position_embeddings": family.positions, **config}, harmless=HARMLESS)
         fields = _sizes(read) | family.fields(read)
         if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
             raise read.error("attention_multiplier", f"only {fields['attention_scale']} is supported")
+        positions = _positions(read, fields["rope"])
         spec = cls(
             architecture=architecture,
+            max_positions=min(positions, fields.pop("longest", None) or positions),
             **fields,
-            max_positions=_positions(read, fields["rope"]),
             eos_token_ids=_eos(read, generation_config, family.eos),
             bos_token_id=_bos(read, generation_config, family.bos),
             quantisation=read_quantisation(read),
         )
         if spec.head_dim == 2 and any(spec.rope_of(window).kind == "dynamic" for window in spec.windows):
             raise CheckpointError("config.json: head_dim is 2", remedy="rope type 'dynamic' needs 4 or more")
-        read.reject_unknown_keys()
-        return spec
+        ignored = check_unread(read, REFERENCE[family.model_type]) | read.ignored
+        return replace(spec, ignored=tuple(f"{key} = {shortened(value)}" for key, value in ignored.items()))
 
 
-def _family(read: ConfigReader) -> tuple[str, Family]:
-    """Return the name of the architecture and its family.
+def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
+    """Return the name of the architecture and its family: those of `model_type`.
 
-    `model_type` replaces an absent `architectures`; if both are present they must agree.
+    `architectures` counts only where there is no `model_type`.
     """
-    names, kind = read.take("architectures"), read.take("model_type")
-    if not names:
-        names = [name for name, family in FAMILIES.items() if family.model_type == kind] or [kind]
-    name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    if not isinstance(name, str) or name not in FAMILIES:
-        remedy = f"supported are {', '.join(sorted(FAMILIES))}"
-        if "text_config" in read.config:  # a multimodal model
-            remedy = f"give a checkpoint of its language model alone ({remedy})"
-        raise CheckpointError(f"config.json: architecture {shortened(name)} is not supported", remedy=remedy)
-    family = FAMILIES[name]
-    if kind not in (None, family.model_type):
-        raise read.error("model_type", f"architectures names {name}, whose type is {family.model_type!r}")
-    return name, family
+    kind, names = config.get("model_type"), config.get("architectures")
+    for name, family in FAMILIES.items():
+        if kind == family.model_type or (kind is None and names == [name]):
+            return name, family
+    found = f"model_type {shortened(kind)}" if kind is not None else f"architecture {shortened(_only(names))}"
+    remedy = f"supported are {', '.join(sorted(family.model_type for family in FAMILIES.values()))}"
+    if "text_config" in config:  # a multimodal model
+        remedy = f"give a checkpoint of its language model alone ({remedy})"
+    raise CheckpointError(f"config.json: {found} is not supported", remedy=remedy)
+
+
+def _only(names: Any) -> Any:
+    """Return the element of a list of one, and anything else as it is."""
+    return names[0] if isinstance(names, list) and len(names) == 1 else names
 
 
 def _sizes(read: ConfigReader) -> dict[str, Any]:

@@ -1,0 +1,249 @@
+"""Make the table of the config keys that `transformers` reads: `src/foredraft/model/reference_keys.py`.
+
+A key is read if `transformers` asks for it while a model of that type is loaded, runs a pass and generates,
+whether the config has it or not; or if the config class declares it, or takes it from its keyword arguments.
+Names that are asked for one after another, because the config has them, do not count.
+
+    python -m recipes.reference_keys
+"""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import json
+import sys
+import tempfile
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+TABLE = Path(__file__).parents[1] / "src" / "foredraft" / "model" / "reference_keys.py"
+MODEL_TYPES = ("gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+LENGTH = 40  # tokens of the pass: more than TRAINED, so that dynamic scaling takes part
+TRAINED = 32
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": TRAINED,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# The configs that run: between them, every branch on a key of these families is taken.
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "sliding_window_pattern": 2},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+]
+OWN_VARIANTS: dict[str, list[dict[str, Any]]] = {"mistral": [{"sliding_window": None}]}
+SCALINGS = ("default", "dynamic", "linear", "llama3", "yarn")
+LAYERS = "by layer"  # rotary parameters that hold those of each kind of layer
+# functions that ask for every key that the config has, or only look for options of `generate`
+EXHAUSTIVE = {"validate_token_ids", "_get_generation_parameters"}
+CONSTRUCTORS = ("__post_init__", "convert_rope_params_to_dict")
+WIDTH = 106  # of the lines of keys
+
+
+class Recorder:
+    """Records which keys `transformers` asks for.
+
+    Attributes:
+        config: The keys of the config and its file.
+        rope: The keys of rotary parameters, by their type.
+    """
+
+    def __init__(self, rope: defaultdict[str, set[str]]) -> None:
+        self.config: set[str] = set()
+        self.rope = rope
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record within the block."""
+        ask, read = PreTrainedConfig.__getattribute__, vars(PreTrainedConfig)["_dict_from_json_file"].__func__
+
+        def asked(config: PreTrainedConfig, key: str) -> Any:
+            caller = sys._getframe(1)
+            while caller.f_code.co_name == "__getattribute__" and caller.f_back is not None:
+                caller = caller.f_back
+            if caller.f_code.co_name not in EXHAUSTIVE and _may_be_key(config, key):
+                self.config.add(key)
+            value = ask(config, key)
+            if key == "rope_parameters" and type(value) is dict:
+                value = config.__dict__[key] = _Parameters(self.rope, value)
+            return value
+
+        def from_file(cls: type[PreTrainedConfig], file: str) -> dict[str, Any]:
+            return _Asked(self.config, read(cls, file))
+
+        with (
+            patch.object(PreTrainedConfig, "__getattribute__", asked),
+            patch.object(PreTrainedConfig, "_dict_from_json_file", classmethod(from_file)),
+        ):
+            yield
+
+
+class _Asked(dict[str, Any]):
+    """A JSON object that records the keys that it is asked for; copies are plain."""
+
+    def __init__(self, found: set[str], content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.found = found
+
+    def record(self, key: str) -> None:
+        self.found.add(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.record(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.record(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.record(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self.record(key)
+        return super().setdefault(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self.record(key)
+        return super().pop(key, *default)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return json.loads(json.dumps(self))  # type: ignore[no-any-return]
+
+
+class _Parameters(_Asked):
+    """Rotary parameters; what they are asked for counts for their type."""
+
+    def __init__(self, found: defaultdict[str, set[str]], content: dict[str, Any]) -> None:
+        inner = {
+            key: _Parameters(found, value) if type(value) is dict else value for key, value in content.items()
+        }
+        super().__init__(set(), inner)
+        self.by_type = found
+
+    def record(self, key: str) -> None:
+        nested = any(isinstance(value, dict) for value in self.values())
+        kind = dict.get(self, "rope_type") or dict.get(self, "type") or "default"
+        self.by_type[LAYERS if nested else kind].add(key)
+
+
+def _may_be_key(config: PreTrainedConfig, name: str) -> bool:
+    """Return whether a key of a file can set the attribute: methods and computed properties are none."""
+    found = inspect.getattr_static(type(config), name, None)
+    computed = isinstance(found, property) and found.fset is None
+    return not name.startswith("__") and not computed and not callable(getattr(type(config), name, None))
+
+
+def _taken(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Return the names that the constructors of a class and its bases take from their keyword arguments."""
+    names: set[str] = set()
+    functions = [vars(each).get(name) for each in config_class.__mro__ for name in CONSTRUCTORS]
+    for function in filter(None, functions):
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name("kwargs"), attr="get" | "pop"),
+                    args=[ast.Constant(str(name)), *_],
+                ):
+                    names.add(name)
+                case ast.Compare(ast.Constant(str(name)), [ast.In()], [ast.Name("kwargs")]):
+                    names.add(name)
+    return names
+
+
+def keys_of(model_type: str, rope: defaultdict[str, set[str]]) -> set[str]:
+    """Return the keys of a config.json that a model type reads.
+
+    Args:
+        model_type: The model type.
+        rope: Takes the keys of rotary parameters, by their type.
+    """
+    recorder = Recorder(rope)
+    config_class = type(transformers.AutoConfig.for_model(model_type))
+    for variant in VARIANTS + OWN_VARIANTS.get(model_type, []):
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_class(**json.loads(json.dumps(SIZES | variant)))
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | variant))
+            with recorder.recording():
+                model = AutoModelForCausalLM.from_pretrained(folder).eval()
+                tokens = torch.full((1, LENGTH), 3)
+                model(tokens)
+                model.generate(
+                    tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, do_sample=False
+                )
+    declared = {field.name for field in fields(config_class)}
+    return recorder.config | declared | _taken(config_class)
+
+
+def table() -> str:
+    """Return the content of the table's file."""
+    rope: defaultdict[str, set[str]] = defaultdict(set)
+    keys = {model_type: keys_of(model_type, rope) for model_type in MODEL_TYPES}
+    shared = set.intersection(*keys.values())
+    parts = [
+        f'"""The config keys that transformers {transformers.__version__} reads.',
+        "",
+        "`python -m recipes.reference_keys` makes this file, and says what reading means. Do not edit it.",
+        '"""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "# of every supported model type",
+        f"SHARED = {_set(shared)}",
+        "# of each model type",
+        "CONFIG = {",
+        *(
+            f'    "{model_type}": SHARED\n    | {_set(keys[model_type] - shared, 4)},'
+            for model_type in MODEL_TYPES
+        ),
+        "}",
+        "# of rotary parameters, by their type",
+        "ROPE = {",
+        *(f'    "{kind}": {_set(rope[kind], 4)},' for kind in SCALINGS),
+        "}",
+        "# of rotary parameters that hold those of each kind of layer",
+        f"ROPE_BY_LAYER = {_set(rope[LAYERS])}",
+        "# of generation_config.json",
+        f"GENERATION = {_set({*vars(GenerationConfig())})}",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _set(names: set[str], indent: int = 0) -> str:
+    """Return the source of a set of names."""
+    margin = " " * (indent + 4)
+    lines = textwrap.fill(" ".join(sorted(names)), WIDTH, initial_indent=margin, subsequent_indent=margin)
+    return f'frozenset(\n{margin}"""\n{lines}\n{margin}""".split()\n{" " * indent})'
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    TABLE.write_text(table(), encoding="utf-8")
+    print(TABLE)

@@ -1,0 +1,373 @@
+"""Every config key that transformers reads is honoured as transformers honours it, or refused by name.
+
+Each key of the table has another value than its default here, in every family. Foredraft refuses the config
+by the key's name, or computes what transformers computes with it: logits of a prompt, and greedy tokens.
+
+Seen to fail, besides on the defects below: a key dropped from the table's file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.errors import CheckpointError
+from foredraft.model import families, reference, reference_keys, rope, rope_config, spec
+from foredraft.model.reference import ELSEWHERE, ELSEWHERE_IN_ROPE, HARMLESS, NEUTRAL
+from foredraft.model.spec import ModelSpec
+from recipes.reference_keys import TABLE, table
+from tests.parity.test_logits import Pair, close, decoded, greedy, prompt_logits
+from tests.support.checkpoints import FAMILIES, FULL, ROPES, SLIDING, save_checkpoint
+from tests.support.planting import Mutant, Spoiler, assert_caught, defect
+
+PROMPT, NEW = 40, 24  # tokens: more than the windows of the test checkpoints
+NOT_HERE = {"dtype", "torch_dtype"}  # test_model_spec.py; other dtypes have other logits
+# A value that differs from the default of the class or of the test checkpoints, for every key of the table.
+VALUES: dict[str, Any] = {
+    "_attn_implementation": "eager",
+    "_attn_implementation_internal": "eager",
+    "_commit_hash": "0123abc",
+    "_experts_implementation": "eager",
+    "_experts_implementation_internal": "eager",
+    "_heterogeneity_spec": {"1": {}},
+    "_name_or_path": "elsewhere",
+    "_output_attentions": True,
+    "_rope_type_labels": ["other"],
+    "architectures": ["LLaMAForCausalLM"],
+    "attention_bias": True,
+    "attention_chunk_size": 16,
+    "attention_dropout": 0.5,
+    "attn_implementation": "eager",
+    "attn_logit_softcapping": 3.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
+    "base_model_ep_plan": {"layers.*.mlp": "other"},
+    "base_model_fsdp_plan": {"layers.*.mlp": "other"},
+    "base_model_pp_plan": {"norm": [["a"], ["b"]]},
+    "base_model_tp_plan": {"layers.*.mlp": "rowwise"},
+    "bos_token_id": 5,
+    "chunk_size_feed_forward": 7,
+    "configuration_files": ["config.5.0.0.json"],
+    "decoder": {"hidden_size": 8},
+    "default_rope_type": "axial",
+    "default_theta": 7.0,
+    "eos_token_id": [5, 6],
+    "experts_implementation": "eager",
+    "final_logit_softcapping": 3.0,
+    "fusion_config": {"qkv": True},
+    "generator": {"hidden_size": 8},
+    "gradient_checkpointing": True,
+    "head_dim": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "silu",
+    "hidden_size": 32,
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "ignore_keys_at_rope_validation": ["factor"],
+    "initializer_range": 0.2,
+    "intermediate_size": 48,
+    "is_causal": False,
+    "is_encoder_decoder": True,
+    "kv_sharing_modes": ["reuse"] * 3,
+    "label2id": {"a": 0, "b": 1, "c": 2},
+    "layer_types": [FULL, SLIDING, FULL],
+    "max_position_embeddings": 512,
+    "max_window_layers": 1,
+    "mlp_bias": True,
+    "mlp_layer_types": ["sparse"] * 3,
+    "model_type": "bert",
+    "mtp_layer_types": [FULL],
+    "name_or_path": "elsewhere",
+    "num_attention_heads": 8,
+    "num_heads": 3,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "num_labels": 3,
+    "original_max_position_embeddings": 32,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "pad_token_id": 9,
+    "partial_rotary_factor": 0.5,
+    "per_layer_config": {"1": {"intermediate_size": 32}},
+    "pretraining_tp": 2,
+    "problem_type": "regression",
+    "quantization_config": {"quant_method": "hqq"},
+    "query_pre_attn_scalar": 7,
+    "return_dict": True,  # with false, transformers cannot run a pass
+    "rms_norm_eps": 0.1,
+    "rope_local_base_freq": 50.0,
+    "rope_parameters": ROPES["linear"],
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "rope_theta": 500.0,
+    "sliding_window": PROMPT + NEW,
+    "sliding_window_pattern": 3,
+    "sub_configs_defaults": {"text_config": {}},
+    "text_config": {"hidden_size": 8},
+    "tie_word_embeddings": True,
+    "transformers_version": "4.30.0",
+    "transformers_weights": "other.safetensors",
+    "use_bidirectional_attention": True,
+    "use_cache": False,
+    "use_sliding_window": True,
+    "vision_aspect_ratio": "pad",
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "full",
+    "vocab_size": 101,
+}
+# where a family needs another value
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"layer_types": [FULL, *[SLIDING] * 3], "tie_word_embeddings": False, "num_hidden_layers": 3}
+    | {"sliding_window": 16},
+    "gemma3": {"layer_types": [FULL, *[SLIDING] * 6], "tie_word_embeddings": False, "num_hidden_layers": 6}
+    | {"sliding_window": 16, "rope_parameters": {FULL: ROPES["linear"], SLIDING: ROPES["linear"]}},
+    "mistral": {"sliding_window": 16},
+}
+MORE: dict[str, dict[str, Any]] = {  # keys without which another has no effect
+    "max_window_layers": {"use_sliding_window": True, "sliding_window": 16, "layer_types": None},
+    "layer_types": {"head_dim": 16},  # in Mistral, transformers needs it
+    "use_sliding_window": {"sliding_window": 16, "max_window_layers": 1, "layer_types": None},
+}
+TABLES = {family: reference_keys.CONFIG[each.model_type] for family, (each, _, _) in FAMILIES.items()}
+CASES = [(family, key) for family, keys in TABLES.items() for key in sorted(keys - HARMLESS - NOT_HERE)]
+
+
+def checked(folder: Path, family: str, keys: dict[str, Any], names: set[str]) -> ModelSpec | None:
+    """Return the spec of a config that computes what transformers computes; None where a key is refused.
+
+    Args:
+        folder: An empty folder.
+        family: A key of `FAMILIES`.
+        keys: The config keys that differ from those of the family's test checkpoint.
+        names: The keys by which the config may be refused.
+    """
+    config_class, model_class, base = FAMILIES[family]
+    whole = {"architectures": [model_class.__name__], "model_type": config_class.model_type, **base, **keys}
+    try:
+        found = ModelSpec.from_hf(copy.deepcopy(whole))
+    except CheckpointError as error:
+        if any(name in str(error) for name in names):
+            return None
+        raise
+    shaping = {key: value for key, value in keys.items() if key in TABLES[family] - HARMLESS}
+    save_checkpoint(folder, family, **copy.deepcopy(shaping))
+    (folder / "config.json").write_text(json.dumps(whole))
+    pair = Pair(folder)
+    tokens = pair.tokens[:, :PROMPT]
+    assert close(prompt_logits(pair.runner, tokens), pair.expected[:PROMPT])
+    assert decoded(pair.runner, tokens, NEW) == greedy(pair, tokens, NEW)
+    return found
+
+
+def values_of(family: str) -> dict[str, Any]:
+    """Return the values of `VALUES` that fit a family."""
+    return VALUES | OWN.get(family, {})
+
+
+@pytest.mark.parametrize(("family", "key"), CASES, ids=str)
+def test_a_key_that_transformers_reads_is_honoured_or_refused(tmp_path: Path, family: str, key: str) -> None:
+    checked(tmp_path, family, {key: values_of(family)[key], **MORE.get(key, {})}, {key})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_harmless_keys_change_nothing(tmp_path: Path, family: str) -> None:
+    """All of them at once, with the options of `generate` that transformers takes from generation_config.json."""
+    read = {"model_type", "bos_token_id", "eos_token_id"}
+    keys = {key: values_of(family)[key] for key in TABLES[family] & HARMLESS - read}
+    found = checked(tmp_path, family, keys | {"top_k": 3, "bad_words_ids": [[5]]}, set())
+    assert found == checked(tmp_path, family, {}, set())
+    assert found is not None and found.ignored == ()
+
+
+# Keys of published files and of transformers' own output that transformers does not read.
+UNREAD: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (family, {key: value})
+        for family in FAMILIES
+        for key, value in {
+            "_model_name_or_path": "Smollm2 135M 8k Lc100K Mix1 Ep2",
+            "unk_token_id": 0,
+            "max_seq_len": 8,
+        }.items()
+    ),
+    ("llama", {"internal_version": "x"}),
+    ("llama", {"badwordsids": [[5]]}),
+    ("llama", {"use_flash_attn": True}),
+    ("llama", {"hyb_act": False}),
+    ("llama", {"vision_config": {"hidden_size": 8}, "num_experts": 8, "use_mrope": True}),
+    ("llama", {"use_bidirectional_attention": True, "use_sliding_window": True, "qkv_bias": True}),
+    ("llama", {"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3], "factor": 4.0}}),
+    ("llama", {"rope_scaling": {**ROPES["linear"], "low_freq_factor": 1.0, "finetuned": True}}),
+    ("llama", {"rope_parameters": {**ROPES["yarn"], "attn_factor": 0.5, "mrope_section": [2, 3, 3]}}),
+    ("qwen3", {"rope_parameters": {**ROPES["yarn"], "attn_factor": 0.878, "beta_fast": 8.0}}),
+    ("qwen2", {"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}}),
+    ("qwen2", {"attention_bias": True}),
+    ("qwen2", {"mlp_bias": True, "use_mrope": True}),
+    ("mistral", {"attention_bias": True, "mlp_bias": True, "use_sliding_window": False}),
+    ("gemma2", {"hidden_act": "relu", "mlp_bias": True, "sliding_window_pattern": 3}),
+    ("gemma3", {"boi_token_index": 5}),
+    ("gemma3", {"mm_tokens_per_image": 256, "hidden_act": "relu"}),
+    ("gemma3", {"_sliding_window_pattern": 2}),
+    ("gemma3", {"original_max_position_embeddings": 32, "rope_scaling": ROPES["yarn"]}),
+    ("gemma3", {"rope_scaling": {**ROPES["yarn"], "truncate": False}}),
+]
+
+
+@pytest.mark.parametrize(("family", "keys"), UNREAD, ids=str)
+def test_a_key_that_transformers_does_not_read_is_ignored_and_named(
+    tmp_path: Path, family: str, keys: dict[str, Any]
+) -> None:
+    found = checked(tmp_path, family, keys, set())
+    assert found is not None
+    named = " ".join(found.ignored)
+    inner = {key for value in keys.values() if isinstance(value, dict) for key in value}
+    for key in {*keys, *inner} - TABLES[family] - {*ROPES["yarn"], "beta_fast", "type", "hidden_size"}:
+        assert key in named
+
+
+# Keys that transformers reads only beside others, or reads in its own way.
+TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"original_max_position_embeddings": 16}),
+    *(
+        ("llama", {"original_max_position_embeddings": 16, "rope_scaling": {**rope, "rope_theta": 500.0}})
+        for rope in (
+            {
+                key: value
+                for key, value in ROPES["llama3"].items()
+                if key != "original_max_position_embeddings"
+            },
+            {"rope_type": "yarn", "factor": 8.0, "truncate": False},
+            {"rope_type": "yarn", "factor": None},
+            ROPES["linear"],
+            ROPES["dynamic"],
+        )
+    ),
+    ("llama", {"architectures": ["LLaMAForCausalLM"]}),
+    ("llama", {"sliding_window": 16, "layer_types": [FULL] * 3}),
+    ("mistral", {"layer_types": [FULL] * 3, "head_dim": 16}),
+    ("gemma3", {"rope_parameters": {FULL: ROPES["yarn"], SLIDING: ROPES["yarn"], "truncate": False}}),
+]
+
+
+@pytest.mark.parametrize(("family", "keys"), TOGETHER, ids=str)
+def test_keys_are_honoured_together(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
+    assert checked(tmp_path, family, keys, set()) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_by_default_is_read(family: str) -> None:
+    """The whole config, and the shorter one that `save_pretrained` writes."""
+    config = FAMILIES[family][0]()
+    for short in (False, True):
+        found = ModelSpec.from_hf(json.loads(config.to_json_string(use_diff=short)))
+        assert found.ignored in ((), ("_sliding_window_pattern = 6",))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_positions_are_those_of_the_class(family: str) -> None:
+    config_class, _, base = FAMILIES[family]
+    without = {key: value for key, value in base.items() if key != "max_position_embeddings"}
+    found = ModelSpec.from_hf({"model_type": config_class.model_type, **without})
+    assert found.max_positions == config_class().max_position_embeddings
+
+
+def test_the_texts_of_a_llama_with_a_window_end_with_it() -> None:
+    """Longer texts of transformers depend on how the prompt is passed."""
+    config = {"model_type": "llama", **FAMILIES["llama"][2]}
+    assert ModelSpec.from_hf({**config, "sliding_window": 64}).max_positions == 64
+    assert ModelSpec.from_hf({**config, "sliding_window": 4096}).max_positions == 2048
+
+
+def test_the_table_is_that_of_the_installed_transformers() -> None:
+    """If it differs, `python -m recipes.reference_keys` renews it; see then that each new key is understood."""
+    assert TABLE.read_text(encoding="utf-8") == table()
+
+
+def test_no_list_of_keys_has_an_unknown_one() -> None:
+    known = frozenset().union(*TABLES.values())
+    rotary = frozenset().union(*reference_keys.ROPE.values())
+    assert known | reference_keys.GENERATION >= HARMLESS
+    assert known >= NEUTRAL.keys()
+    assert not rotary & ELSEWHERE_IN_ROPE.keys()
+    assert not HARMLESS & (ELSEWHERE.keys() | NEUTRAL.keys())
+    assert known - NOT_HERE == VALUES.keys()
+
+
+# --- planted defects ------------------------------------------------------------------------------------
+
+
+def without(key: str) -> Spoiler:
+    """Ignore a key that transformers reads."""
+    return lambda sound: lambda read, keys, *rest: sound(read, keys - {key}, *rest)
+
+
+def check(family: str, keys: dict[str, Any]) -> Callable[[], object]:
+    """Return the comparison with transformers of one config."""
+
+    def compare() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            checked(Path(folder), family, keys, {*keys})
+
+    return compare
+
+
+ORIGINAL = {key: value for key, value in TOGETHER[1][1].items() if key != "rope_parameters"}
+MUTANTS = [
+    *(
+        defect(
+            f"{key} ignored in {family}", reference.check_unread, without(key), check(family, {key: value})
+        )
+        for family, key, value in [
+            ("llama", "is_causal", False),
+            ("qwen2", "is_causal", False),
+            ("gemma2", "is_causal", False),
+            ("llama", "attention_chunk_size", 16),
+        ]
+    ),
+    defect(
+        "original_max_position_embeddings of the whole config ignored",
+        rope_config._read_one,
+        lambda sound: lambda read, section, theta, original: sound(read, section, theta, None),
+        check("llama", ORIGINAL),
+    ),
+    defect(
+        "truncate beside the rotary parameters of Gemma 3 ignored",
+        rope._yarn,
+        lambda sound: lambda own, *rest: sound(replace(own, truncate=True), *rest),
+        check("gemma3", TOGETHER[-1][1]),
+    ),
+    defect(
+        "the window of a Llama's cache ignored",
+        families._longest,
+        lambda sound: lambda read: read.seen.add("sliding_window"),
+        test_the_texts_of_a_llama_with_a_window_end_with_it,
+    ),
+    defect(
+        "attention_bias of Qwen 2 honoured",
+        families._llama_like,
+        lambda sound: lambda read, *sizes: sound(read, *sizes) | {"output_bias": read.flag("attention_bias")},
+        check("qwen2", {"attention_bias": True}),
+        CheckpointError,
+    ),
+    defect(
+        "layer_types of Mistral ignored",
+        families._windows,
+        lambda sound: lambda read, known, kinds: sound(read, known, kinds) and (known[kinds[0]],) * 3,
+        check("mistral", {"layer_types": [FULL, SLIDING, FULL], "head_dim": 16}),
+    ),
+    defect(
+        "default positions of another family",
+        spec._family,
+        lambda sound: lambda config: (sound(config)[0], replace(sound(config)[1], positions=8192)),
+        lambda: test_absent_positions_are_those_of_the_class("llama"),
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutant, monkeypatch)
