@@ -43,6 +43,7 @@ SMALL = (  # the files besides the weights
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     INDEX,
+    ".gitattributes",  # every repository has it; the hub's client warns where it finds nothing to download
 )
 HOST = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/")  # in front of a name, as Ollama spells it
 # owner/name, a type of weights after a colon, and a revision after @

@@ -96,11 +96,10 @@ class SafetensorsFile:
         try:
             self.size = os.fstat(self._file.fileno()).st_size
             self.tensors = self._tensors(self._header())
-        except OSError as error:
+        except BaseException as error:
             self._file.close()
-            raise self._unreadable(error) from error
-        except CheckpointError:
-            self._file.close()
+            if isinstance(error, OSError):
+                raise self._unreadable(error) from error
             raise
 
     def __enter__(self) -> SafetensorsFile:
