@@ -196,13 +196,17 @@ static void passes(
 static void coded_products(int word, int64_t n, int64_t k) {
     const int64_t rows[] = {1, 5, 16, 17, 33, 64, 70};
     const Coding codings[] = {
-        {4, BFLOAT16}, {8, BFLOAT16}, {4, FLOAT16, 1}, {4, FLOAT32}, {8, FLOAT32}, {4, NESTED, 0, 1}, {6, NESTED}, {6, NESTED, 0, 1},
-        {8, BFLOAT16, .float8 = 1},
+        {4, BFLOAT16, 32, -8}, {8, BFLOAT16, 32, -128}, {4, FLOAT16, 32, -8, .zeros = 1}, {4, FLOAT32, 32, -8},
+        {8, FLOAT32, 32, -128}, {4, FLOAT16, 32, 0, .offsets = 1}, {5, FLOAT16, 32, 0, .offsets = 1}, {5, FLOAT16, 32, -16},
+        {8, FLOAT32, 16, -128, .offsets = 1}, {4, FLOAT16, 32, -8, .book = 1}, {4, NESTED, 32, -8, .book = 1},
+        {2, NESTED, 16, 0, .offsets = 1}, {3, NESTED, 16, -4}, {4, NESTED, 32, 0, .offsets = 1},
+        {5, NESTED, 32, 0, .offsets = 1}, {6, NESTED, 16, -32}, {6, NESTED, 16, -32, .offsets = 1},
+        {8, NESTED, 16, -128, .offsets = 1}, {8, BFLOAT16, 32, -128, .float8 = 1},
     };
     int8_t *codes = array(n * k, 1);
     for (int64_t i = 0; i < n * k; i++) codes[i] = i * 7 % 16 - 8;
-    uint8_t *scales = elements(n * (k / GROUP_COLUMNS), 1);  // as float32, which is the longest
-    uint8_t *offsets = array(n * (k / 16), 1);
+    // as float32, which is the longest, for 16 columns each
+    uint8_t *scales = elements(n * (k / 16), 1), *offsets = elements(n * (k / 16), 1);
     uint16_t *steps = array(n * (k / 256) + 1, 2);
     int32_t *order = array(k, sizeof(int32_t));
     for (int64_t j = 0; j < k; j++) order[j] = k - 1 - j;

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from foredraft.model.safetensors_file import SafetensorsFile
+
 ARCHITECTURES = {"gemma3_text": "gemma3"}  # model_type -> the file's, where they differ
 # numbers that most models do not have: they are written as the converter does, under their own names
 CONTROL, NORMAL, USER_DEFINED, UNUSED = (
@@ -34,8 +36,9 @@ def write_gguf(
     pre: str = "gpt-2",
     tensors: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda tensors: tensors,
     edit: Edit = lambda writer: None,
+    most_tensors: int = 0,
 ) -> Path:
-    """Write a checkpoint folder as a GGUF file.
+    """Write a checkpoint folder as a GGUF file, and return it, or its first part.
 
     Args:
         folder: The checkpoint.
@@ -45,10 +48,11 @@ def write_gguf(
         pre: The name of its rule for words.
         tensors: Changes the tensors, by their names in the file, before they are written.
         edit: Adds or changes metadata.
+        most_tensors: Of a part; 0 writes one file.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=most_tensors)
     add_sizes(writer, config)
     if vocabulary and (folder / "tokenizer.json").is_file():
         add_byte_level(writer, json.loads((folder / "tokenizer.json").read_text()), config, pre)
@@ -61,7 +65,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return writer.format_shard_names(file)[0]
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
@@ -250,3 +254,27 @@ def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
     for path in folder.glob("*.json"):
         (other / path.name).write_text(path.read_text())
     return other
+
+
+def write_sparse_gguf(folder: Path, file: Path) -> Path:
+    """Write the header of a checkpoint's GGUF file in F16, with a hole in place of the values."""
+    config = json.loads((folder / "config.json").read_text())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    writer, size = gguf.GGUFWriter(file, "llama"), 0
+    add_sizes(writer, config)
+    with SafetensorsFile(folder / "model.safetensors") as opened:
+        infos = opened.tensors
+    for name, info in infos.items():
+        kind = np.dtype(np.float32 if len(info.shape) == 1 else np.float16)
+        nbytes = int(np.prod(info.shape, dtype=np.int64)) * kind.itemsize
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor_info(own, info.shape, kind, nbytes)
+        size += writer.ggml_pad(nbytes, 32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    header = writer.ggml_pad(file.stat().st_size, 32)
+    with file.open("r+b") as written:
+        written.truncate(header + size)
+    return file

@@ -128,7 +128,10 @@ def test_a_type_that_is_not_supported_is_named(tmp_path: Path, folder: Path) -> 
         (lambda w: w.add_uint32("llama.other_key", 1), "other_key"),
         (lambda w: w.add_float32("llama.attention.scale", 0.5), "attention.scale"),
         (lambda w: w.add_uint32("llama.attention.sliding_window", 16), "attention.sliding_window"),
-        (lambda w: w.add_uint16("split.count", 3), "is one of several parts"),
+        (
+            lambda w: w.add_uint16("split.count", 3),
+            "is one of 3 parts, but its name does not end in -00001-of-00003.gguf",
+        ),
         (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "supported are none, linear, yarn"),
         (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "rope.scaling.attn_factor"),
         (lambda w: w.add_eot_token_id(384), "eos_token_id is [2, 384], but vocab_size is 384"),

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import save_checkpoint
+from tests.support.hub_client import INSPECT, RESOLVE, Client
 from tests.support.hub_server import TOKEN, Hub, Repository, commit, serving
-from tests.support.running import forked, run_code
 
-RESOLVE = """
-import json, sys
-from foredraft.errors import ForedraftError
-from foredraft.model.hub import resolve
-reports = []
-try:
-    result = "folder", str(resolve(sys.argv[1], *sys.argv[2:], report=lambda *report: reports.append(report)))
-except ForedraftError as error:
-    result = type(error).__name__, str(error)
-print(json.dumps([*result, reports]))
-"""
 LOAD = """
 import json, sys
 import foredraft
@@ -39,40 +26,6 @@ llm = foredraft.load("owner/big", draft="owner/small@v1", revision=sys.argv[1], 
 [output] = llm.generate("x", foredraft.SamplingParams(temperature=0, max_new_tokens=4))
 print(json.dumps([output.token_ids, output.stats.drafted]))
 """
-
-
-INSPECT = """
-import sys
-from foredraft.cli import main
-sys.exit(main(["info", *sys.argv[1:]]))
-"""
-
-
-@dataclass
-class Client:
-    """Client processes that share one cache."""
-
-    hub: Hub
-    home: Path
-
-    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run code in a process that reads the hub's address from its environment."""
-        self.hub.log.clear()
-        return forked(run_code, script, *arguments, env=self.hub.environment(self.home, **environment))
-
-    def resolve(self, *arguments: str, **environment: str) -> Path:
-        kind, folder, _ = json.loads(self.run(RESOLVE, *arguments, **environment).stdout)
-        assert kind == "folder", folder
-        return Path(folder)
-
-    def refused(self, *arguments: str, **environment: str) -> str:
-        """Return the message of the CheckpointError that `resolve` raises."""
-        done = self.run(RESOLVE, *arguments, **environment)
-        kind, message, _ = json.loads(done.stdout)
-        assert (kind, "\n" in message) == ("CheckpointError", False)
-        assert done.stderr == ""
-        return str(message)
-
 
 # files of a repository that no model is loaded from
 UNREAD = {

@@ -9,7 +9,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError, Option
-from foredraft.model.checkpoint import HEAD, IGNORED, INDEX, SINGLE
+from foredraft.model.checkpoint import HEAD, IGNORED, CheckpointTensors
 from foredraft.model.config import read_json
-from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.spec import ModelSpec
 
@@ -160,7 +158,8 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
     found = []
     if spec.rope.kind == "llama3":
         found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _rope_factors(spec)))
-    for name, source in _sources(folder, stack):
+    sources = CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32).files
+    for name, source in sources.items():
         if IGNORED.fullmatch(name) or (spec.tied and name == f"{HEAD}.weight"):
             continue
         kind, gguf_name = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
@@ -168,20 +167,6 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
         load = partial(_interleaved, source, name, heads) if heads else partial(source.get_tensor, name)
         found.append(_Tensor(gguf_name, tuple(source.get_slice(name).get_shape()), load))
     return found
-
-
-def _sources(folder: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Yield the checkpoint's tensor names, each with the open file that holds it."""
-    if (folder / RECORD).is_file():
-        stored = open_tensors(folder, torch.device("cpu"))
-        yield from ((name, stored) for name in stored.infos)
-        return
-    single = (folder / SINGLE).is_file()
-    files = [SINGLE] if single else sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-    for file in files:
-        source: Any = stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
-        for name in source.keys():  # noqa: SIM118 - safe_open offers no iteration
-            yield name, source
 
 
 def _interleaved(source: Any, name: str, heads: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -73,8 +74,11 @@ def lines(found: Inspection, width: int | None = None) -> list[str]:
 def about(model: ModelInfo) -> str:
     """Return one line on a model."""
     stored = "" if model.quantisation is None else f"{model.quantisation}, computing in "
+    name, file = model.name or "demo", PurePath(model.folder)
+    if file.suffix == ".gguf" and PurePath(name).name != file.name:  # the one of a folder or a repository
+        name += f" ({file.name})"
     return (
-        f"{model.role}: {model.name or 'demo'}, {model.architecture}, {model.parameters / 1e6:,.1f} M"
+        f"{model.role}: {name}, {model.architecture}, {model.parameters / 1e6:,.1f} M"
         f" parameters, {stored}{model.dtype}; {model.layers} layers of {model.hidden_size:,}, vocabulary"
         f" {model.vocab_size:,}"
         f"{'' if model.tokenizer else ', no tokenizer'}; up to {model.max_positions:,} tokens"

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from foredraft.drafters.adapter_files import VOCABULARY, WEIGHTS, AdapterConfig
 from foredraft.drafters.adapter_kinds import WITH_MLP
@@ -26,6 +24,7 @@ from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes, NativeLinear, pack_native
 from foredraft.model.runner.packed import pack
+from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_parameters, load_layer
 
@@ -113,13 +112,10 @@ def _vocabulary(file: Path, count: int, size: int) -> tuple[int, ...]:
         count: How many there have to be.
         size: Of the target's vocabulary.
     """
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            ids: Tensor = opened.get_tensor(VOCABULARY)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: {VOCABULARY} cannot be read ({error})", remedy=DOWNLOAD_AGAIN
-        ) from error
+    with SafetensorsFile(file) as opened:
+        if VOCABULARY not in opened.tensors:
+            raise CheckpointError(f"{file} lacks {VOCABULARY}", remedy=DOWNLOAD_AGAIN)
+        ids = opened.get_tensor(VOCABULARY)
     listed = ids.tolist() if ids.dtype == torch.int64 and ids.dim() == 1 else []
     if len(listed) != count or listed != sorted(set(listed)) or not 0 <= min(listed) <= max(listed) < size:
         raise CheckpointError(

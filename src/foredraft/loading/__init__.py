@@ -62,7 +62,8 @@ def load(
     """Load a Hugging Face checkpoint or a GGUF file, and the drafters for it.
 
     Args:
-        model: A folder, a GGUF file or a hub id; None loads the demo models, a target and a draft model.
+        model: A folder, a GGUF file or a hub id; "owner/name:Q4_K_M" is a GGUF file of a hub id, by its type.
+            None loads the demo models, a target and a draft model.
         drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize",
             "layer-skip", "kangaroo" or "low-bit". "auto" uses in every round the loaded drafter that pays
             most. By default "auto" under policy "auto"; under other policies "kangaroo" if an adapter is

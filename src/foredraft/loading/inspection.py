@@ -1,9 +1,9 @@
 """Inspection: what `load` would make of a model here, found out without loading its weights.
 
 Contract: a model that `load` refuses is refused here by the same code, so with the same error. Of a hub id
-only the small files are downloaded; its tensors' names, shapes and dtypes are checked where the weights are
-in the cache already. Those of a local folder are always checked. Too little memory is no refusal but part of
-the answer.
+only the small files are downloaded, or the GGUF file, because its own header says what the model is. Names,
+shapes and dtypes of tensors are checked where the weights are in the cache already. Those of a local folder
+are always checked. Too little memory is no refusal but part of the answer.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ The folder of a GGUF file (`model.gguf`) gives its tensors under Hugging Face's 
 Contract: reading is strict. A tensor must be present in the wanted shape and dtype, and `reject_unused`
 allows no others, except a few that are known to carry no information. An error names the tensor or the file.
 
-Files are memory-mapped while they are read; what outlives them is copied. A quantised weight is read as codes
-where the kernels keep it so (`coding_of`), and otherwise expanded, one module at a time.
+A tensor's range of its file is memory-mapped while it is read; what outlives it is copied. On the device
+"meta" the headers alone are read, and of quantised weights what their checks need. A quantised weight is read
+as codes where the kernels keep it so (`coding_of`), and otherwise expanded, one module at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
@@ -28,6 +28,7 @@ from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.quantisation import ActivationFormat, Codes, Coding, Quantisation, WeightFormat
+from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.spec import ModelSpec
 
 __all__ = [
@@ -52,6 +53,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
 FLOATS = ("BF16", "F16", "F32", "F64")  # the dtypes of unquantised weights, as safetensors names them
+PIECE = 2**24  # values that are compared at a time
 # buffers that old versions of transformers saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -83,7 +85,7 @@ def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class CheckpointTensors:
-    """A source that reads the memory-mapped files of a checkpoint: safetensors, or a GGUF file."""
+    """A source that reads the files of a checkpoint: safetensors, or a GGUF file and its parts."""
 
     def __init__(
         self,
@@ -101,14 +103,15 @@ class CheckpointTensors:
         self.disordered: list[Shapes] = []  # weights that `codes` leaves to be expanded
         index = folder / INDEX
         if (folder / SINGLE).is_file():
-            for name, file in _open(folder / SINGLE, stack):
+            file = stack.enter_context(SafetensorsFile(folder / SINGLE))
+            for name in file.keys():  # noqa: SIM118 - no mapping
                 self.files[name], self.shards[name] = file, SINGLE
         elif index.is_file():
             self._open_shards(folder, index, stack)
         elif (folder / RECORD).is_file():
             source = open_tensors(folder, device)
-            for name in source.infos:
-                self.files[name], self.shards[name] = source, source.file.path.name
+            for name, info in source.infos.items():
+                self.files[name], self.shards[name] = source, source.model.holder(info).path.name
         else:
             raise CheckpointError(
                 f"{folder} has neither {SINGLE} nor {INDEX}", remedy="give a checkpoint in safetensors format"
@@ -131,7 +134,8 @@ class CheckpointTensors:
                 raise CheckpointError(
                     f"{folder / shard} is missing, though {INDEX} lists it", remedy=DOWNLOAD_AGAIN
                 )
-            for name, file in _open(folder / shard, stack):
+            file = stack.enter_context(SafetensorsFile(folder / shard))
+            for name in file.keys():  # noqa: SIM118 - no mapping
                 if weight_map.get(name) != shard:
                     raise CheckpointError(
                         f"{folder / shard} holds {name}, which {INDEX} does not list there",
@@ -203,10 +207,13 @@ class CheckpointTensors:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor as a view of the mapped file, or a quantised weight expanded to `dtype`."""
-        if len(shape) != 2 or (format := self._format(name)) is None:
+        codes = None
+        if len(shape) == 2 and (format := self._format(name)) is not None:
+            codes = self._codes(name, (shape[0], shape[1]), format)
+        elif self.device.type == "meta":
+            self._checked(name, shape, FLOATS)
+        else:
             return self.view(name, shape)
-        rows, columns = shape
-        codes = self._codes(name, (rows, columns), format)
         if codes is None:
             return torch.empty(shape, device=self.device, dtype=self.dtype)
         return codes.expand(self.dtype)
@@ -225,6 +232,12 @@ class CheckpointTensors:
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
+        self._checked(name, shape, dtypes)
+        tensor: Tensor = self.files[name].get_tensor(name)
+        return tensor
+
+    def _checked(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Any:
+        """Return a tensor whose values are not read yet, after checking its shape and its stored dtype."""
         if name not in self.files:
             raise CheckpointError(f"tensor {name} is missing from the checkpoint", remedy=DOWNLOAD_AGAIN)
         found = self.files[name].get_slice(name)
@@ -240,13 +253,7 @@ class CheckpointTensors:
                 remedy="take both files from one checkpoint",
             )
         self.used.add(name)
-        try:
-            tensor: Tensor = self.files[name].get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.shards[name]}: tensor {name} cannot be read ({error})", remedy=DOWNLOAD_AGAIN
-            ) from error
-        return tensor
+        return found
 
     def _is_zero_bias(self, name: str) -> bool:
         """Return whether a tensor is a quantised module's bias and zero, as old AutoGPTQ saves it."""
@@ -268,13 +275,18 @@ class CheckpointTensors:
                     f"tensor {name} in {self.shards[name]} is not part of a {spec.architecture}",
                     remedy="use a checkpoint without it",
                 )
-            shape = (spec.vocab_size, spec.hidden_size)
-            embedding = self.view(f"{EMBEDDING}.weight", shape)
-            if not torch.equal(self.view(name, shape).to(embedding.dtype), embedding):
+            if not self._equals_embedding(name, (spec.vocab_size, spec.hidden_size)):
                 raise CheckpointError(
                     f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them",
                     remedy="correct tie_word_embeddings",
                 )
+
+    def _equals_embedding(self, name: str, shape: tuple[int, int]) -> bool:
+        """Return whether a tensor has the values of the embedding; a piece of both is in memory at a time."""
+        one, other = (self._checked(each, shape, FLOATS) for each in (name, f"{EMBEDDING}.weight"))
+        rows = max(1, PIECE // shape[1])
+        pieces = (slice(first, first + rows) for first in range(0, shape[0], rows))
+        return all(torch.equal(one[piece].to((own := other[piece]).dtype), own) for piece in pieces)
 
 
 def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
@@ -329,13 +341,3 @@ def joined_shape(shapes: Shapes) -> tuple[int, ...]:
     """Return the shape of the tensors joined along their first dimension."""
     parts = list(shapes.values())
     return sum(shape[0] for shape in parts), *parts[0][1:]
-
-
-def _open(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Open a safetensors file until the stack closes, and yield it with the name of each tensor in it."""
-    try:
-        file: Any = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is broken or incomplete ({error})", remedy=DOWNLOAD_AGAIN) from error
-    for name in file.keys():  # noqa: SIM118 - safe_open offers no iteration
-        yield name, file

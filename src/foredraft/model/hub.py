@@ -1,29 +1,37 @@
 """Turn the name of a model into a local folder; `owner/name` is downloaded from the Hugging Face hub.
 
-A local GGUF file is turned into a folder, too (`model.gguf`).
+A GGUF file is turned into a folder, too (`model.gguf`): a local one, the only one of a local folder, or one
+of a repository: of a type of weights, as llama.cpp and Ollama spell it (`owner/name:Q4_K_M`,
+`hf.co/owner/name:Q4_K_M`), or of a repository without safetensors.
 
 Contract: `huggingface_hub` manages the cache, so its environment variables apply (HF_HOME, HF_TOKEN,
 HF_ENDPOINT, HF_HUB_OFFLINE). Cached files are not downloaded again, and an interrupted download resumes. Only
 the files that a model is loaded from are downloaded: first the small ones, then the weights, which are one
-safetensors file or the shards that the index lists. Other files of the repository (pickles, GGUF, further
-precisions, subfolders) are left out. Nothing is printed; a callback receives the progress.
+safetensors file or the shards that the index lists, or one GGUF file with all its parts. Other files of the
+repository (pickles, further precisions, subfolders) are left out. Nothing is printed; a callback receives the
+progress, and a warning tells which of several GGUF files was taken where the name does not say it.
 """
 
 from __future__ import annotations
 
 import glob
 import io
+import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.model.config import is_file_name, read_json
+from foredraft.model.gguf.choice import choose, models_among, shown_types
 from foredraft.model.gguf.file import is_gguf
 from foredraft.model.gguf.folder import checkpoint_folder
+from foredraft.model.gguf.parts import part_names
 
 __all__ = ["resolve", "weights_to_come"]
+
+logger = logging.getLogger(__name__)
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SMALL = (  # the files besides the weights
@@ -35,9 +43,13 @@ SMALL = (  # the files besides the weights
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     INDEX,
+    ".gitattributes",  # every repository has it; the hub's client warns where it finds nothing to download
 )
-REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@(\S+))?")  # owner/name, and a revision after @
+HOST = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/")  # in front of a name, as Ollama spells it
+# owner/name, a type of weights after a colon, and a revision after @
+REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?:@(\S+))?")
 MEGABYTE = 10**6
+MOST_LISTED = 20  # file names in a message
 
 Report = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 
@@ -52,10 +64,12 @@ def resolve(
     """Return the local folder of a model, downloading it if necessary.
 
     Args:
-        name_or_path: A folder, a GGUF file, `owner/name`, or `owner/name@revision`.
+        name_or_path: A folder, a GGUF file or one of its parts, `owner/name`, or `owner/name@revision`; with
+            `owner/name:TYPE`, the repository's GGUF file with weights of that type.
         revision: A branch, a tag or a commit of the hub repository; None is its main branch.
         report: Progress callback, called as ("download", done, total) in megabytes.
-        weights: Download the weights too. Otherwise the hub is only asked whether it has them.
+        weights: Download the weights too. Otherwise the hub is only asked whether it has them; a GGUF file is
+            downloaded all the same, because all that is known of its model lies in it.
 
     Raises:
         ConfigError: A local folder is given with a revision, or two different revisions are given.
@@ -70,21 +84,21 @@ def resolve(
                 f"{name} is a local {kind}, which has no revision {revision!r}",
                 remedy="leave the revision out",
             )
-        return folder if folder.is_dir() else checkpoint_folder(folder)
+        return _local(folder) if folder.is_dir() else checkpoint_folder(folder)
     if folder is not None:
         raise CheckpointError(
             f"{name} is a file, but not a GGUF file", remedy="give the folder of a checkpoint, or a GGUF file"
         )
-    match = REPOSITORY.fullmatch(name)
+    match = REPOSITORY.fullmatch(HOST.sub("", name, count=1) if HOST.match(name) else name)
     if match is None:
         raise CheckpointError(
             f"{shortened(name)} is neither a folder nor a hub name of the form owner/name",
             remedy="check its spelling",
         )
-    repository, named = match.groups()
+    repository, type, named = match.groups()
     if named is not None and revision not in (None, named):
         raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
-    return _Download(repository, named or revision, report or _silent).run(weights)
+    return _Download(repository, type, named or revision, report or _silent).run(weights)
 
 
 def weights_to_come(folder: Path) -> bool:
@@ -103,6 +117,24 @@ def _existing(name: str | Path) -> Path | None:
         return None
 
 
+def _local(folder: Path) -> Path:
+    """Return a folder, or the folder that is made from the only GGUF file in it.
+
+    Raises:
+        CheckpointError: It has several GGUF files and no other weights.
+    """
+    if any((folder / file).is_file() for file in (SINGLE, INDEX)):
+        return folder
+    try:
+        models = models_among(sorted(file.name for file in folder.iterdir() if file.is_file()))
+    except OSError:
+        return folder
+    if len(models) > 1:
+        listed = ", ".join(models) if len(models) <= MOST_LISTED else f"{len(models)} of them"
+        raise CheckpointError(f"{folder} holds several GGUF files: {listed}", remedy="give one of them")
+    return checkpoint_folder(folder / models[0]) if models else folder
+
+
 def _silent(stage: str, done: int, total: int) -> None:
     return None
 
@@ -110,28 +142,81 @@ def _silent(stage: str, done: int, total: int) -> None:
 class _Download:
     """The download of one repository at one revision."""
 
-    def __init__(self, repository: str, revision: str | None, report: Report) -> None:
-        self.repository, self.revision, self.report = repository, revision, report
+    def __init__(self, repository: str, type: str | None, revision: str | None, report: Report) -> None:
+        self.repository, self.type, self.revision, self.report = repository, type, revision, report
         self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
     def run(self, weights: bool) -> Path:
         """Download the files of a model, with or without its weights, and return their folder."""
         folder = self._fetch(self.revision, SMALL)
+        missing = _missing(folder)
+        if not missing and self.type is None:
+            return folder
         commit = folder.name  # the weights come from the same commit, even if the branch moves meanwhile
-        if missing := _missing(folder):
-            present = self._files_of(commit, missing[0])
-            if SINGLE in present:
-                missing = [*({CONFIG} & {*missing}), SINGLE]
-            for file in missing:
-                if file not in present:
-                    raise self._file_error(file)
-            wanted = missing if weights else [*({CONFIG} & {*missing})]
-            if wanted:
-                self._fetch(commit, map(glob.escape, wanted))
-        for file in _missing(folder):
-            if weights or file == CONFIG:
-                raise self._incomplete_error(file)
+        present = self._files_of(commit)
+        file = self._gguf_file(folder, present)
+        if file is not None:
+            return checkpoint_folder(folder / file)
+        if present is None:
+            raise self._incomplete_error(missing[0])
+        if SINGLE in present:
+            missing = [*({CONFIG} & {*missing}), SINGLE]
+        for name in missing:
+            if name not in present:
+                raise self._file_error(name)
+        wanted = missing if weights else [*({CONFIG} & {*missing})]
+        if wanted:
+            self._fetch(commit, map(glob.escape, wanted))
+        for name in _missing(folder):
+            if weights or name == CONFIG:
+                raise self._incomplete_error(name)
         return folder
+
+    def _gguf_file(self, folder: Path, present: set[str] | None) -> str | None:
+        """Download the GGUF file that is meant, with its parts.
+
+        Args:
+            folder: The repository's folder in the cache.
+            present: The files on the hub; None where it does not answer, and the cached ones count.
+
+        Returns:
+            Its name in the folder; None where no type is wanted, and the repository has other weights.
+        """
+        kept = {file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf") if file.is_file()}
+        names = kept if present is None else present
+        if self.type is None and ({SINGLE, INDEX} & names or (folder / INDEX).is_file()):
+            return None
+        models = models_among(sorted(names))
+        chosen = choose(models, self.type)
+        if chosen is None:
+            if self.type is not None:
+                raise self._type_error(models, present)
+            return None
+        missing = [name for name in part_names(chosen) if name not in kept]
+        for name in missing:
+            if present is None:
+                raise self._incomplete_error(name)
+            if name not in present:
+                raise self._file_error(name)
+        if missing:
+            self._fetch(folder.name, map(glob.escape, missing))
+        if self.type is None and (len(models) > 1 or present is None):
+            logger.warning(
+                "%s: %s is taken of the GGUF files %s (%s); %s:TYPE takes another",
+                self.name, chosen, "in the cache" if present is None else "on the hub", shown_types(models),
+                self.repository,
+            )  # fmt: skip
+        return chosen
+
+    def _type_error(self, models: Sequence[str], present: set[str] | None) -> CheckpointError:
+        """Return the error of a type of weights that none of the GGUF files has."""
+        if present is None:
+            return self._incomplete_error(f"a GGUF file of type {self.type}")
+        if not models:
+            problem = f"{self.name} has no GGUF file on the hub"
+            return CheckpointError(problem, remedy=f"leave out :{self.type}")
+        problem = f"{self.name} has no GGUF file of type {self.type} on the hub"
+        return CheckpointError(problem, remedy=f"take one of {shown_types(models)}")
 
     def _fetch(self, revision: str | None, patterns: Iterable[str]) -> Path:
         """Download the files that match one of the patterns."""
@@ -147,11 +232,11 @@ class _Download:
         except Exception as error:  # errors of the http client, which differs between versions, pass through
             raise self._hub_error(error, self.revision) from error
 
-    def _files_of(self, commit: str, missing: str) -> set[str]:
-        """Return the names of the files that the hub has at a commit.
+    def _files_of(self, commit: str) -> set[str] | None:
+        """Return the names of the files that the hub has at a commit; None where it does not answer.
 
         `snapshot_download` does not tell whether it asked the hub or fell back to the cache. If the hub does
-        not answer here, the file `missing` is missing in the cache, not necessarily on the hub.
+        not answer here, a missing file is missing in the cache, not necessarily on the hub.
         """
         from huggingface_hub import model_info
         from huggingface_hub.errors import HfHubHTTPError
@@ -161,8 +246,8 @@ class _Download:
             return {file.rfilename for file in siblings or ()}
         except HfHubHTTPError as error:
             raise self._hub_error(error, commit) from error
-        except Exception as error:  # errors of the http client, and of HF_HUB_OFFLINE
-            raise self._incomplete_error(missing) from error
+        except Exception:  # errors of the http client, and of HF_HUB_OFFLINE
+            return None
 
     def _file_error(self, file: str) -> CheckpointError:
         """Return the error of a file that the hub does not have."""
@@ -170,8 +255,11 @@ class _Download:
         if file == CONFIG:
             return CheckpointError(problem, remedy="choose a checkpoint for transformers")
         if file == SINGLE:
-            return CheckpointError(problem, remedy="choose a repository or a revision with safetensors")
-        return CheckpointError(f"{problem}, though {INDEX} names it", remedy="choose another revision")
+            return CheckpointError(
+                problem, remedy="choose a repository or a revision with safetensors or GGUF files"
+            )
+        source = "the name of its first part" if file.endswith(".gguf") else INDEX
+        return CheckpointError(f"{problem}, though {source} names it", remedy="choose another revision")
 
     def _incomplete_error(self, file: str) -> CheckpointError:
         """Return the error of a file that the cache does not have and the hub cannot give."""

@@ -9,10 +9,11 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from foredraft.errors import CheckpointError
 from foredraft.files import replacing
+from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.train.packed import Packed
 from foredraft.train.target import FrozenTarget, States
 
@@ -43,8 +44,9 @@ class KeptStates:
         """Return the states of a group."""
         file = self.folder / f"{group}.safetensors"
         if self.most_bytes and file.is_file():
-            with suppress(SafetensorError, KeyError, OSError):
-                found = load_file(file, device=str(packed.tokens.device))
+            with suppress(CheckpointError, KeyError), SafetensorsFile(file) as kept:
+                device = packed.tokens.device
+                found = {name: kept.get_tensor(name).to(device) for name in kept.keys()}  # noqa: SIM118
                 tapped = found[TAPPED] if self.depth is not None else None
                 fits = tapped is None or len(tapped) == len(packed.tokens)
                 if fits and len(found[LAST]) == len(packed.predicting):

@@ -4,6 +4,8 @@ A file is read as a checkpoint folder is: `checkpoint_folder` makes the small fi
 metadata once, and `model.checkpoint` reads the tensors from the file itself.
 
 file.py         the container: metadata, and the place of each tensor
+parts.py        the parts of a file that was split, as one
+choice.py       which of several files: by the names that llama.cpp's makers give them
 config.py       metadata -> config.json
 vocabulary.py   metadata -> tokenizer.json and tokenizer_config.json
 words.py        how vocabularies cut text into words

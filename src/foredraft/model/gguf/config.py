@@ -18,8 +18,8 @@ import torch
 
 from foredraft.errors import shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.gguf.names import ROPE_FACTORS, model_name
+from foredraft.model.gguf.parts import GGUFModel
 from foredraft.model.gguf.tensors import PLAIN, stored_values
 from foredraft.model.quantisation.gguf import METHOD, TENSORS
 from foredraft.model.rope import Rope, frequencies
@@ -37,6 +37,13 @@ NEUTRAL: dict[str, object] = {
     "rope.scaling.attn_factor": 1.0,
     "use_parallel_residual": False,
 }
+# values of general.type, besides "model" (`GGUFType` in
+# https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py)
+OTHER_KINDS = {
+    "mmproj": "the vision part of a model (mmproj)",
+    "adapter": "an adapter for a model (LoRA)",
+    "imatrix": "an importance matrix (imatrix), made for quantising a model",
+}
 # sampling settings of a file -> their names in generation_config.json, where these differ
 SAMPLING, RENAMED = "general.sampling.", {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 # Layers of the Gemma models with 27 billion weights. Their attention scale is not that of the smaller ones,
@@ -50,7 +57,7 @@ LOW, HIGH = 1.0, 4.0
 class _Reader(ConfigReader):
     """Reads the keys of the architecture, without the architecture's name in front."""
 
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
+    def __init__(self, file: GGUFModel, architecture: str) -> None:
         prefix = f"{architecture}."
         own = {
             key.removeprefix(prefix): _exact(value)
@@ -69,7 +76,7 @@ class _Reader(ConfigReader):
         return name in self.file.tensors
 
 
-def config_of(file: GGUFFile, begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
+def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
     """Return the content of the `config.json` of a file's model.
 
     Args:
@@ -81,13 +88,12 @@ def config_of(file: GGUFFile, begin: int | None, ends: Sequence[int]) -> dict[st
         CheckpointError: The architecture is not supported, or a key is missing, wrong or not supported.
     """
     architecture = file.metadata.get("general.architecture")
+    _check_kind(file, architecture)
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise file.error(
             f"has the architecture {shortened(architecture)}, which is not supported",
             f"supported are {', '.join(ARCHITECTURES)}",
         )
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise file.error("is one of several parts", "join them with llama-gguf-split --merge")
     read = _Reader(file, architecture)
     name, model_type, own = ARCHITECTURES[architecture]
     sizes = _sizes(read)
@@ -110,7 +116,16 @@ def config_of(file: GGUFFile, begin: int | None, ends: Sequence[int]) -> dict[st
     return config
 
 
-def generation_of(file: GGUFFile) -> dict[str, Any]:
+def _check_kind(file: GGUFModel, architecture: object) -> None:
+    """Raise CheckpointError where a file is no language model, but a part or a by-product of one."""
+    kind = file.metadata.get("general.type")
+    if kind is None and architecture == "clip":  # as files of 2024 have it
+        kind = "mmproj"
+    if isinstance(kind, str) and kind in OTHER_KINDS:
+        raise file.error(f"is {OTHER_KINDS[kind]}", "give the file of the language model")
+
+
+def generation_of(file: GGUFModel) -> dict[str, Any]:
     """Return the content of a `generation_config.json`: the sampling settings that the file recommends."""
     given = {
         key.removeprefix(SAMPLING): _exact(value)
@@ -304,7 +319,7 @@ def _powers(read: _Reader) -> Iterator[int]:
     yield from (2**power for power in range(5, 21))
 
 
-def _quantised(file: GGUFFile, architecture: str) -> dict[str, list[str]]:
+def _quantised(file: GGUFModel, architecture: str) -> dict[str, list[str]]:
     """Return the quantised modules of a file by their format."""
     found: dict[str, list[str]] = {}
     for name, info in file.tensors.items():
@@ -314,7 +329,7 @@ def _quantised(file: GGUFFile, architecture: str) -> dict[str, list[str]]:
     return found
 
 
-def _dtype(file: GGUFFile) -> str:
+def _dtype(file: GGUFModel) -> str:
     """Return the dtype to run the model in: that of its matrices, and bfloat16 where they are quantised."""
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
     if kinds <= {"F32", "F64"}:

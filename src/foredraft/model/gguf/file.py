@@ -1,8 +1,9 @@
 """Read the container of a GGUF file: its metadata, and the kind, shape and place of each tensor.
 
 Contract: reading is strict. A count, a length or an offset that leads beyond the file, a name that is there
-twice, and a block format that this package cannot read are `CheckpointError`s that name the file. The file is
-memory-mapped; no tensor is read here.
+twice, and a block format that this package cannot read are `CheckpointError`s that name the file. Opening a
+file reads what lies before the tensors. A tensor is a view of a map of its own range, so a file may be larger
+than the memory.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -10,15 +11,19 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN
+from foredraft.model.mapping import mapped_bytes
 from foredraft.model.quantisation import blocks
 
 __all__ = ["BLOCKS", "GGUFFile", "TensorInfo", "is_gguf"]
@@ -28,6 +33,10 @@ VERSIONS = (2, 3)  # version 1, of 2023, counts in 32 bits
 ALIGNMENT = 32  # bytes, where the file does not say
 MAX_DIMENSIONS = 4  # of a tensor, in ggml
 MAX_DEPTH = 4  # arrays within each other; files have one
+# Far more than any file has: of a file with holes, which can be larger than the disk, no more may be read.
+MOST_VALUES = 2**24  # values of an array: as many as a vocabulary may have tokens
+MOST_TEXT = 2**24  # bytes of a text
+BUFFER = 2**20  # bytes that are read at a time
 # kind of a tensor -> values in a block, bytes of a block
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
@@ -88,7 +97,7 @@ class GGUFFile:
 
     Attributes:
         path: The file.
-        data: Its bytes, memory-mapped; what is written to them does not reach the file.
+        size: Its bytes.
         metadata: Values by key: numbers, texts, true and false, and lists of these.
         tensors: The tensors by name.
     """
@@ -101,21 +110,21 @@ class GGUFFile:
         """
         self.path = path
         try:
-            with path.open("rb") as opened:
-                # a private map, because PyTorch warns of memory that cannot be written
-                self.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        except ValueError:
-            raise CheckpointError(f"{path} is empty", remedy=DOWNLOAD_AGAIN) from None
+            self._file = path.open("rb", buffering=BUFFER)
         except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error.strerror})", remedy="give a file that can be read"
-            ) from error
+            raise self._unreadable(error) from error
+        weakref.finalize(self, self._file.close)
+        self.size = os.fstat(self._file.fileno()).st_size
+        if not self.size:
+            raise self.error("is empty", DOWNLOAD_AGAIN)
         self._at = 0
         try:
             tensors, values = self._header()
             self.metadata = self._metadata(values)
             self.tensors = self._tensors(tensors)
-        except (struct.error, IndexError):
+        except OSError as error:
+            raise self._unreadable(error) from error
+        except IndexError:
             raise self.error("ends too early", DOWNLOAD_AGAIN) from None
         except UnicodeDecodeError:
             raise self.error("has a text that is not UTF-8", DOWNLOAD_AGAIN) from None
@@ -124,11 +133,25 @@ class GGUFFile:
         """Return the error of this file."""
         return CheckpointError(f"{self.path} {problem}", remedy=remedy)
 
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return self.error(f"cannot be read ({error.strerror})", "give a file that can be read")
+
+    def bytes_of(self, info: TensorInfo) -> Tensor:
+        """Return the bytes of a tensor of this file, as a view of a map.
+
+        Raises:
+            CheckpointError: The system refuses to map them.
+        """
+        try:
+            return mapped_bytes(self._file, info.start, info.size)
+        except OSError as error:
+            problem = f"has tensor {info.name}, which cannot be read ({error.strerror})"
+            raise self.error(problem, DOWNLOAD_AGAIN) from error
+
     def _header(self) -> tuple[int, int]:
         """Return the number of tensors and of metadata values."""
-        if self.data[: len(MAGIC)] != MAGIC:
+        if self.size < len(MAGIC) or self._take(len(MAGIC)) != MAGIC:
             raise self.error("is not a GGUF file", "give a checkpoint folder, or a GGUF file")
-        self._at = len(MAGIC)
         version = self._number("I")
         if not version & 0xFFFF:  # a number below 65536 with its bytes reversed
             raise self.error("is a big-endian GGUF file", "convert it to little-endian")
@@ -186,23 +209,26 @@ class GGUFFile:
                 DOWNLOAD_AGAIN,
             )
         size *= math.prod(shape) // values
-        if start + size > len(self.data):
+        if start + size > self.size:
             raise self.error(f"ends within tensor {name}, so it is incomplete", DOWNLOAD_AGAIN)
         return TensorInfo(name, kind, shape, start, size)
 
     def _number(self, format: str) -> Any:
-        [value] = struct.unpack_from(f"<{format}", self.data, self._at)
-        self._at += struct.calcsize(f"<{format}")
+        [value] = struct.unpack(f"<{format}", self._take(struct.calcsize(f"<{format}")))
         return value
 
-    def _text(self) -> str:
-        size = self._number("Q")
-        end = self._at + size
-        if end > len(self.data):
+    def _take(self, size: int) -> bytes:
+        """Return the next bytes of the file; IndexError where it ends before them."""
+        if size > self.size - self._at or len(taken := self._file.read(size)) < size:
             raise IndexError
-        text = self.data[self._at : end].decode("utf-8")
-        self._at = end
-        return text
+        self._at += size
+        return taken
+
+    def _text(self) -> str:
+        size: int = self._number("Q")
+        if MOST_TEXT < size <= self.size - self._at:
+            raise self.error(f"has a text of {size} bytes, more than any model has", DOWNLOAD_AGAIN)
+        return self._take(size).decode("utf-8")
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in NUMBERS:
@@ -217,12 +243,12 @@ class GGUFFile:
 
     def _array(self, depth: int) -> list[Any]:
         kind, count = self._number("I"), self._number("Q")
+        if count > self.size - self._at:  # a value takes a byte or more
+            raise IndexError
+        if count > MOST_VALUES:
+            raise self.error(f"has {count} values in an array, more than any model has", DOWNLOAD_AGAIN)
         if kind in NUMBERS:
             format = f"<{count}{NUMBERS[kind]}"
-            if count > len(self.data):
-                raise IndexError
-            values = struct.unpack_from(format, self.data, self._at)
-            self._at += struct.calcsize(format)
-            return list(values)
+            return list(struct.unpack(format, self._take(struct.calcsize(format))))
         read: Callable[[], Any] = self._text if kind == STRING else lambda: self._value(kind, depth + 1)
         return [read() for _ in range(count)]

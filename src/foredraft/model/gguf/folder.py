@@ -1,10 +1,11 @@
 """The checkpoint folder of a GGUF file: the small files that all readers of a model take from a folder.
 
 Contract: the folder holds `config.json`, `generation_config.json`, the tokenizer's files, and a record that
-names the GGUF file, whose tensors `model.checkpoint` reads. It lies in the user's cache folder under the
-file's path, and is made again when the file has changed. Without a cache folder it is temporary, and lasts
-as long as the process. A file is checked whole before its folder is made: every tensor that its model needs
-is there in the right shape, and no other.
+names the GGUF file, whose tensors `model.checkpoint` reads. Of a file that was split, that is the first part.
+The folder lies in the user's cache folder under the file's path, and is made again when the file or one of
+its parts has changed. Without a cache folder it is temporary, and lasts as long as the process. A file is
+checked whole before its folder is made: every tensor that its model needs is there in the right shape, and no
+other.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from foredraft.errors import CheckpointError, Option
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.gguf.config import CONVERT_AGAIN, config_of, generation_of
-from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.gguf.names import ROPE_FACTORS, file_name, model_name
+from foredraft.model.gguf.parts import GGUFModel, identity, part_names
 from foredraft.model.gguf.special import end_ids, special_ids
-from foredraft.model.gguf.tensors import RECORD, identity
+from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, vocabulary_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import build_decoder
@@ -44,10 +45,17 @@ FORMAT = 2  # raised when a folder's content is made differently
 def checkpoint_folder(path: Path) -> Path:
     """Return the folder of a GGUF file, made now or earlier.
 
+    Args:
+        path: The file, or any of its parts.
+
     Raises:
         CheckpointError: The file cannot be read, or its model is not supported.
     """
-    path = path.resolve()
+    # the file's own link stays: the hub's cache gives parts their names by links
+    names = part_names(path.name)
+    path = path.parent.resolve() / names[0]
+    if len(names) > 1 and not path.exists():
+        GGUFModel(path)  # says that the first part is missing
     try:
         record = {"format": FORMAT, "file": str(path), "identity": identity(path)}
     except OSError as error:
@@ -75,7 +83,7 @@ def check_vocabulary(folder: Path) -> None:
 
 def _files(path: Path, record: dict[str, Any]) -> dict[str, str]:
     """Return the content of the files of a folder by name."""
-    file = GGUFFile(path)
+    file = GGUFModel(path)
     metadata = file.metadata
     config = config_of(file, special_ids(metadata).get("bos"), end_ids(metadata))
     generation = generation_of(file)
@@ -117,7 +125,7 @@ class _Needed:
         return None
 
 
-def _check_tensors(file: GGUFFile, spec: ModelSpec) -> None:
+def _check_tensors(file: GGUFModel, spec: ModelSpec) -> None:
     """Check that a file holds the tensors of its model in the right shapes, and no other.
 
     Raises:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
-from foredraft.model.gguf.file import GGUFFile, TensorInfo
+from foredraft.model.gguf.file import TensorInfo
 from foredraft.model.gguf.names import adds_one, model_name, row_order
+from foredraft.model.gguf.parts import GGUFModel, identity
 
-__all__ = ["RECORD", "GGUFTensors", "identity", "open_tensors", "source_of", "stored_values"]
+__all__ = ["PLAIN", "RECORD", "GGUFTensors", "open_tensors", "source_of", "stored_values"]
 
 RECORD = "gguf.json"  # names the file of a folder that `folder.checkpoint_folder` made
 PLAIN = {  # kinds that are not quantised
@@ -33,15 +34,9 @@ PLAIN = {  # kinds that are not quantised
 
 
 def source_of(folder: Path) -> Path:
-    """Return the GGUF file that a folder was made from, or the folder itself if it was not."""
+    """Return the GGUF file that a folder was made from (its first part), or the folder itself."""
     record = folder / RECORD
     return Path(read_json(record)["file"]) if record.is_file() else folder
-
-
-def identity(path: Path) -> list[int]:
-    """Return what tells a file from one that replaced it: its size, time of change and inode number."""
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
@@ -65,27 +60,27 @@ def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
     if not same:
         raise CheckpointError(f"{path} has changed while it was used", remedy="load the model again")
     heads, kv_heads = (read_json(folder / "config.json")[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
-    return GGUFTensors(GGUFFile(path), heads, kv_heads, meta=device.type == "meta")
+    return GGUFTensors(GGUFModel(path), heads, kv_heads, meta=device.type == "meta")
 
 
 KINDS_OF_HEADS = ("attention", "key_value")
 
 
 class GGUFTensors:
-    """The tensors of an open file, by the names of Hugging Face."""
+    """The tensors of an open model, by the names of Hugging Face."""
 
-    def __init__(self, file: GGUFFile, heads: int, kv_heads: int, *, meta: bool = False) -> None:
+    def __init__(self, model: GGUFModel, heads: int, kv_heads: int, *, meta: bool = False) -> None:
         """Find the tensors.
 
         Args:
-            file: The file.
+            model: The file, or its parts.
             heads: Query heads of the model.
             kv_heads: Its key heads.
             meta: Give tensors without values.
         """
-        self.file, self.heads, self.kv_heads, self.meta = file, heads, kv_heads, meta
-        self.architecture: str = file.metadata["general.architecture"]
-        named = ((model_name(self.architecture, name), info) for name, info in file.tensors.items())
+        self.model, self.heads, self.kv_heads, self.meta = model, heads, kv_heads, meta
+        self.architecture: str = model.metadata["general.architecture"]
+        named = ((model_name(self.architecture, name), info) for name, info in model.tensors.items())
         self.infos: dict[str, TensorInfo] = {name: info for name, info in named if name is not None}
 
     def keys(self) -> list[str]:
@@ -117,7 +112,7 @@ class GGUFSlice:
 
     def __getitem__(self, rows: slice) -> Tensor:
         info, tensors = self.info, self.tensors
-        stored = stored_values(tensors.file, info)
+        stored = stored_values(tensors.model, info)
         if tensors.meta:
             return torch.empty_like(stored, device="meta")[rows]
         order = row_order(tensors.architecture, info.name, info.shape[0], tensors.heads, tensors.kv_heads)
@@ -125,9 +120,9 @@ class GGUFSlice:
         return values.float() - 1.0 if adds_one(tensors.architecture, info.name) else values
 
 
-def stored_values(file: GGUFFile, info: TensorInfo) -> Tensor:
-    """Return a tensor as a file stores it: numbers of its shape, or the bytes of each row, [M, bytes]."""
-    stored = torch.frombuffer(file.data, dtype=torch.uint8, count=info.size, offset=info.start)
+def stored_values(model: GGUFModel, info: TensorInfo) -> Tensor:
+    """Return a tensor as its file stores it: numbers of its shape, or the bytes of each row, [M, bytes]."""
+    stored = model.holder(info).bytes_of(info)
     if info.kind in PLAIN:
         return stored.view(PLAIN[info.kind]).view(info.shape)
     return stored.view(*info.shape[:-1], -1)

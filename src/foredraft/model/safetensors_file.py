@@ -1,0 +1,228 @@
+"""Read a safetensors file: its header, and tensors or rows of them.
+
+Contract: reading is strict. Opening a file reads its header alone, and checks it against the file's size. A
+header that is too short or too long, is not JSON, or does not give every byte behind it to exactly one tensor
+of a known dtype is a `CheckpointError` that names the file. A tensor is a view of a map of its own range, so
+a file may be larger than the memory.
+
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import DOWNLOAD_AGAIN, parse_json
+from foredraft.model.mapping import mapped_bytes
+
+__all__ = ["SafetensorsFile", "SafetensorsSlice"]
+
+LENGTH = 8  # bytes of the header's length
+MOST = 100_000_000  # bytes of a header, as the format's own library allows
+MAX_DIMENSIONS = 8  # of a tensor; weights have at most 4
+MAX_SIZE = 2**63  # values of a dimension: what PyTorch counts with
+METADATA = "__metadata__"  # the key of the header that is no tensor
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the file.
+
+    Attributes:
+        name: Its name.
+        dtype: A key of `DTYPES`.
+        shape: Its shape.
+        start: Its first byte in the file.
+        size: Its bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class SafetensorsFile:
+    """An open safetensors file, to be used in a `with` statement.
+
+    Attributes:
+        path: The file.
+        size: Its bytes.
+        tensors: The tensors by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file and read its header.
+
+        Raises:
+            CheckpointError: It cannot be read, or is broken or incomplete.
+        """
+        self.path = path
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise self._unreadable(error) from error
+        try:
+            self.size = os.fstat(self._file.fileno()).st_size
+            self.tensors = self._tensors(self._header())
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, OSError):
+                raise self._unreadable(error) from error
+            raise
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors, in the order of the header."""
+        return [*self.tensors]
+
+    def get_slice(self, name: str) -> SafetensorsSlice:
+        """Return a tensor whose values are not read yet."""
+        return SafetensorsSlice(self, self.tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            CheckpointError: The system refuses to map it.
+        """
+        return self._values(self.tensors[name], self.tensors[name].shape, 0)
+
+    def rows(self, info: TensorInfo, first: int, count: int) -> Tensor:
+        """Return some rows of a tensor that has rows."""
+        return self._values(info, (count, *info.shape[1:]), first * (info.size // max(1, info.shape[0])))
+
+    def _values(self, info: TensorInfo, shape: tuple[int, ...], offset: int) -> Tensor:
+        """Return values of a stored tensor, from so many bytes behind its beginning, in a shape."""
+        dtype = DTYPES[info.dtype]
+        try:
+            values = mapped_bytes(self._file, info.start + offset, math.prod(shape) * dtype.itemsize)
+        except OSError as error:
+            raise self._error(f"has tensor {info.name}, which cannot be read ({error.strerror})") from error
+        if values.data_ptr() % dtype.itemsize:  # the header may have any length
+            values = values.clone()
+        return values.view(dtype).view(shape)
+
+    def _header(self) -> dict[str, Any]:
+        """Return the header, and note where the data begin."""
+        if self.size < LENGTH:
+            raise self._error(f"has {self.size} bytes, too few for a header")
+        length = int.from_bytes(self._file.read(LENGTH), "little")
+        if length > self.size - LENGTH:
+            raise self._error(f"ends within its header of {length} bytes")
+        if length > MOST:
+            raise self._error(f"has a header of {length} bytes, more than {MOST}")
+        self._data = LENGTH + length
+        try:
+            header = parse_json(self._file.read(length).decode("utf-8"))
+        except ValueError as error:
+            raise self._error(f"has a header that is not JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise self._error("has a header that is not a JSON object")
+        return header
+
+    def _tensors(self, header: dict[str, Any]) -> dict[str, TensorInfo]:
+        """Return the tensors by name, after checking that they divide the data among them."""
+        found = {name: self._tensor(name, entry) for name, entry in header.items() if name != METADATA}
+        end = self._data
+        for info in sorted(found.values(), key=lambda info: (info.start, info.size)):
+            if info.start != end:
+                relation = "begins within the tensor" if info.start < end else "leaves a gap to the tensor"
+                raise self._error(f"has tensor {shortened(info.name)}, which {relation} before it")
+            end += info.size
+        if end != self.size:
+            raise self._error(f"has {self.size - end} bytes behind its last tensor")
+        return found
+
+    def _tensor(self, name: str, entry: Any) -> TensorInfo:
+        """Return what the header says of one tensor."""
+        given = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+        if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets):
+            raise self._error(f"has a header without dtype, shape and data_offsets of {shortened(name)}")
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.path} has tensor {shortened(name)} of dtype {shortened(dtype)}, which is not known",
+                remedy=f"take a file with {', '.join(DTYPES)}",
+            )
+        if len(shape) > MAX_DIMENSIONS or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise self._error(
+                f"has tensor {shortened(name)} of shape {shortened(shape)} at {shortened(offsets)}"
+            )
+        size, needed = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
+        if size != needed:
+            raise self._error(
+                f"has tensor {shortened(name)} in {size} bytes, but {dtype} of shape {shortened(shape)}"
+                f" takes {needed}"
+            )
+        if offsets[1] > self.size - self._data:
+            raise self._error(f"ends within tensor {shortened(name)}")
+        return TensorInfo(name, dtype, tuple(shape), self._data + offsets[0], size)
+
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} {problem}, so it is broken or incomplete", remedy=DOWNLOAD_AGAIN)
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path} cannot be read ({error.strerror})", remedy=DOWNLOAD_AGAIN)
+
+
+class SafetensorsSlice:
+    """A tensor whose rows are mapped when they are asked for."""
+
+    def __init__(self, file: SafetensorsFile, info: TensorInfo) -> None:
+        self.file, self.info = file, info
+
+    def get_dtype(self) -> str:
+        """Return how the tensor is stored: a key of `DTYPES`."""
+        return self.info.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the tensor."""
+        return [*self.info.shape]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(self.info.shape[0])
+        return self.file.rows(self.info, first, max(0, last - first))
+
+
+def _is_counts(value: Any) -> TypeGuard[list[int]]:
+    """Return whether a value of a header is a list of sizes."""
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_SIZE for each in value)
