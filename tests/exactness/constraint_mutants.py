@@ -10,6 +10,8 @@ from typing import Any
 
 from foredraft.constraints.phrases import ROOT, PhraseAutomaton, State
 from foredraft.constraints.token_automaton import Move, TokenAutomaton
+from foredraft.constraints.token_masks import TokenMasks
+from foredraft.constraints.token_table import TokenTable
 from foredraft.decode.sampling import distribution_of
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Sequence
@@ -28,6 +30,14 @@ def masked_distribution() -> None:
 def rolled_back_distribution() -> None:
     for name in ("from the prompt on", "within a token"):
         constraints.test_the_output_has_the_distribution_of_the_definition(name, "rollback")
+
+
+def masked_open_character() -> None:
+    constraints.test_the_output_has_the_distribution_of_the_definition("an open character", "mask")
+
+
+def masked_idle_tokens() -> None:
+    constraints.test_the_output_has_the_distribution_of_the_definition("no text but the end", "mask")
 
 
 def rolled_back_text() -> None:
@@ -109,6 +119,14 @@ MUTANTS = [
     Mutant(
         "held text released on a batch change", released_when_a_row_leaves(),
         constraints.test_what_is_settled_stays_while_the_batch_changes,
+    ),
+    defect(
+        "a character begun that only banned text completes", TokenMasks._can_complete,
+        lambda _: lambda *args: True, masked_open_character,
+    ),
+    defect(
+        "tokens without text fill a budget", TokenTable.without_idle,
+        lambda _: lambda table, mask: mask, masked_idle_tokens,
     ),
     defect("mask applied after top-p", distribution_of, masked_after_the_cuts, masked_distribution),
 ]  # fmt: skip

@@ -32,6 +32,8 @@ BANS = {
     "within a token": Ban((b"a", b"abab", b"b", b"c", b""), ("ba",)),
     "bytes of a character": Ban((b"\xc3", b"\xa9", b"a", b"\xc3\xa9a", b""), ("\u00e9a", "a\u00e9")),
     "whole words": Ban((b"a", b"b", b" ", b"a ", b""), ("a", "bb"), whole_words=True, ends=frozenset({4})),
+    "an open character": Ban((b"a", b"\xe2\x80", b"\x93", b"b", b""), ("a",), whole_words=True, ends=frozenset({4})),
+    "no text but the end": Ban((b"a", b"b", b"ab", b"", b""), ("a", "b"), ends=frozenset({4})),
     "from the prompt on": Ban((b"a", b"ab", b"b", b"ba", b""), ("aba", "aab"), prompt=(0,)),
     "one token is left": Ban((b"a", b"b", b"ab", b"ba", b"c"), ("a", "b")),
     "no token is left": Ban((b"a", b"b", b"ab", b"ba", b"bb"), ("aa", "ab", "ba", "bb")),

@@ -177,3 +177,13 @@ def test_a_streamed_echo_has_the_scores_of_the_whole_one(served: Served, more: d
         own = [parts(each) for each in chunks if each["index"] == want["index"]]
         assert [reduce(add, column) for column in zip(*own, strict=True)] == parts(want)
         assert own[0][2][0] is None  # the prompt's first token has no context to be scored by
+
+
+def test_offsets_are_places_in_the_text_where_tokens_cut_characters(served: Served) -> None:
+    """The bytes of one character lie at its place, and the next token behind it."""
+    text = "x\u6f22\u6f22y"
+    [choice] = post(served, TEXT, prompt=text, echo=True, logprobs=0, max_tokens=0).json()["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert "\ufffd" in tokens, "a token holds a part of a character"
+    assert (choice["text"], tokens[-1], offsets[-1]) == (text, "y", 3)
+    assert offsets == sorted(offsets) and {*offsets} <= {0, 1, 2, 3}

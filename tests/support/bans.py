@@ -54,7 +54,7 @@ class Ban:
         """
         data = b"".join(self.texts[token] for token in [*self.prompt, *tokens])
         ended = bool(tokens) and (tokens[-1] in self.ends or len(tokens) >= self.last)
-        text = _decoded(data, whole=ended)
+        text = _decoded(data)
         found = set()
         flags = re.IGNORECASE if self.ignore_case else 0
         for phrase in self.phrases:
@@ -76,10 +76,23 @@ class Ban:
         first = min(end for end, _ in new)
         return max(begin for end, begin in new if end == first)
 
+    def open_bytes(self, tokens: list[int]) -> bytes:
+        """Return the bytes of a character at the end of the text whose last bytes are missing."""
+        data = b"".join(self.texts[token] for token in [*self.prompt, *tokens])
+        tails = (data[-cut:] for cut in (1, 2, 3) if cut <= len(data))
+        return next((tail for tail in tails if tail[0] >= 0xC0 and _is_beginning(tail)), b"")
+
+    def without_idle(self, allowed: list[bool]) -> Tensor:
+        """Return a mask; tokens without text are allowed only beside one with text, unless they are ends."""
+        ids = range(len(self.texts))
+        if not any(allowed[id] and self.texts[id] and id not in self.ends for id in ids):
+            allowed = [allowed[id] and (bool(self.texts[id]) or id in self.ends) for id in ids]
+        return torch.tensor(allowed)
+
     def owner(self, tokens: list[int], character: int) -> int:
         """Return the index of the new token with a character's first byte, -1 for one of the prompt."""
         data = b"".join(self.texts[token] for token in [*self.prompt, *tokens])
-        place = len(_decoded(data, whole=True)[:character].encode("utf-8", "surrogateescape"))
+        place = _first_bytes(data)[character]
         for index, token in enumerate([*self.prompt, *tokens]):
             place -= len(self.texts[token])
             if place < 0:
@@ -87,15 +100,26 @@ class Ban:
         raise AssertionError("no such character")
 
 
-def _decoded(data: bytes, *, whole: bool) -> str:
-    text = data.decode("utf-8", "surrogateescape")
-    if whole:
-        return text
-    for cut in (1, 2, 3):  # bytes that a later token may complete to a character
+def _decoded(data: bytes) -> str:
+    """Return the text of bytes, without a character at the end whose last bytes are missing."""
+    for cut in (1, 2, 3):
         head, tail = data[:-cut], data[-cut:]
         if tail and tail[0] >= 0xC0 and _is_beginning(tail):
-            return head.decode("utf-8", "surrogateescape")
-    return text
+            return head.decode("utf-8", "replace")
+    return data.decode("utf-8", "replace")
+
+
+def _first_bytes(data: bytes) -> list[int]:
+    """Return where each character of a text begins; one is the most bytes that one U+FFFD stands for."""
+    places, at = [], 0
+    while at < len(data):
+        places.append(at)
+        rest = data[at:]
+        try:
+            at += len(rest.decode()[0].encode())
+        except UnicodeDecodeError as error:
+            at += len(rest[: error.start].decode()[0].encode()) if error.start else error.end
+    return places
 
 
 def _is_beginning(tail: bytes) -> bool:
@@ -104,6 +128,14 @@ def _is_beginning(tail: bytes) -> bool:
     except UnicodeDecodeError as error:
         return error.reason == "unexpected end of data"
     return False
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True
 
 
 def _is_word(character: str) -> bool:
@@ -121,7 +153,25 @@ class ByDefinition(Constraint):
 
     def mask(self) -> Tensor:
         ids = range(len(self.ban.texts))
-        return torch.tensor([self.ban.new_match([*self.tokens, id]) is None for id in ids])
+        return self.ban.without_idle([self._is_legal([*self.tokens, id]) for id in ids])
+
+    def _is_legal(self, tokens: list[int], depth: int = 0) -> bool:
+        """Return whether the last token completes no phrase, and the character that it leaves open may end.
+
+        Tokens that go round in a circle count: there is always one.
+        """
+        if self.ban.new_match(tokens) is not None:
+            return False
+        rest = self.ban.open_bytes(tokens)
+        if not rest or len(tokens) >= self.ban.last or tokens[-1] in self.ban.ends or depth > 4:
+            return True
+        if depth == 0 and not self.ban.texts[tokens[-1]]:
+            return True  # it leaves open what was open before
+        return any(
+            _is_utf8(rest + text) and self._is_legal([*tokens, id], depth + 1)
+            for id, text in enumerate(self.ban.texts)
+            if text and text[0] in range(0x80, 0xC0)
+        )
 
     def advance(self, token: int) -> int:
         self.tokens.append(token)
@@ -154,7 +204,7 @@ class RollbackByDefinition(Constraint):
 
     def mask(self) -> Tensor:
         forbidden = self.forbidden.get(tuple(self.tokens), set())
-        return torch.tensor([id not in forbidden for id in range(len(self.ban.texts))])
+        return self.ban.without_idle([id not in forbidden for id in range(len(self.ban.texts))])
 
     def advance(self, token: int) -> int:
         self.tokens.append(token)

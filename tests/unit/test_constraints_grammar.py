@@ -11,6 +11,7 @@ import pytest
 
 import foredraft
 from foredraft import LLM, RequestError, SamplingParams
+from foredraft.model.byte_codec import ByteCodec
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -179,6 +180,46 @@ def test_a_text_without_a_continuation_ends_with_its_constraint(llm: LLM) -> Non
     rolled = SamplingParams(temperature=0, regex="ab|ac", ban=["a"], ban_mode="rollback", max_new_tokens=8)
     [output] = llm.generate("x", rolled)
     assert (output.finish_reason, output.text) == ("constraint", "")
+
+
+DEAD_ENDS: dict[str, dict[str, Any]] = {
+    "the end is barred": {"regex": "[0-3]", "min_new_tokens": 5},
+    "the end is barred behind a schema": {"json_schema": {"const": 7}, "min_new_tokens": 9},
+    "a character that two constraints complete in two ways": {"regex": "for\u2013x", "ban": ["for"], "ban_whole_words": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+@pytest.mark.parametrize("name", DEAD_ENDS)
+def test_a_dead_end_ends_the_text_at_once(llm: LLM, name: str, drafter: str) -> None:
+    """No token without text fills up what remains."""
+    options = DEAD_ENDS[name]
+    params = SamplingParams(temperature=0, max_new_tokens=30, drafter=drafter, **options)
+    [output] = llm.generate("x = ", params)
+    assert output.finish_reason == "constraint"
+    assert output.stopped_by in (
+        "regex and min_new_tokens allow no token together",
+        "json_schema and min_new_tokens allow no token together",
+        "ban: every token would complete banned text",  # taken back to where the word begins
+    )
+    assert len(output.token_ids) < 6
+    assert not llm.tokenizer or not llm.tokenizer.special.intersection(output.token_ids)
+    assert "\ufffd" not in (output.text or "")
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup"])
+def test_a_whole_word_is_banned_without_dead_ends(llm: LLM, drafter: str) -> None:
+    """Behind a banned word all characters that begin with E2 80 are boundaries."""
+    assert llm.tokenizer is not None
+    codec = ByteCodec(llm.tokenizer)
+    openings = [id for id, text in enumerate(codec.table(4096)) if text == b"\xe2"]
+    params = SamplingParams(
+        temperature=0, max_new_tokens=12, drafter=drafter, ban=["x"], ban_whole_words=True,
+        logit_bias=dict.fromkeys(openings, 50.0),
+    )  # fmt: skip
+    [output] = llm.generate("return x", params)
+    assert output.finish_reason in ("length", "eos")
+    assert not re.match(r"\W|$", output.text or ""), "x is no word of its own"
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,32 @@ def test_drafts_of_the_same_text_are_accepted(pair: tuple[str, str]) -> None:
     assert accepted_in(pair) > 0.85
 
 
+def steps_per_token(pair: tuple[str, str]) -> float:
+    """Return the draft steps for each token proposed, in tokens of the draft, along a whole text."""
+    source, reader = (SPELLINGS[name].encode(TRUTH) for name in pair)
+    drafter, sequence = drafter_of(pair), sequence_of(1, [1, *source[:8]])
+    drafter.join(sequence)
+    drafted, _ = follow(drafter, sequence, [1, *source])
+    prophet: Any = drafter.draft_pass.runner
+    passes: int = prophet.passes
+    return passes / (drafted * len(reader) / len(source))
+
+
+@pytest.mark.parametrize(
+    "pair", [p for p in PAIRS if not any(name.startswith("coarse") for name in p)], ids="-".join
+)
+def test_a_round_takes_few_more_draft_steps_than_its_tokens_need(pair: tuple[str, str]) -> None:
+    assert steps_per_token(pair) < 1.25
+
+
+def test_the_tokens_before_a_text_take_no_draft_steps() -> None:
+    """A text of two tokens in both vocabularies, behind the draft's BOS alone."""
+    drafter = drafter_of(("byte-level", "sentencepiece"))
+    drafter._target.prefix, drafter._draft.prefix = [], [1]
+    assert drafter._steps(5, [7, 8], [1, 9, 10]) == 5
+    assert drafter._steps(5, [7], [1]) == drafter._steps(1, [], []) == 1
+
+
 TAILS = st.lists(st.integers(0, 383), max_size=12)
 SAID = st.one_of(
     st.text(st.sampled_from("ab \nwölf🙂<s>い"), max_size=12).map(str.encode), st.binary(max_size=8)
@@ -376,6 +402,7 @@ DEFECTS: list[tuple[str, Any, Spoiler]] = [
     ("any bytes", ByteCodec._agreeing, lambda _: lambda codec, ids, data: ids),
     ("an unread token counts as read", Retokenize._continue, last_token_read),
     ("a non-finite row is passed on", Retokenize.leave, row_not_emptied),
+    ("a draft step too many", Retokenize._steps, lambda steps: lambda *args: steps(*args) + 1),
     ("no end of positions", Retokenize._turn, endless_positions),
 ]
 
@@ -392,6 +419,7 @@ def test_defects_are_caught(
         for pair in PAIRS[::4]:
             no_trace(pair)
             assert accepted_in(pair) > 0.85
+        assert steps_per_token(("byte-level", "sentencepiece")) < 1.25
         test_proposals_continue_the_held_bytes()
         test_nonfinite_drafts_are_not_proposed(caplog)
         test_a_text_beyond_its_positions_gets_no_drafts()

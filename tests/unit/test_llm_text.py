@@ -22,6 +22,7 @@ from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.round_results import fetch_results
 from foredraft.decode.sequence import Finish, Sequence
+from foredraft.model.byte_codec import ByteCodec
 from tests.support import checkpoints
 from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
 
@@ -84,6 +85,32 @@ def test_everything_ends_where_a_stop_string_is_complete(
         assert len(found.origins) == found.stats.tokens == count
         assert lengths == [found.prompt_tokens + count - 1]
     assert tried > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"ban": ["\ufffd"]}, {"stop": ["\ufffd"]}], ids=str)
+def test_a_text_ends_without_the_bytes_of_an_incomplete_character(
+    tiny: Path, options: dict[str, Any]
+) -> None:
+    """Its ids stay, and no constraint or stop string could have seen U+FFFD for it."""
+    llm = foredraft.load(tiny, dtype="float32", device="cpu", max_length=64, policy="fixed")
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    texts = ByteCodec(tokenizer).table(384)
+    leads = [id for id, text in enumerate(texts) if len(text) == 1 and 0xC3 <= text[0] < 0xF5]
+    for end in leads[:8]:
+        bias = {end: 100.0}
+        params = SamplingParams(temperature=0, max_new_tokens=1, logit_bias=bias, **options)
+        [output] = llm.generate(PROMPT, params)
+        pieces = list(llm.stream(PROMPT, params))
+        assert (output.token_ids, output.text, output.pieces) == ([end], "", [""])
+        assert "".join(piece.text or "" for piece in pieces) == "" == tokenizer.decode([end])
+        assert output.finish_reason == "length"
+    params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True, **options)
+    [output] = llm.generate(PROMPT, params)
+    assert output.text is not None
+    assert "\ufffd" not in output.text or not options
+    if "stop" not in options:
+        assert output.text == tokenizer.decode(output.token_ids, after=tokenizer.encode(PROMPT))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Inner
 from foredraft.model import tokenizer as module
 from foredraft.model.tokenizer import BYTE_LEVEL, CONTEXT, MAX_HELD_BYTES, Detokenizer, Tokenizer
 from tests.support.checkpoints import TEXT
+from tests.support.decoded import decoded
 from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
 
 Function = Callable[..., Any]
@@ -147,18 +148,18 @@ def corners(tokenizer: Tokenizer) -> list[list[int]]:
 
 def assert_streams(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool) -> None:
     """Check that pieces join to the decoded text, are final, and come as early as possible."""
-    expected = tokenizer.text(ids, skip_special)
+    expected = decoded(tokenizer, ids, skip_special)
     stream, shown = tokenizer.detokenizer(skip_special=skip_special), ""
     for count, id in enumerate(ids, start=1):
         shown += stream.push([id])
         assert len(shown) >= len(settled(tokenizer, ids[:count], skip_special))
         assert expected.startswith(shown)
-    assert shown + stream.flush() == expected
+    assert shown + stream.pending() == expected
     stream, out, at = tokenizer.detokenizer(skip_special=skip_special), "", 0
     for cut in cuts:
         out += stream.push(ids[at : at + cut])
         at += cut
-    assert out + stream.push(ids[at:]) + stream.flush() == expected
+    assert out + stream.push(ids[at:]) + stream.pending() == expected
 
 
 def check_text(name: str) -> None:
@@ -185,7 +186,7 @@ def check_prompt(name: str) -> None:
             return
         before, whole, added = (
             tokenizer.text(prompt, True),
-            tokenizer.text(prompt + new, True),
+            decoded(tokenizer, prompt + new),
             tokenizer.decode(new, prompt),
         )
         assert whole.endswith(added)
@@ -197,14 +198,22 @@ def check_prompt(name: str) -> None:
             assert before + added == whole
 
     continues()
+    han = tokenizer.encode("the 漢", False)
+    cut, word = han[:-1], tokenizer.encode("the drafter", False)[-1:]
+    if tokenizer.decode(cut) != tokenizer.decode(han):
+        assert tokenizer.decode(cut) == "the "
+        assert tokenizer.decode(han[-1:], cut) == "漢"
+        assert BAD not in tokenizer.decode(word, cut), (
+            "a character that the prompt breaks off is the prompt's"
+        )
 
 
 def check_cost() -> None:
     """Check that the library decodes a bounded number of ids per pushed id."""
     for tokenizer in TOKENIZERS.values():
         for ids in streams(tokenizer):
-            assert decoded(tokenizer, ids * 40) < 40 * len(ids) * 40
-            few, many = decoded(tokenizer, ids * 20), decoded(tokenizer, ids * 40)
+            assert decodings(tokenizer, ids * 40) < 40 * len(ids) * 40
+            few, many = decodings(tokenizer, ids * 20), decodings(tokenizer, ids * 40)
             assert many < 2.2 * few + 100
 
 
@@ -213,7 +222,7 @@ def streams(tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(text, False) * 4 for text in texts] + [[tokenizer.size + 1] * 8, [0, 1, 2] * 4]
 
 
-def decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
+def decodings(tokenizer: Tokenizer, ids: list[int]) -> int:
     """Return how many ids the library decodes while these are pushed one by one."""
     count = 0
     text = Tokenizer.text
@@ -228,7 +237,7 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
         stream = tokenizer.detokenizer()
         for id in ids:
             stream.push([id])
-        stream.flush()
+        stream.pending()
     return count
 
 
@@ -346,7 +355,7 @@ def window_emptied(push: Function) -> Function:
 def prompt_tail_forgotten(init: Function) -> Function:
     def spoilt(stream: Detokenizer, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
         init(stream, tokenizer, after, skip_special)
-        stream._prompt_tail = ""
+        stream._prompt_tails = ()
 
     return spoilt
 

@@ -117,7 +117,7 @@ class Free(Guesser):
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """Return the machine; `accept` takes 0.5 ms, and 0.1 ms for each drafted token; twice that where rows draw."""
     machine = Machine()
-    for module in (timing, phases, profile):
+    for module in (timing, phases, profile, host):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     accept = engine_module.accept
 
@@ -225,13 +225,67 @@ def test_measuring_ends_when_time_is_up(machine: Machine, monkeypatch: pytest.Mo
     assert machine.ran["target", 1, 3] == 2 * (1 + 2), "60 plain steps of 2 ms hold two turns"
 
 
+def test_measuring_ends_after_its_budget(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """No two samples agree. Without the budget all turns would be taken, for one row and for four."""
+    machine.disturbed = lambda work, count: 3.0 * 1.2 ** (-count % 24) if work != "accept" else 1.0
+    engine = engine_of(machine, Auto(LONGEST))
+    longest_work = 3 * 1.2**23 * 2.5e-3
+    assert profile.use_profile(engine) <= profile.BUDGET_SECONDS + longest_work
+    assert machine.now <= profile.BUDGET_SECONDS + longest_work
+    assert user_cache.read("profiles", profile._key(engine, LONGEST)) is None
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "are not kept, because measuring was cut short after 3 s, when " in line
+    assert "goes on with those that were measured and assumes the rest" in line
+
+
+def test_a_slow_model_goes_on_with_the_costs_of_one_row(machine: Machine) -> None:
+    """Passes of 0.2 s and more: the budget holds each of one row once or twice, and none of four rows."""
+    machine.disturbed = lambda work, count: 100.0 if work != "accept" else 1.0
+    found = measure_profile(engine_of(machine), LONGEST)
+    assert found.doubt is not None and "cut short" in found.doubt
+    assert set(found.greedy.passes) == {1} and not found.greedy.reads
+    assert found.greedy.verify(1, 3) == pytest.approx(220.0), "host work counts as free"
+    assert found.greedy.verify(4, 4) == found.greedy.plain(1) == pytest.approx(200.0)
+    assert machine.now <= profile.BUDGET_SECONDS + 2 * 0.45
+
+
+def test_host_work_takes_no_further_round_once_time_is_up(machine: Machine) -> None:
+    engine = engine_of(machine)
+    host.host_ms(engine, 4, 0, draws=False)
+    in_time = machine.ran["accept"]
+    assert host.host_ms(engine, 4, 0, draws=False, until=0.0) == pytest.approx(0.5)
+    assert machine.ran["accept"] - in_time == in_time - (host.ROUNDS + 2) + 1
+
+
+def test_costs_that_were_steady_in_time_are_believed_however_late_it_is(machine: Machine) -> None:
+    believed_however_late(machine)
+
+
+def believed_however_late(machine: Machine) -> None:
+    seconds = measure_profile(engine_of(machine), LONGEST).seconds
+    with replaced(profile, "BUDGET_SECONDS", seconds - 1e-4):  # the last work ends a little later
+        assert measure_profile(engine_of(machine), LONGEST).believed
+
+
+def test_a_busy_machine_is_told_why_nothing_is_kept(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.disturbed = lambda work, count: 1.3**count if work == ("target", 1, 3) else 1.0
+    assert not kept(engine_of(machine)).believed
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "because only 22 of 23 costs were steady" in line
+    caplog.clear()
+    machine.disturbed = lambda work, count: 1.0
+    assert kept(engine_of(machine)).believed and not caplog.records
+
+
 def test_two_least_samples_agree_within_ten_percent() -> None:
     assert steady_seconds([3.0, 1.0, 1.09]) == 1.0
     assert steady_seconds([3.0, 1.0, 1.11, 1.12]) is None
 
 
 def test_a_drafter_whose_samples_scatter_is_left_to_the_assumption(machine: Machine) -> None:
-    machine.disturbed = lambda work, count: 2.0**count if work == ("small", "draft", LONGEST) else 1.0
+    machine.disturbed = lambda work, count: 1.11**count if work == ("small", "draft", LONGEST) else 1.0
     found = measure_profile(engine_of(machine), LONGEST)
     assert not found.believed
     assert set(found.greedy.drafts) == {"free"}
@@ -553,10 +607,14 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
     ("any two samples agree", steady_seconds, during(profile, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
     ("the second least sample", steady_seconds, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], lambda machine: test_two_least_samples_agree_within_ten_percent()),
     ("turns end before the samples agree", profile._take_turns, during(profile, "steady_seconds", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
-    ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), believed=True), test_a_profile_that_is_not_believed_is_not_kept),
+    ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), doubt=None), test_a_profile_that_is_not_believed_is_not_kept),
     ("a profile is kept though it is not believed", load_profile, kept_though_not_believed, test_a_profile_that_is_not_believed_is_not_kept),
+    ("measuring has no budget", measure_profile, during(profile, "BUDGET_SECONDS", inf), test_a_slow_model_goes_on_with_the_costs_of_one_row),
+    ("a single sample counts as none", profile._used_ms, lambda used: lambda samples: used(samples) if len(samples) > 1 else None, test_a_slow_model_goes_on_with_the_costs_of_one_row),
+    ("host work ignores the budget", host._host_ms_of, lambda sound: lambda *args: sound(*args[:-1], inf), test_host_work_takes_no_further_round_once_time_is_up),
+    ("a late profile is never believed", profile._doubt, lambda doubt: lambda seconds, steady, sound: doubt(seconds, [*steady, seconds < profile.BUDGET_SECONDS], sound), lambda machine: believed_however_late(machine)),
     ("a kept profile is not read", load_profile, during(user_cache, "read", lambda kind, key: None), test_a_kept_profile_is_read_back_without_measuring),
-    ("greedy host work for all rounds", host.host_ms, lambda sound: lambda *args, draws: sound(*args, draws=False), test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("greedy host work for all rounds", host.host_ms, lambda sound: lambda *args, draws, until: sound(*args, draws=False), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("host work does not grow with the columns", profile._with_host, host_spoilt(lambda ms: [ms[0], ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("no host work in a plain round", profile._with_host, host_spoilt(lambda ms: [0.0, ms[1] - ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step that holds its verifying pass", profile._draft_cost, lambda cost: lambda ms, *rest: cost(ms | {2: 0.0}, *rest), test_a_profile_holds_passes_host_work_drafts_and_reads),

@@ -141,9 +141,11 @@ class ConstraintFactory:
         """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
         phrases, table = self._phrases(ban), self._table(ends, show_special)
         first = {pattern.lstrip(BOUNDARY)[0] for pattern in phrases.patterns}
-        for id, text in enumerate(table.texts):
-            symbols, pending = phrases.decoded(b"", text)
-            if not (ends_are_barred and id in ends) and not pending and not first.intersection(symbols):
+        if ends and not ends_are_barred:
+            return True
+        for id in table.speaks.nonzero()[:, 0].tolist():
+            symbols, pending = phrases.decoded(b"", table.texts[id])
+            if not pending and not first.intersection(symbols):
                 return True
         return False
 

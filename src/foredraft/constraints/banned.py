@@ -1,8 +1,9 @@
 """Banned text, in two modes whose outputs have different distributions (docs/guides/constraints.md).
 
-`mask`: a token that would complete a banned phrase has probability 0, and each step is renormalised over the
-others. `rollback`: tokens are drawn freely; when a phrase is complete, the text is cut before the token with
-the phrase's first byte, that token is forbidden after exactly this text, and drawing goes on with new noise.
+`mask`: a token that would complete a banned phrase, or begin a character that only such tokens complete, has
+probability 0, and each step is renormalised over the others. `rollback`: tokens are drawn freely; when a
+phrase is complete, the text is cut before the token with the phrase's first byte, that token is forbidden
+after exactly this text, and drawing goes on with new noise.
 Both look at text, so no tokenisation of a phrase slips through.
 """
 
@@ -38,7 +39,7 @@ class BannedByMask(Constraint):
         return len(self._track.tokens)
 
     def mask(self) -> Tensor | None:
-        return self._masks.allowed(self._track.state, self._track.may_end)
+        return self._masks.allowed(self._track.state, self._track.left)
 
     def advance(self, token: int) -> int:
         self._track.push(token)
@@ -86,7 +87,7 @@ class BannedByRollback(Constraint):
             return None
         mask = torch.ones(self._vocabulary, dtype=torch.bool)
         mask[list(forbidden)] = False
-        return mask
+        return self._track.automaton.table.without_idle(mask)
 
     def advance(self, token: int) -> int:
         first = self._track.push(token)

@@ -7,7 +7,7 @@ is a phrase between two boundaries; so "whole word" is plain matching, too, and 
 boundary: the first character that is no word character, or the end of the text.
 
 A token may end within a character. Its bytes wait in the state until the next token completes it; bytes that
-turn out to be invalid are symbols that no phrase has.
+turn out to be invalid read U+FFFD, and those of a character that the end of the text cuts off are no text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from foredraft.constraints.open_characters import is_word
+
 __all__ = ["BOUNDARY", "PhraseAutomaton", "State", "Symbols"]
 
-BOUNDARY = "\ud800"  # a lone surrogate: no text contains it, and no invalid byte becomes it
+BOUNDARY = "\ud800"  # a lone surrogate: no text contains it
 ROOT = 0
 
 
@@ -41,7 +43,7 @@ class Symbols(dict[int, str]):
         if self.ignore_case:
             folded = (character.casefold(), character.lower())
             symbol = next((each for each in folded if len(each) == 1), character)
-        if self.whole_words and not (character.isalnum() or character == "_"):
+        if self.whole_words and not is_word(character):
             symbol = f"{BOUNDARY}{symbol}{BOUNDARY}"
         self[code] = symbol
         return symbol
@@ -144,13 +146,17 @@ class PhraseAutomaton:
     def decoded(self, pending: bytes, text: bytes) -> tuple[str, bytes]:
         """Return the symbols that bytes complete, and the bytes of an incomplete character behind them."""
         data = pending + text
-        characters, used = codecs.utf_8_decode(data, "surrogateescape", False)
+        characters, used = codecs.utf_8_decode(data, "replace", False)
         return self.symbols.of(characters), data[used:]
 
     def first_symbols(self, pending: bytes, text: bytes) -> str:
         """Return the symbols of the first character that bytes complete."""
-        characters, _ = codecs.utf_8_decode(pending + text, "surrogateescape", False)
+        characters, _ = codecs.utf_8_decode(pending + text, "replace", False)
         return self.symbols.of(characters[:1])
+
+    def broken(self, pending: bytes) -> str:
+        """Return the symbols of an incomplete character that no further byte completes."""
+        return self.symbols.of(pending.decode("utf-8", "replace"))
 
     def completes(self, node: int, symbols: str) -> bool:
         """Return whether a pattern is complete within `symbols` after `node`."""
@@ -160,10 +166,10 @@ class PhraseAutomaton:
                 return True
         return False
 
-    def end_symbols(self, pending: bytes) -> str:
-        """Return the symbols that the end of a text adds: an incomplete character, and a boundary."""
-        rest = self.symbols.of(pending.decode("utf-8", "surrogateescape"))
-        return rest + (BOUNDARY if self.symbols.whole_words else "")
+    @property
+    def end_symbols(self) -> str:
+        """The symbols that the end of a text adds; an incomplete character there adds none."""
+        return BOUNDARY if self.symbols.whole_words else ""
 
     def suffixes(self, node: int) -> list[int]:
         """Return the nodes of all suffixes of the text at `node` that begin a pattern, the root left out."""

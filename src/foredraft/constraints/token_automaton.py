@@ -61,13 +61,13 @@ class TokenAutomaton:
         joined = len(phrases.first_symbols(state.pending, text)) if state.pending else 0
         waits = bool(state.pending) and not symbols
         if last or token in self.table.ends:
-            symbols += phrases.end_symbols(pending)
+            symbols += phrases.end_symbols
         node, found = self._search(state.node, symbols)
         return Move(State(node, pending), len(symbols), joined, waits, found)
 
     def found_at_end(self, state: State) -> int | None:
         """Return `Move.found` of the end of the text."""
-        return self._search(state.node, self.phrases.end_symbols(state.pending))[1]
+        return self._search(state.node, self.phrases.end_symbols)[1]
 
     def _search(self, node: int, symbols: str) -> tuple[int, int | None]:
         """Return the node after more symbols, and the symbol with which the first phrase in them begins.

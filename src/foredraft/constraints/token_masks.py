@@ -1,9 +1,13 @@
-"""TokenMasks: the tokens that complete no banned phrase, for every state of a phrase automaton.
+"""TokenMasks: the tokens that lead to no banned phrase, for every state of a phrase automaton.
 
 A token completes a phrase where a phrase lies within the token (the same tokens in every state), or where the
 text ends with the beginning of a phrase and the token starts with its remainder: a range of the vocabulary
 sorted by symbols, for every suffix of the state and every phrase that begins with it. So the mask of a state
 that was never seen costs a few range look-ups, not a walk over the vocabulary; it is kept.
+
+A token may leave a character open only if tokens of the vocabulary can complete it without a phrase: behind a
+banned whole word, most characters are its boundary, and so is every character that begins with E2 80. A text
+may end with an open character, which shows nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from foredraft.constraints.open_characters import (
+    cased_characters,
+    code_points,
+    is_word,
+    missing_bytes,
+    words_within,
+)
 from foredraft.constraints.phrases import BOUNDARY, ROOT, PhraseAutomaton, State
 from foredraft.constraints.token_table import TokenTable
 
@@ -24,7 +35,8 @@ KEPT_BYTES = 64 << 20  # of masks; a text visits the same few states again and a
 EAGER = (
     64  # phrases below a node from which on its ranges are looked up at once: a millisecond has about 1,000
 )
-CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
+OTHER = "\ud801"  # stands for every symbol that no pattern has: they all lead to the same node
+FAR = 4  # tokens from which on the end of a text is far: an open character lacks three at most
 
 Ids = npt.NDArray[np.int64]
 
@@ -46,70 +58,168 @@ class TokenMasks:
         if closing:
             for id in table.ends:
                 streams[id] = BOUNDARY
+        opening: dict[tuple[str, bytes], list[int]] = {}
+        for id, (symbols, pending) in enumerate(decoded):
+            if pending:
+                opening.setdefault((symbols, pending), []).append(id)
+        self._opening = {key: np.array(ids, dtype=np.int64) for key, ids in opening.items()}
         self._order = np.array(sorted(range(size), key=streams.__getitem__), dtype=np.int64)
         self._sorted = [streams[id] for id in self._order]
         self._within = np.zeros(size, dtype=bool)  # a phrase lies within the token
         self._within_last = np.zeros(size, dtype=bool)  # or between its beginning and the end of the text
         shortest = min(map(len, automaton.patterns)) - closing
-        for id, (stream, (_, pending)) in enumerate(zip(streams, decoded, strict=True)):
+        for id, stream in enumerate(streams):
             if len(stream) < shortest:
                 continue
             self._within[id] = automaton.completes(ROOT, stream)
             if closing:
-                self._within_last[id] = automaton.completes(ROOT, stream + automaton.end_symbols(pending))
-        self._continuing = [id for id, text in enumerate(table.texts) if text and text[0] in CONTINUATION]
+                self._within_last[id] = automaton.completes(ROOT, stream + automaton.end_symbols)
         self._silent = np.array([not text for text in table.texts])
         self._ranges: dict[tuple[int, bool], Ids] = {}
-        self._masks: dict[tuple[State, bool], Tensor] = {}
+        self._masks: dict[tuple[State, int], Tensor] = {}
+        self._named = self._named_by_patterns()
+        self._symbols: dict[bytes, list[str]] = {}
+        self._completable: dict[tuple[State, int], bool] = {}
         self._most = max(256, KEPT_BYTES // size)
         self._spans = _spans(automaton)
         for node, (first, stop) in enumerate(self._spans):
             if node != ROOT and stop - first >= EAGER:
                 self._starting(node, False)
 
-    def allowed(self, state: State, last: bool = False) -> Tensor:
-        """Return the tokens that complete no phrase after `state`, [V] bool; it must not be written to.
+    def allowed(self, state: State, left: int = FAR) -> Tensor:
+        """Return the tokens that lead to no phrase after `state`, [V] bool; it must not be written to.
+
+        Where no token that adds text is among them, only ends are.
 
         Args:
             state: Of the automaton.
-            last: The text ends with the token. It makes a difference for whole words.
+            left: Tokens that may follow; 0 where the text ends with the token.
         """
-        key = state, last and self.automaton.symbols.whole_words
+        key = state, min(left, FAR)
         mask = self._masks.get(key)
         if mask is None:
             if len(self._masks) >= self._most:
                 self._masks.clear()
-            mask = self._masks[key] = torch.from_numpy(~self._forbidden(*key))
+                self._completable.clear()
+            mask = torch.from_numpy(~self._forbidden(*key))
+            mask = self._masks[key] = self.table.without_idle(mask)
         return mask
 
-    def _forbidden(self, state: State, last: bool) -> npt.NDArray[np.bool_]:
+    def _forbidden(self, state: State, left: int) -> npt.NDArray[np.bool_]:
         if state.pending:
-            return self._forbidden_mid_character(state, last)
-        forbidden = (self._within | self._within_last) if last else self._within.copy()
+            return self._forbidden_mid_character(state, left)
+        forbidden = self._within.copy() if left else (self._within | self._within_last)
         for node in self.automaton.suffixes(state.node):
             forbidden[self._starting(node, False)] = True
-            if last:
+            if not left:
                 forbidden[self._starting(node, True)] = True
+        for (symbols, pending), ids in self._opening.items():
+            if self._is_always_completable(pending, left):
+                continue
+            if not self._can_complete(State(self.automaton.walk(state.node, symbols), pending), left):
+                forbidden[ids] = True
         return forbidden
 
-    def _forbidden_mid_character(self, state: State, last: bool) -> npt.NDArray[np.bool_]:
+    def _forbidden_mid_character(self, state: State, left: int) -> npt.NDArray[np.bool_]:
         """Return the forbidden tokens where the text ends within a character."""
         automaton, texts = self.automaton, self.table.texts
-        node, broken = state.node, automaton.symbols.of(state.pending.decode("utf-8", "surrogateescape"))
+        node, broken = state.node, automaton.broken(state.pending)
         if automaton.completes(node, broken):
             forbidden = np.ones(len(texts), dtype=bool)
         else:
-            forbidden = self._forbidden(State(automaton.walk(node, broken)), last)
-        ends = automaton.completes(state.node, automaton.end_symbols(state.pending))
-        forbidden[self._silent] = last and ends
+            forbidden = self._forbidden(State(automaton.walk(node, broken)), left)
+        ends = automaton.completes(node, automaton.end_symbols)
+        forbidden[self._silent] = ends and not left
         for id in self.table.ends:
-            forbidden[id] = automaton.symbols.whole_words and ends
-        for id in self._continuing:
-            symbols, pending = automaton.decoded(state.pending, texts[id])
-            forbidden[id] = automaton.completes(
-                state.node, symbols + (automaton.end_symbols(pending) if last else "")
-            )
+            if not texts[id]:
+                forbidden[id] = ends
+        for id in self.table.continuing:
+            forbidden[id] = not self._may_continue(state, *automaton.decoded(state.pending, texts[id]), left)
         return forbidden
+
+    def _may_continue(self, state: State, symbols: str, pending: bytes, left: int) -> bool:
+        """Return whether a token may follow an open character.
+
+        Args:
+            state: Of the automaton; it has pending bytes.
+            symbols: That the token completes.
+            pending: Bytes of an incomplete character behind them.
+            left: Tokens that may follow.
+        """
+        automaton = self.automaton
+        if automaton.completes(state.node, symbols + ("" if left else automaton.end_symbols)):
+            return False
+        return not pending or self._can_complete(State(automaton.walk(state.node, symbols), pending), left)
+
+    def _can_complete(self, state: State, left: int) -> bool:
+        """Return whether tokens can complete the open character at the end of a text, or the text is over.
+
+        Args:
+            state: Of the automaton; it has pending bytes.
+            left: Tokens that may follow.
+        """
+        if not left:
+            return True
+        key = state, left
+        if key not in self._completable:
+            # tokens that each complete one character and open the next may go in a circle, which never ends
+            self._completable[key] = True
+            self._completable[key] = self._finds_completion(state, left)
+        return self._completable[key]
+
+    def _finds_completion(self, state: State, left: int) -> bool:
+        automaton, node = self.automaton, state.node
+        is_legal = not all(automaton.completes(node, symbols) for symbols in self._becomes(state.pending))
+        if left == FAR and (not is_legal or self.table.has_all_continuations):
+            return is_legal
+        if not is_legal and automaton.completes(node, automaton.end_symbols):
+            return False
+        after = left if left == FAR else left - 1
+        return any(
+            self._may_continue(state, automaton.symbols.of(text), rest, after)
+            for text, rest in self.table.completions(state.pending)
+        )
+
+    def _becomes(self, pending: bytes) -> list[str]:
+        """Return the symbols of all characters that an incomplete one can become.
+
+        Those that no pattern has are one, or two where only whole words count: a letter and a boundary.
+        """
+        found = self._symbols.get(pending)
+        if found is None:
+            points = code_points(pending)
+            named = [code for code in self._named if code in points]
+            found = [self.automaton.symbols.of(chr(code)) for code in named]
+            if self.automaton.symbols.whole_words:
+                named_words = sum(is_word(chr(code)) for code in named)
+                words = words_within(points)
+                if words > named_words:
+                    found.append(OTHER)
+                if len(points) - words > len(named) - named_words:
+                    found.append(f"{BOUNDARY}{OTHER}{BOUNDARY}")
+            elif len(points) > len(named):
+                found.append(OTHER)
+            self._symbols[pending] = found
+        return found
+
+    def _is_always_completable(self, pending: bytes, left: int) -> bool:
+        """Return whether an incomplete character can become, in any state, one that no pattern has."""
+        return (
+            self.table.has_all_continuations
+            and missing_bytes(pending) <= left
+            and OTHER in self._becomes(pending)
+        )
+
+    def _named_by_patterns(self) -> list[int]:
+        """Return the code points of all characters whose symbols a pattern has."""
+        symbols = self.automaton.symbols
+        alphabet = {symbol for pattern in self.automaton.patterns for symbol in pattern} - {BOUNDARY}
+        named = alphabet | (
+            {each for each in cased_characters() if symbols.of(each).strip(BOUNDARY) in alphabet}
+            if symbols.ignore_case
+            else set()
+        )
+        return sorted(map(ord, named))
 
     def _starting(self, node: int, whole: bool) -> Ids:
         """Return the tokens that start with the remainder of a pattern after `node`.

@@ -6,14 +6,21 @@ hold several characters, or a part of one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import codecs
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from foredraft.model.byte_codec import ByteCodec
 
 __all__ = ["TokenTable"]
 
+CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, eq=False)
 class TokenTable:
     """The bytes of a model's tokens.
 
@@ -24,6 +31,7 @@ class TokenTable:
 
     texts: tuple[bytes, ...]
     ends: frozenset[int] = frozenset()
+    _completions: dict[bytes, frozenset[tuple[str, bytes]]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -48,3 +56,53 @@ class TokenTable:
                 if id < vocabulary:
                     texts[id] = content.encode()
         return cls(tuple(texts), ends)
+
+    @cached_property
+    def continuing(self) -> list[int]:
+        """Ids whose text begins with a continuation byte."""
+        return [id for id, text in enumerate(self.texts) if text and text[0] in CONTINUATION]
+
+    @cached_property
+    def has_all_continuations(self) -> bool:
+        """Whether tokens of one byte can complete every character, as in all byte-level vocabularies."""
+        return {bytes([byte]) for byte in CONTINUATION} <= {self.texts[id] for id in self.continuing}
+
+    def completions(self, pending: bytes) -> frozenset[tuple[str, bytes]]:
+        """Return how one token can continue an incomplete character without breaking any.
+
+        Returns:
+            The characters that it completes, none if that takes further tokens, and the bytes of an
+            incomplete one behind them.
+        """
+        found = self._completions.get(pending)
+        if found is None:
+            texts = {self.texts[id] for id in self.continuing}
+            pairs = (_characters(pending + text) for text in texts)
+            found = self._completions[pending] = frozenset(pair for pair in pairs if pair is not None)
+        return found
+
+    @cached_property
+    def speaks(self) -> Tensor:
+        """Whether an id adds text and is no end, [V] bool."""
+        return torch.tensor([bool(text) and id not in self.ends for id, text in enumerate(self.texts)])
+
+    @cached_property
+    def idle(self) -> Tensor:
+        """Whether an id adds no text and is no end, [V] bool: a text of such tokens stands still."""
+        return torch.tensor([not text and id not in self.ends for id, text in enumerate(self.texts)])
+
+    def without_idle(self, mask: Tensor) -> Tensor:
+        """Return the allowed tokens [V] bool, without the idle ones where no token that adds text is allowed.
+
+        They would fill the text up to its longest length; without them it ends, by an end or as a dead end.
+        """
+        return mask if bool((mask & self.speaks).any()) else mask & ~self.idle
+
+
+def _characters(data: bytes) -> tuple[str, bytes] | None:
+    """Return characters, and the bytes of an incomplete one behind them; None if a byte is invalid."""
+    try:
+        characters, used = codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    return characters, data[used:]

@@ -49,9 +49,9 @@ class PhraseTrack:
         return self._steps[-1].state
 
     @property
-    def may_end(self) -> bool:
-        """Whether the next token is the last one."""
-        return len(self.tokens) + 1 == self._last
+    def left(self) -> int:
+        """Tokens that may follow the next one."""
+        return max(0, self._last - len(self.tokens) - 1)
 
     def push(self, token: int) -> int | None:
         """Read a token.

@@ -147,9 +147,9 @@ class TextBuffer:
         return node, None
 
     def finish(self) -> None:
-        """Finish the text: held-back characters belong to it."""
+        """Finish the text: held-back characters belong to it, but for an incomplete one."""
         if not self._over and self.pieces:
-            self.pieces[-1] += self._detokenizer.flush()
+            self.pieces[-1] += self._detokenizer.pending()
             self._holds[-1] = 0
         self._over = True
 

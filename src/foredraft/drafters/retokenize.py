@@ -12,7 +12,6 @@ its q is one-hot.
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 
 import torch
@@ -135,10 +134,25 @@ class Retokenize(Guesser):
             seat.translation.extend(seat.sequence.tokens)
             tokens = seat.translation.tokens()
         if tokens:
-            fineness = min(len(tokens) / len(seat.sequence.tokens), LONGEST)
-            # one more, for where the draft stops the target's last token may be incomplete
-            count = min(math.ceil(budget * fineness) + 1, self.positions - len(tokens))
+            count = min(self._steps(budget, seat.sequence.tokens, tokens), self.positions - len(tokens))
         return _Turn(seat, budget, tokens, count)
+
+    def _steps(self, budget: int, text: list[int], tokens: list[int]) -> int:
+        """Return how many draft tokens `budget` tokens of the target take, by the text so far in both.
+
+        The tokens before a text (BOS) count nowhere: of a short text they are a large part. A step beyond
+        this estimate costs as much as any other, and seldom changes the guess: only where a token of the
+        target spans the place at which the draft stops.
+
+        Args:
+            budget: Of the target's tokens.
+            text: The sequence in the target's tokens.
+            tokens: The same text in the draft's.
+        """
+        own = len(text) - len(self._target.prefix)
+        read = len(tokens) - len(self._draft.prefix)
+        fineness = min(read / own, LONGEST) if own > 0 else 1.0
+        return max(1, round(budget * fineness))
 
     def _continue(self, turns: dict[int, _Turn]) -> dict[int, list[int]]:
         """Return each row's greedy continuation of `count` tokens; no entry for a row with non-finite logits.

@@ -6,7 +6,9 @@ often padded beyond its tokenizer's).
 
 A `Detokenizer` returns text as soon as no later id can change it, and waits for a bounded number of ids.
 `Tokenizer.decode` uses one, so streamed pieces join to the decoded text, however the ids are pushed. The text
-is that of the library, except where a run of more than `MAX_HELD_BYTES` byte tokens turns out to be invalid.
+is that of the library, with two exceptions. A character at its end whose last bytes are missing is left out:
+no constraint and no stop string has seen the U+FFFD that the library shows for it. And only a part of a run
+of more than `MAX_HELD_BYTES` byte tokens becomes U+FFFD where the run turns out to be invalid.
 """
 
 from __future__ import annotations
@@ -145,13 +147,15 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], after: Sequence[int] = (), *, skip_special: bool = True) -> str:
         """Return the text that `ids` add to the text of the ids `after` before them.
 
+        An incomplete character at the end is left out.
+
         Args:
             ids: The ids to decode.
             after: The ids before them, such as the prompt.
             skip_special: Leave out special tokens.
         """
         stream = self.detokenizer(after, skip_special=skip_special)
-        return stream.push(ids) + stream.flush()
+        return stream.push(ids) + stream.pending()
 
     def detokenizer(self, after: Sequence[int] = (), *, skip_special: bool = True) -> Detokenizer:
         """Return a stream of the text that further ids add to that of `after`; arguments as in `decode`."""
@@ -218,28 +222,25 @@ class Detokenizer:
         self._run_emitted = 0  # ids of the run whose text has been returned
         self._run_decoder: codecs.IncrementalDecoder | None = None  # None outside a run
         self._run_invalid = False
-        self._prompt_tail = ""  # the text of an incomplete character at the end of `after`
+        self._prompt_tails: tuple[str, ...] = ()  # of `after`: the end of its text that is not certain yet
         self.push(self._context(after))
         if self._held_back() and not self._is_incomplete():
             self._emit_run()
-        self._prompt_tail = self._rest()
+        # as it reads if what follows breaks the character at its end, and if it completes it
+        self._prompt_tails = self._rest(), self.pending()
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids, and return the further text that no later id can change."""
         return "".join([self._without_prompt_tail(self._push(id)) for id in ids])
 
-    def flush(self) -> str:
-        """Return the rest of the text, an incomplete character as U+FFFD; no push may follow."""
-        return self._without_prompt_tail(self._rest())
-
     def pending(self) -> str:
-        """Return the complete characters that are held back: the rest of the text if it ended here."""
+        """Return the rest of the text if it ends here: the complete characters that are held back."""
         if self._held_back() == 0:
             return ""
         assert self._run_decoder is not None
         incomplete = len(self._run_decoder.getstate()[0])  # bytes, which are as many ids
         text = self._text(self._window[: len(self._window) - incomplete])[self._emitted :]
-        return text.removeprefix(self._prompt_tail)
+        return self._without_prompt(text)
 
     def _context(self, after: Sequence[int]) -> list[int]:
         """Return the last ids of `after` that affect what follows: a few visible ids, and whole runs."""
@@ -252,9 +253,12 @@ class Detokenizer:
         return context[::-1]
 
     def _without_prompt_tail(self, piece: str) -> str:
-        if piece and self._prompt_tail:
-            piece, self._prompt_tail = piece.removeprefix(self._prompt_tail), ""
+        if piece and self._prompt_tails:
+            piece, self._prompt_tails = self._without_prompt(piece), ()
         return piece
+
+    def _without_prompt(self, text: str) -> str:
+        return text[len(next(filter(text.startswith, self._prompt_tails), "")) :]
 
     def _push(self, id: int) -> str:
         if not self._tokenizer.is_visible(id, self._skip_special):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from statistics import median_low
 
@@ -20,11 +21,12 @@ PROMPT = 1  # tokens of the sequences: nothing to read first, so that all rows b
 TEXTS = 4  # choices of the sequences' tokens that are tried: a model may be finite on most of its ids only
 
 
-def host_ms(engine: Engine, batch: int, length: int, *, draws: bool) -> float | None:
+def host_ms(engine: Engine, batch: int, length: int, *, draws: bool, until: float = math.inf) -> float | None:
     """Return the ms of a round outside of drafts and forwards; each of `batch` rows drafts `length` tokens.
 
     The rounds run over the engine's target and cache, which must hold no sequence and are left empty. Where
-    the model's logits are not finite on a text, a round leaves rows out, so another text is tried.
+    the model's logits are not finite on a text, a round leaves rows out, so another text is tried. After
+    `until`, in seconds of `time.perf_counter`, no round begins but a first one.
 
     Returns:
         The ms; None where no round could be timed: the logits are not finite on any of TEXTS texts.
@@ -33,12 +35,12 @@ def host_ms(engine: Engine, batch: int, length: int, *, draws: bool) -> float | 
     for text in range(TEXTS):
         first = text * engine.vocabulary // TEXTS
         ids = [(first + row) % engine.vocabulary for row in range(batch)]
-        if (ms := _host_ms_of(engine, ids, length, draws)) is not None:
+        if (ms := _host_ms_of(engine, ids, length, draws, until)) is not None:
             return ms
     return None
 
 
-def _host_ms_of(engine: Engine, ids: list[int], length: int, draws: bool) -> float | None:
+def _host_ms_of(engine: Engine, ids: list[int], length: int, draws: bool, until: float) -> float | None:
     """Return the ms with a row for each id, which is its text; None where no round counts."""
     tokens = (ROUNDS + 3) * (length + 1) + 1  # a first round makes the engine steady
     if PROMPT + tokens > engine.cache.positions:
@@ -59,7 +61,8 @@ def _host_ms_of(engine: Engine, ids: list[int], length: int, draws: bool) -> flo
                 own.step()
             started = time.perf_counter()
             while own.scheduler.steady and len(own.rows.sequences) == len(ids) and len(host) < ROUNDS + 2:
-                if len(host) > 2 and time.perf_counter() - started > SECONDS:
+                now = time.perf_counter()
+                if (len(host) > 2 and now - started > SECONDS) or (host and now > until):
                     break
                 before = clock.host
                 own.round()

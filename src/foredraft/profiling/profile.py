@@ -3,8 +3,10 @@
 Contract: measured while no sequence has a row, and kept on disk under a key that names the machine, the
 model, the dtype and the threads, so that a second process starts without measuring. Every cost is the least
 of its samples: on a shared machine samples are too long, never too short. A cost whose two least samples
-disagree is taken again, and not believed if they never agree; a profile with such a cost is not kept.
-Measuring only saves time: where it fails, policy `auto` decides by assumed costs and every request decodes.
+disagree is taken again, and not believed if they never agree; a profile with such a cost is not kept, and one
+line in the log says why. Measuring ends after BUDGET_SECONDS: a slow or busy machine goes on with what was
+measured so far, and assumes the rest. Measuring only saves time: where it fails, policy `auto` decides by
+assumed costs and every request decodes.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ ASSUMED_PASS = 2.0  # plain steps: most that the pass over the longest draft cos
 READ = 64  # tokens that a draft model is timed reading
 AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
 TURNS = 6, 12  # samples of each cost, at least and at most
-LIMIT_SECONDS = 1.0  # for the samples of one batch, or of reading; the next two are for slow models
+LIMIT_SECONDS = 1.0  # for the samples of one batch, or of reading; the last two are for slow models
+LIMIT_FIRST = 0.2  # for the runs of one work that say how long a sample takes
 LIMIT_STEPS = 60  # plain steps whose time is the limit if it is longer: about three samples of each cost
+BUDGET_SECONDS = 3.0  # for all measuring: a load must not wait longer; only the work that runs then ends
 LIMIT_READS = 10  # reads whose time is the limit if it is longer: about three samples
 
 
@@ -50,14 +54,19 @@ class Profile:
     Attributes:
         greedy: Of rounds at temperature 0.
         sampled: Of rounds that draw tokens.
-        believed: Whether all costs were measured and steady.
+        doubt: Why not all costs are believed, for people; None where all were measured and steady.
         seconds: Time that measuring took; 0 where the profile was kept.
     """
 
     greedy: CostTable
     sampled: CostTable
-    believed: bool = True
+    doubt: str | None = None
     seconds: float = 0.0
+
+    @property
+    def believed(self) -> bool:
+        """Whether all costs were measured and steady."""
+        return self.doubt is None
 
 
 def use_profile(
@@ -109,6 +118,12 @@ def load_profile(engine: Engine, longest: int, progress: Callable[[int, int], No
     if profile.believed:
         tables = {"greedy": profile.greedy.as_dict(), "sampled": profile.sampled.as_dict()}
         user_cache.write("profiles", key, tables)
+    else:
+        logger.warning(
+            "the costs of this machine are not kept, because %s; policy auto goes on with those that were"
+            " measured and assumes the rest",
+            profile.doubt,
+        )
     return profile
 
 
@@ -142,22 +157,27 @@ def measure_profile(
     Arguments as `load_profile`.
     """
     started = time.perf_counter()
+    deadline = started + BUDGET_SECONDS
     longest = min(longest, engine.target.max_queries - 1)
     batches = sorted({1, engine.cache.rows})
     passes: dict[int, dict[int, float]] = {}
     drafts: dict[str, dict[int, tuple[float, float]]] = {}
     host: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
-    believed = True
+    steady: list[bool] = []  # of each cost that is wanted
+    sound = True
     for done, batch in enumerate(batches):
         progress(done, len(batches))
+        if passes and time.perf_counter() >= deadline:
+            steady += [False] * len(steady)  # the costs of one row serve
+            break
         context = max(2, min(CONTEXT, engine.cache.positions - longest - 1))
         widths = sorted({*(w for w in WIDTHS if w <= longest + 1), 2, longest + 1})
         meter = ForwardMeter(
             engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
         )
-        _take_turns(meter.turns, 1, LIMIT_STEPS)
-        ms = {key: _steady_ms(samples) for key, samples in meter.seconds.items()}
-        believed &= None not in ms.values()
+        _take_turns(meter.turns, 1, LIMIT_STEPS, deadline)
+        ms = {key: _used_ms(samples) for key, samples in meter.seconds.items()}
+        steady += [steady_seconds(samples) is not None for samples in meter.seconds.values()]
         plain = 1e3 * min(meter.seconds[1])
         believed_ms = {width: ms[width] for width in widths}
         passes[batch] = {1: plain} | {n: cost for n, cost in believed_ms.items() if cost is not None}
@@ -166,21 +186,42 @@ def measure_profile(
             if cost is not None:
                 drafts.setdefault(name, {})[batch] = cost
         for draws in (False, True):
-            host_work = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
-            believed &= None not in host_work
-            host[draws][batch] = [
-                took or 0.0 for took in host_work
-            ]  # as if it were free, where it is not known
-    if not believed:
-        passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
-    progress(len(batches), len(batches))
+            host[draws][batch] = []
+            for length in (0, longest):
+                took: float | None = 0.0  # as if it were free, where it is not known
+                if in_time := time.perf_counter() < deadline:
+                    took = host_ms(engine, batch, length, draws=draws, until=deadline)
+                    sound &= took is not None
+                steady.append(in_time)
+                host[draws][batch].append(took or 0.0)
     readers = _readers(engine)
-    reads = _reads(readers, engine.device)  # reading draws no tokens, so both tables share it
-    believed &= reads.keys() == readers.keys()
+    reads = _reads(readers, engine.device, deadline)  # reading draws no tokens, so both tables share it
+    steady += [name in reads for name in readers]
+    progress(len(batches), len(batches))
+    seconds = time.perf_counter() - started
+    doubt = _doubt(seconds, steady, sound)
+    if doubt is not None:
+        passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
     greedy, sampled = (
         CostTable(_with_host(passes, host[draws], longest), drafts, reads) for draws in (False, True)
     )
-    return Profile(greedy, sampled, believed, time.perf_counter() - started)
+    return Profile(greedy, sampled, doubt, seconds)
+
+
+def _doubt(seconds: float, steady: Sequence[bool], sound: bool) -> str | None:
+    """Return why costs are not believed; None where they are.
+
+    Args:
+        seconds: Time that measuring took.
+        steady: Of each cost that is wanted, whether it was measured and two samples agree.
+        sound: Host work could be measured.
+    """
+    if all(steady):
+        return None if sound else "the model's logits are not finite on the texts that are timed"
+    few = f"{steady.count(True)} of {len(steady)} costs were steady"
+    if seconds >= BUDGET_SECONDS:
+        return f"measuring was cut short after {BUDGET_SECONDS:g} s, when {few}"
+    return f"only {few}, as where other programs run beside"
 
 
 def steady_seconds(samples: Sequence[float]) -> float | None:
@@ -189,22 +230,32 @@ def steady_seconds(samples: Sequence[float]) -> float | None:
     return least[0] if len(least) == 2 and least[1] <= AGREEMENT * least[0] else None
 
 
-def _steady_ms(samples: Sequence[float]) -> float | None:
-    seconds = steady_seconds(samples)
+def _used_ms(samples: Sequence[float]) -> float | None:
+    """Return the least of samples that agree, or a single one, in ms; None where they disagree."""
+    seconds = samples[0] if len(samples) == 1 else steady_seconds(samples)
     return None if seconds is None else 1e3 * seconds
 
 
-def _take_turns(turns: Turns, unit: object, count: int) -> None:
-    """Take turns until every work is steady, or for LIMIT_SECONDS, or as long as `count` runs of `unit`."""
-    least = min(timed(turns.works[unit], turns.device)[0] for _ in range(4))
+def _take_turns(turns: Turns, unit: object, count: int, deadline: float) -> None:
+    """Take turns until every work is steady, for LIMIT_SECONDS, or as long as `count` runs of `unit`.
+
+    No work begins after the deadline, but for one run of `unit`.
+    """
+    started, least = time.perf_counter(), math.inf
+    for run in range(4):
+        if run == 0 or time.perf_counter() < min(started + LIMIT_FIRST, deadline):
+            least = min(least, timed(turns.works[unit], turns.device)[0])
+    until = min(time.perf_counter() + max(LIMIT_SECONDS, count * least), deadline)
+    turns.take(until=until)
+    if time.perf_counter() < until:  # else these samples are all there are
+        for samples in turns.seconds.values():
+            samples.clear()  # touching a cache for the first time takes long
     turns.seconds[unit].append(least)
-    started, limit = time.perf_counter(), max(LIMIT_SECONDS, count * least)
-    turns.take(counts=False, until=started + limit)  # touching a cache for the first time takes long
     for turn in range(1, TURNS[1] + 1):
-        turns.take(until=started + limit)
+        turns.take(until=until)
         if turn >= TURNS[0] and None not in map(steady_seconds, turns.seconds.values()):
             return
-        if time.perf_counter() > started + limit:
+        if time.perf_counter() >= until:
             return
 
 
@@ -253,17 +304,16 @@ def _readers(engine: Engine) -> dict[str, DraftPass]:
     return {name: own for name, own in passes.items() if own is not None and own.runner is not engine.target}
 
 
-def _reads(readers: dict[str, DraftPass], device: torch.device) -> dict[str, float]:
+def _reads(readers: dict[str, DraftPass], device: torch.device, deadline: float) -> dict[str, float]:
     """Return drafter -> ms that a draft model takes for one token more of a text that it reads."""
     works = {(name, tokens): reading(own, tokens) for name, own in readers.items() for tokens in (1, READ)}
-    if not works:
+    if not works or time.perf_counter() >= deadline:
         return {}
     turns = Turns(works, device, 0.0)
-    _take_turns(turns, max(works, key=lambda work: work[1]), LIMIT_READS)
-    ms = {key: _steady_ms(samples) for key, samples in turns.seconds.items()}
+    _take_turns(turns, max(works, key=lambda work: work[1]), LIMIT_READS, deadline)
     reads: dict[str, float] = {}
     for name in readers:
-        one, many = ms[name, 1], ms[name, READ]
+        one, many = (steady_seconds(turns.seconds[name, tokens]) for tokens in (1, READ))
         if one is not None and many is not None:
-            reads[name] = max(0.0, many - one) / (READ - 1)
+            reads[name] = 1e3 * max(0.0, many - one) / (READ - 1)
     return reads

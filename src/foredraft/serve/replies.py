@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -78,6 +79,8 @@ class Reply:
         self._started = [False] * job.samples
         self._tokens = [0] * job.samples
         self._offsets = [0] * job.samples
+        # of the tokens' bytes: a character lies where its first token does, and an incomplete one nowhere
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(job.samples)]
         self._readers = [None if job.tools is None else job.tools.reader() for _ in range(job.samples)]
         self._provenance = [Provenance(texts.shown) for _ in range(job.samples)]
         self.outputs: dict[int, Output] = {}
@@ -295,10 +298,10 @@ class Reply:
     def _completion_logprobs(self, sample: int, scores: list[Score]) -> dict[str, Any]:
         tokens, offsets = [], []
         for score in scores:
-            text, _ = self._texts.of(score.token_id)
+            text, data = self._texts.of(score.token_id)
             tokens.append(text)
             offsets.append(self._offsets[sample])
-            self._offsets[sample] += len(text)
+            self._offsets[sample] += len(self._decoders[sample].decode(bytes(data)) if data else text)
         return {
             "tokens": tokens,
             "token_logprobs": [_number(score.logprob) for score in scores],
