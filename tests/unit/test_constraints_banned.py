@@ -146,6 +146,7 @@ EXAMPLES = {  # a ban, the tokens so far, and the tokens that may follow
     "the end shows no open character": (Ban((b"for", b"\xc3", b"\xa9"), **FOR, last=2), [0], {0}),
     "no text is left": (Ban((b"a", b"b", b""), ("a", "b")), [], set()),
     "no text is left but the end": (Ban((b"a", b"b", b"", b""), ("a", "b"), ends=frozenset({3})), [], {3}),
+    "a byte that reads U+FFFD": (Ban((b"a", b"\xff"), ("\ufffd",)), [0], {0}),
     "bytes that read U+FFFD": (Ban((b"a", b"\xe2\x80", b"\x93", b"\xff"), ("\ufffd",)), [1], {2}),
 }  # fmt: skip
 
@@ -159,6 +160,36 @@ def test_a_character_is_begun_only_if_it_may_end(name: str) -> None:
         mask = made.mask()
         assert mask is not None
         assert set(mask.nonzero()[:, 0].tolist()) == legal
+
+
+@pytest.mark.parametrize("ignore_case", [False, True])
+def test_behind_a_banned_word_only_beginnings_of_letters_are_allowed(ignore_case: bool) -> None:
+    """Over all bytes, by a search through all characters; some letters complete another banned word."""
+    openings = [b"\xe2\x80", b"\xe2\xb0", b"\xf0\x9f", b"\xf0\x90", b"\xf0\x9f\x98", b"\xed\xa0", b"\xc3"]
+    texts = (*(bytes([byte]) for byte in range(256)), b"for", *openings)
+    greek = tuple(f"for{chr(code)}" for code in range(0x3B0, 0x3C0))
+    ban = Ban(texts, ("for", *greek), ignore_case=ignore_case, whole_words=True).shipped()
+    ban.advance(256)
+    mask = ban.mask()
+    assert mask is not None
+    letters = {chr(code).encode() for code in range(0x110000) if chr(code).isalnum() or chr(code) == "_"}
+    begun = {letter[:length] for letter in letters for length in range(1, 5)}
+    assert {texts[id] for id in mask.nonzero()[:, 0].tolist()} == {
+        text for text in texts if text in begun
+    } | {b"for"}
+
+
+def test_a_first_byte_whose_characters_are_all_banned_is_forbidden() -> None:
+    """The characters that begin with the byte CE, all of them and all but one."""
+    texts = tuple(bytes([byte]) for byte in range(256))
+    every = tuple(chr(code) for code in range(0x380, 0x3C0))  # all that begin with CE
+    for phrases, ignore_case, legal in (
+        (every, False, False),
+        (every[1:], False, True),
+        (every[1:], True, True),
+    ):
+        mask = Ban(texts, phrases, ignore_case=ignore_case).shipped().mask()
+        assert mask is not None and bool(mask[0xCE]) is legal and bool(mask[0xCD])
 
 
 def test_a_rollback_that_bars_all_text_leaves_the_ends_alone() -> None:
