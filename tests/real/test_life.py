@@ -1,0 +1,47 @@
+"""The commands on a real model, run to their end: verify with and without a defect, tune, train, quantise, bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foredraft.cli import main
+from tests.support import real_models
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Return a file of prompts."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in real_models.prompts(16)))
+    return file
+
+
+def test_verify_finds_nothing_and_its_self_test_finds_the_defect(smollm2: Path, made: Path) -> None:
+    draft = real_models.requantised(smollm2, "Q2_K", made)
+    models = ["--model", str(smollm2), "--draft", str(draft)]
+    assert main(["verify", *models]) in (0, 3)  # 3: nothing found, by weak evidence
+    assert main(["verify", *models, "--self-test"]) == 1
+
+
+def test_tune_runs_to_its_end(smollm2: Path, prompts: Path) -> None:
+    """It keeps a plan only if one wins."""
+    assert main(["tune", "--model", str(smollm2), "--prompts", str(prompts), "--trials", "8"]) == 0
+
+
+def test_train_makes_an_adapter(smollm2: Path, prompts: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    options = ["--data", str(prompts), "--self-generate", "64", "--steps", "20", "--out", str(adapter)]
+    assert main(["train", "adapter", "--model", str(smollm2), *options]) == 0
+    command = ["generate", "--model", str(smollm2), "--adapter", str(adapter), "--drafter", "kangaroo"]
+    assert main([*command, "--temperature", "0", "def f(x):"]) == 0
+
+
+def test_quantise_writes_a_checkpoint_that_runs(smollm2: Path, made: Path, tmp_path: Path) -> None:
+    source, folder = real_models.requantised(smollm2, "BF16", made), tmp_path / "int4"
+    assert main(["quantise", "--model", str(source), "--weights", "int4", "--out", str(folder)]) == 0
+    assert main(["generate", "--model", str(folder), "--temperature", "0", "def f(x):"]) == 0

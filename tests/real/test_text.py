@@ -1,0 +1,110 @@
+"""Text of real models: tokens, conversations, and speculative decoding that writes what plain decoding writes.
+
+Seen to fail on: a pre-tokenizer that cuts digits in threes, an end of turn that ends nothing, the key of a
+draft's noise used for its verification.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+import foredraft
+from foredraft import LLM, SamplingParams
+from foredraft.cli import main
+from foredraft.model.hub import resolve
+from tests.support import real_models
+from tests.support.strings import strings
+
+TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_new_tokens=TOKENS)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_new_tokens=TOKENS)
+# dtype, weights and what the target's file is made of; None: as it is
+ARITHMETIC: dict[str, dict[str, Any]] = {
+    "Q4_1, bfloat16": {"dtype": "bfloat16"},
+    "Q4_1, float32": {"dtype": "float32"},
+    "BF16, bfloat16": {"kind": "BF16"},
+    "BF16, int4": {"kind": "BF16", "weights": "int4"},
+    "BF16, int8": {"kind": "BF16", "weights": "int8"},
+}
+
+
+def loaded(target: Path, draft: Path, made: Path, kind: str | None = None, **options: Any) -> LLM:
+    """Return a target with every drafter that needs no training."""
+    if kind is not None:
+        target = real_models.requantised(target, kind, made)
+        if "weights" not in options:
+            options["draft_weights"] = "int4"
+    options = {"draft": draft, "policy": "fixed", "plan": "exit:12", "max_length": 2048} | options
+    return foredraft.load(target, device="cpu", **options)
+
+
+def check_same(llm: LLM, prompts: list[str]) -> None:
+    """Check that every drafter writes the plain text: greedy and seeded, alone and in a batch."""
+    for params in (GREEDY, SEEDED):
+        plain = llm.generate(prompts, params, drafter="none")
+        assert sum(len(output.token_ids) for output in plain) > TOKENS
+        for drafter in llm._engine.drafters:
+            given = {"prediction": prompts[0]} if drafter == "prediction" else {}
+            batch = llm.generate(prompts, params, drafter=drafter, **given)
+            [alone] = llm.generate(prompts[0], params, drafter=drafter, **given)
+            assert [output.token_ids for output in batch] == [output.token_ids for output in plain], drafter
+            assert alone.token_ids == plain[0].token_ids, drafter
+            assert sum(output.stats.drafted for output in batch) > 0, drafter
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_every_drafter_writes_the_plain_text(smollm2: Path, name: str, made: Path) -> None:
+    draft = real_models.requantised(smollm2, "Q2_K", made)
+    with loaded(smollm2, draft, made, **ARITHMETIC[name]) as llm:
+        check_same(llm, real_models.prompts(8))
+
+
+def test_tokens_are_those_of_transformers(smollm2: Path) -> None:
+    """Without digits, of which transformers 5.23 does not know the rule of these vocabularies ("smollm")."""
+    found = Tokenizer.from_file(str(resolve(smollm2) / "tokenizer.json"))
+    reference = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    compared = [text for text in strings(2000) if not any(each.isnumeric() for each in text)]
+    assert len(compared) > 1000
+    for text in compared:
+        ids = found.encode(text, add_special_tokens=False).ids
+        assert ids == reference.encode(text, add_special_tokens=False), text
+
+
+def test_digits_are_tokens_of_their_own(smollm2: Path) -> None:
+    found = Tokenizer.from_file(str(resolve(smollm2) / "tokenizer.json"))
+    assert found.encode("1234 5x67").tokens == ["1", "2", "3", "4", "Ġ", "5", "x", "6", "7"]
+
+
+def test_the_end_of_a_turn_ends_a_reply(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "--model", str(smollm2), "--temperature", "0", "--max-new-tokens", "200", "--json"]
+    assert main([*command, "--chat", "What is 2+2?"]) == 0
+    [output] = json.loads(capsys.readouterr().out)["outputs"]
+    assert output["finish_reason"] == "eos" and "<|im_end|>" not in output["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_gemma_past_its_window(gemma: Path, smollm2: Path) -> None:
+    """Layers see 512 positions; a draft model of another tokenizer drafts, too."""
+    prompt = "\n".join(real_models.prompts(8))
+    with foredraft.load(gemma, draft=smollm2, device="cpu", policy="fixed", plan="exit:6") as llm:
+        assert len(llm.encode(prompt)[0]) > 512
+        check_same(llm, [prompt, *real_models.prompts(3)])
+
+
+@pytest.mark.slow
+def test_gemmas_tokens_are_those_of_transformers(gemma: Path) -> None:
+    """But for a spelt U+2581 and long runs of spaces, which transformers reads unlike the model's own tokenizer."""
+    found = Tokenizer.from_file(str(resolve(gemma) / "tokenizer.json"))
+    reference = AutoTokenizer.from_pretrained(gemma.parent, gguf_file=gemma.name)
+    for text in strings(2000):
+        if "\N{LOWER ONE EIGHTH BLOCK}" not in text and " " * 17 not in text:
+            ids = found.encode(text, add_special_tokens=False).ids
+            assert ids == reference.encode(text, add_special_tokens=False), text
