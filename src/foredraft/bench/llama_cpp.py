@@ -1,5 +1,6 @@
 """The contender from llama.cpp: the same weights in its own format, decoded greedily through its C interface.
 
+A GGUF file is read as it is; other checkpoints are written as one.
 llama.cpp keeps its defaults (flash attention where it chooses it, a 16-bit KV cache) apart from what all
 contenders share: the weights' dtype, the threads, the positions. At float32 it gets plain attention over a
 float32 KV cache instead: its flash attention rounds to half precision and moves logits by 1e-2, its plain
@@ -25,6 +26,7 @@ from foredraft.bench.gguf_file import write_gguf
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError, Option
 from foredraft.model.device import dtype_name
+from foredraft.model.gguf.tensors import source_of
 
 __all__ = ["LlamaCpp"]
 
@@ -66,11 +68,13 @@ class LlamaCpp:
             raise
 
     def _load(self, shared: BenchContext) -> None:
-        library, file = self._library, Path(self._folder.name) / "model.gguf"
-        try:
-            write_gguf(shared.target, file, shared.dtype)
-        except OSError as error:
-            raise ConfigError(f"{self.name}: {file} cannot be written ({error.strerror})") from error
+        library, file = self._library, source_of(shared.target)
+        if file == shared.target:  # no GGUF file
+            file = Path(self._folder.name) / "model.gguf"
+            try:
+                write_gguf(shared.target, file, shared.dtype)
+            except OSError as error:
+                raise ConfigError(f"{self.name}: {file} cannot be written ({error.strerror})") from error
         model = library.llama_model_default_params()
         model.n_gpu_layers = 0
         self._model = library.llama_model_load_from_file(str(file).encode(), model)
