@@ -7,6 +7,7 @@ reading.py              config.json -> scheme: the table of the methods
 activations.py          how inputs of linear layers are rounded
 compressed_tensors.py   a method: its config keys and weight formats; so are gptq.py, awq.py, fp8.py, gguf.py,
                         and auto_round.py, which uses the formats of two of them
+blocks/                 the block formats of GGUF files, for gguf.py
 packing.py              numbers of 4 and 8 bits in words of 32
 """
 
