@@ -57,16 +57,19 @@ def gemma(folder: Path) -> Path:
 def requantised(source: Path, kind: str, folder: Path) -> Path:
     """Return a file in another type, made of a model's file in `folder`.
 
-    `kind` is a name of `llama-quantize`; "pure IQ4_NL" gives all matrices this type.
+    `kind` is a name of `llama-quantize`, such as "Q4_K_M". "Q8_0 Q3_K" makes the matrices `ffn_down`, whose rows
+    are whole blocks of 256 in both models, of the second type. "pure Q8_0" makes all matrices of one type.
     """
-    *pure, name = kind.split()
+    words = kind.split()
+    pure = words[0] == "pure" and words.pop(0) == "pure"
+    name, *down = words
     file = folder / f"{source.stem}-{kind.replace(' ', '-')}.gguf"
     if not file.exists():
         ik, beside = package("ik_llama_cpp"), _beside(file)
-        program = ik / "bin" / "llama-quantize"
-        options = ["--allow-requantize", *(f"--{word}" for word in pure)]
+        options = ["--allow-requantize", *["--pure"] * pure]
+        options += [word for each in down for word in ("--ffn-down-type", each.lower())]
         subprocess.run(
-            [program, *options, source, beside, name, "1"],
+            [ik / "bin" / "llama-quantize", *options, source, beside, name, "1"],
             env=os.environ | {"LD_LIBRARY_PATH": str(ik / "lib")},
             check=True,
             capture_output=True,
