@@ -1,9 +1,9 @@
 """Types of GGUF files that the kernels keep coded: products, beside those of the same weights expanded.
 
-For each type one weight of random blocks is packed coded and expanded to bfloat16. So many copies of both lie
-in memory that no cache holds them, and their products take turns after a warm-up. A ratio is the median of the
-ratios within the turns, with quartiles; above 1, coded weights win. With `--loading FILE` the peak of memory
-while a file is loaded is held against the size of its weights.
+For each type one weight of random blocks is packed coded and expanded to bfloat16. So many copies of both
+lie in memory that no cache holds them, and their products take turns after a warm-up. A ratio is the median
+of the ratios within the turns, with quartiles; above 1, coded weights win. With `--loading FILE` the peak of
+memory while a file is loaded is held against the size of its weights.
 
     python benchmarks/gguf_types.py
     python benchmarks/gguf_types.py --loading MODEL.gguf --name gguf_loading_smollm2

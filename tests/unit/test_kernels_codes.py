@@ -68,7 +68,9 @@ def codes_of(rows: int, columns: int, coded: Coded) -> Codes:
     shape = rows, columns // coding.group
     if coding.nested:
         steps = rows, columns // SUPER
-        numbers = [torch.randint(-128, 128, shape, generator=random, dtype=torch.int8) for _ in range(2)]
+        # a scaled code is exact in float32: codes of more than 6 bits have scales of 6
+        most = 32 if coding.bits == 8 or coding.codebook is not None else 128
+        numbers = [torch.randint(-most, most, shape, generator=random, dtype=torch.int8) for _ in range(2)]
         sizes = [torch.randn(steps, generator=random).half() for _ in range(2)]
         sizes[0][0, 0] = 2.0**-22
         more = {"offsets": numbers[1], "offset_steps": sizes[1]} if coding.offsets else {}

@@ -180,7 +180,7 @@ def steps_forgotten(in_steps: Callable[..., torch.Tensor]) -> Callable[..., torc
         ("zero points and none", Coding.of_all, zero_points_forgotten),
         ("nested scales of 4 and 6 bits", Coding.of_all, offsets_forgotten),
         ("nested scales of 3 and 5 bits", Coding.of_all, coding_of_the_first),
-        ("nested scales of a codebook and 6 bits", Coding.of_all, coding_of_the_first),
+        ("nested scales of a codebook and 5 bits", Coding.of_all, coding_of_the_first),
         ("nested scales and others", Coding.of_all, offsets_forgotten),
         ("nested scales and others", Codes._in_steps, steps_forgotten),
         ("5 and 8 bits", Coding.of_all, coding_of_the_first),

@@ -161,7 +161,7 @@ def test_weight_bytes_predicts_the_size_of_a_loaded_model(
     ):
         pytest.skip(f"products are not {layout} here")
     decoder = load_decoder(folder, CPU, dtype, native=native)
-    monkeypatch.setattr(checkpoint, "_open", None)  # counting opens no file
+    monkeypatch.setattr(checkpoint, "SafetensorsFile", None)  # counting opens no file
     counted = weight_bytes(spec, CPU, dtype, native=native)
     assert counted == held(decoder)
     # an output matrix that oneDNN packs cannot serve as the embedding
@@ -200,7 +200,7 @@ def free(monkeypatch: pytest.MonkeyPatch, **each: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in each)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(loading.runners, "load_decoder", None)  # errors come before a weight is read
-    monkeypatch.setattr(checkpoint, "_open", None)
+    monkeypatch.setattr(checkpoint, "SafetensorsFile", None)
 
 
 def size(folder: Path, dtype: torch.dtype) -> int:

@@ -114,11 +114,11 @@ def test_other_tensors_than_the_models_are_refused(
 
 def test_a_type_that_is_not_supported_is_named(tmp_path: Path, folder: Path) -> None:
     def edit(writer: Any) -> None:
-        blocks = np.zeros((4, 176), np.uint8)
-        writer.add_tensor("extra.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q5_K)
+        blocks = np.zeros((4, 292), np.uint8)
+        writer.add_tensor("extra.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_K)
 
     message = refusal(write_gguf(folder, tmp_path / "model.gguf", edit=edit))
-    assert "has tensor extra.weight of type Q5_K, which is not supported; take a file with F32" in message
+    assert "has tensor extra.weight of type Q8_K, which is not supported; take a file with F32" in message
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,7 @@ class TargetOptions:
     """The options of the model that need no weights."""
 
     model: Annotated[str | None, common(MODEL)] = None
-    """Target model: a folder, a GGUF file or a Hugging Face id, as owner/name or owner/name:Q4_K_M.
-    Default: the demo models that ship with Foredraft."""
+    """Target model: a folder, a GGUF file or a hub id (owner/name[:Q4_K_M]). Default: the demo models."""
     revision: str | None = None
     """Branch, tag or commit of --model on the Hugging Face Hub; same as --model owner/name@REVISION."""
     tokenizer: str | None = None
