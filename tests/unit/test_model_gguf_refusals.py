@@ -15,13 +15,14 @@ import pytest
 import foredraft
 from foredraft.cli import main
 from foredraft.errors import CheckpointError, ConfigError
+from foredraft.model.gguf.file import BLOCKS, GGUFFile
 from foredraft.model.hub import resolve
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 
 gguf = pytest.importorskip("gguf")
 
-from tests.support.gguf_files import write_gguf  # noqa: E402
+from tests.support.gguf_files import KINDS, write_gguf  # noqa: E402
 
 Arrays = dict[str, np.ndarray]
 
@@ -110,6 +111,32 @@ def test_other_tensors_than_the_models_are_refused(
     tmp_path: Path, folder: Path, tensors: Callable[[Arrays], Arrays], says: str
 ) -> None:
     assert says in refusal(write_gguf(folder, tmp_path / "model.gguf", tensors=tensors))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_every_type_that_is_cut_or_shifted_is_named(tmp_path: Path, kind: str) -> None:
+    """The last tensor ends early by a byte, by a block and by half; its place is a byte late; its rows are odd."""
+    folder = save_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind)
+    data, tensors = file.read_bytes(), GGUFFile(file).tensors
+    last = max(tensors.values(), key=lambda info: info.start)
+    _, block = BLOCKS[last.kind]
+    for cut in (1, block, last.size // 2):
+        file.write_bytes(data[: last.start + last.size - cut])
+        assert f"ends within tensor {last.name}" in refusal(file)
+    # behind its name: dimensions, sizes, type and offset of a tensor
+    at = data.index(last.name.encode()) + len(last.name)
+    offset = at + 4 + 8 * len(last.shape) + 4
+    shifted = (int.from_bytes(data[offset : offset + 8], "little") - 1).to_bytes(8, "little")
+    file.write_bytes(data[:offset] + shifted + data[offset + 8 :])
+    assert f"has tensor {last.name} at an offset that is not aligned" in refusal(file)
+    odd = next(info for info in tensors.values() if info.kind == kind)
+    at = data.index(odd.name.encode()) + len(odd.name) + 4
+    file.write_bytes(data[:at] + (odd.shape[-1] - 8).to_bytes(8, "little") + data[at + 8 :])
+    assert (
+        f"has tensor {odd.name} with rows of {odd.shape[-1] - 8} values, but {kind} has blocks of"
+        in refusal(file)
+    )
 
 
 def test_a_type_that_is_not_supported_is_named(tmp_path: Path, folder: Path) -> None:
