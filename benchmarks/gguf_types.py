@@ -7,6 +7,9 @@ memory while a file is loaded is held against the size of its weights.
 
     python benchmarks/gguf_types.py
     python benchmarks/gguf_types.py --loading MODEL.gguf --name gguf_loading_smollm2
+    python benchmarks/gguf_types.py --peer MODEL.gguf --name gguf_peer_smollm2
+
+With `--peer FILE` plain steps and short passes of a model take turns with llama.cpp's on the same file.
 """
 
 from __future__ import annotations
@@ -17,19 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import loading_memory
+from loading import anonymous_peak
 from timing import interleaved, spread
 from workload import machine, write
 
 import foredraft
+from foredraft.bench.contender import BenchContext
+from foredraft.bench.llama_cpp import LlamaCpp
+from foredraft.model.hub import resolve
 from foredraft.model.quantisation.blocks import BLOCKS
 from foredraft.model.quantisation.gguf import GGUFFormat
 from foredraft.model.runner.native import pack_codes, pack_native
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import load_decoder, weight_bytes
 from tests.support.gguf_files import random_blocks
 
 SHAPE = (5632, 2048)
 COPIES = 32  # 369 million weights: 738 MB in bfloat16
 ROWS = (1, 4, 8, 16)
+CONTEXT = 128  # tokens in the KV cache before a pass of a model
 
 
 def products(kind: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, list[Any]]:
@@ -66,11 +75,36 @@ def compare(kind: str, repeats: int) -> dict[str, Any]:
 
 
 def loading(file: Path) -> dict[str, Any]:
-    """Return the memory of loading a file, as a share of its weights' size."""
+    """Return the memory of loading a file's weights, as a share of their size."""
     foredraft.load(device="cpu", drafter="none", max_batch=1, max_length=64)  # what loading touches once
-    return loading_memory(
-        lambda: foredraft.load(file, device="cpu", drafter="none", max_batch=1, max_length=64)
-    )
+    folder = resolve(file)
+    spec = ModelSpec.from_folder(folder)
+    kept, peak = anonymous_peak(lambda: load_decoder(folder, dtype=torch.bfloat16, native=True))
+    size = weight_bytes(spec, torch.device("cpu"), torch.bfloat16, native=True)
+    return {"layers": len(kept.layers), "peak": peak, "weights": size, "share": peak / size}
+
+
+def beside_peer(file: Path, repeats: int) -> dict[str, Any]:
+    """Time passes of a file's model by rows of inputs, beside llama.cpp's."""
+    with foredraft.load(file, device="cpu", drafter="none", max_batch=1, max_length=512) as llm:
+        target: Any = llm._engine.target
+        cache, taken = target.new_cache(1, 512), dict[int, list[float]]()
+        peer = LlamaCpp(BenchContext(llm, resolve(file), None, torch.bfloat16, torch.device("cpu"), 512))
+        works: dict[Any, Any] = {}
+        for rows in ROWS[:3]:
+            tokens, taken[rows] = torch.zeros(1, rows, dtype=torch.int64), []
+            works[rows] = lambda tokens=tokens: target.forward(cache, tokens, [CONTEXT])
+            works["llama.cpp", rows] = lambda rows=rows: taken[rows].append(
+                peer.forward_seconds(rows, CONTEXT)
+            )
+        seconds = interleaved(works, torch.device("cpu"), repeats)
+        peer.close()
+    found = {}
+    for rows, theirs in taken.items():
+        ratios = [a / b for a, b in zip(theirs[-repeats:], seconds[rows], strict=True)]
+        own = spread([1e3 * each for each in seconds[rows]])
+        found[rows] = {"milliseconds": own, "peer_over_foredraft": spread(ratios)}
+    return {"passes": found}
 
 
 def main() -> None:
@@ -78,8 +112,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--loading", type=Path, help="only load this file")
     parser.add_argument("--name", default="gguf_types")
+    parser.add_argument("--peer", type=Path, help="time a model beside llama.cpp on this file")
     options = parser.parse_args()
     torch.set_num_threads(2)
+    if options.peer is not None:
+        found = beside_peer(options.peer, options.repeats)
+        write(options.name, {"machine": machine(), "file": options.peer.name} | found)
+        return
     if options.loading is not None:
         write(options.name, {"machine": machine(), "file": options.loading.name} | loading(options.loading))
         return

@@ -5,16 +5,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from foredraft import LLM
 from foredraft.bench.weights import model_record
 
+T = TypeVar("T")
+
 
 def loading_memory(load: Callable[[], LLM]) -> dict[str, Any]:
     """Return the peak while `load` runs, without the KV cache, and the bytes of the weights."""
+    llm, peak = anonymous_peak(load)
+    runner: Any = llm._engine.target
+    cache = llm._engine.cache.memory.nbytes
+    rows = runner.decoder.embedding  # the head itself, where the kernels run a tied one
+    held = rows if isinstance(rows, torch.Tensor) else rows.weight
+    embedding = 0 if rows is runner.decoder.output else held.nbytes
+    weights = model_record("target", "target", runner).step_bytes
+    peak -= cache
+    return {"peak": peak, "weights": weights, "embedding": embedding, "share": peak / (weights + embedding)}
+
+
+def anonymous_peak(load: Callable[[], T]) -> tuple[T, int]:
+    """Return what `load` returns, and by how many bytes the process grew while it ran."""
     before, stopped, samples = _anonymous_bytes(), threading.Event(), [0]
 
     def sample() -> None:
@@ -23,17 +38,10 @@ def loading_memory(load: Callable[[], LLM]) -> dict[str, Any]:
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    llm = load()
+    found = load()
     stopped.set()
     sampler.join()
-    runner: Any = llm._engine.target
-    cache = llm._engine.cache.memory.nbytes
-    rows = runner.decoder.embedding  # the head itself, where the kernels run a tied one
-    held = rows if isinstance(rows, torch.Tensor) else rows.weight
-    embedding = 0 if rows is runner.decoder.output else held.nbytes
-    weights = model_record("target", "target", runner).step_bytes
-    peak = max(*samples, _anonymous_bytes()) - before - cache
-    return {"peak": peak, "weights": weights, "embedding": embedding, "share": peak / (weights + embedding)}
+    return found, max(*samples, _anonymous_bytes()) - before
 
 
 def _anonymous_bytes() -> int:
