@@ -13,12 +13,10 @@ from tests.support import real_models
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    """Return a file of prompts."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in real_models.prompts(16)))
-    return file
+def written(file: Path, key: str) -> str:
+    """Write prompts under a key of JSON Lines, and return the file's name."""
+    file.write_text("\n".join(json.dumps({key: prompt}) for prompt in real_models.prompts(64)))
+    return str(file)
 
 
 def test_verify_finds_nothing_and_its_self_test_finds_the_defect(smollm2: Path, made: Path) -> None:
@@ -28,14 +26,22 @@ def test_verify_finds_nothing_and_its_self_test_finds_the_defect(smollm2: Path, 
     assert main(["verify", *models, "--self-test"]) == 1
 
 
-def test_tune_runs_to_its_end(smollm2: Path, prompts: Path) -> None:
+def test_tune_runs_to_its_end(smollm2: Path, tmp_path: Path) -> None:
     """It keeps a plan only if one wins."""
-    assert main(["tune", "--model", str(smollm2), "--prompts", str(prompts), "--trials", "8"]) == 0
+    options = [
+        "--prompts",
+        written(tmp_path / "prompts.jsonl", "prompt"),
+        "--tokens",
+        "1024",
+        "--trials",
+        "8",
+    ]
+    assert main(["tune", "--model", str(smollm2), *options]) == 0
 
 
-def test_train_makes_an_adapter(smollm2: Path, prompts: Path, tmp_path: Path) -> None:
-    adapter = tmp_path / "adapter"
-    options = ["--data", str(prompts), "--self-generate", "64", "--steps", "20", "--out", str(adapter)]
+def test_train_makes_an_adapter(smollm2: Path, tmp_path: Path) -> None:
+    adapter, data = tmp_path / "adapter", written(tmp_path / "texts.jsonl", "text")
+    options = ["--data", data, "--steps", "20", "--out", str(adapter)]
     assert main(["train", "adapter", "--model", str(smollm2), *options]) == 0
     command = ["generate", "--model", str(smollm2), "--adapter", str(adapter), "--drafter", "kangaroo"]
     assert main([*command, "--temperature", "0", "def f(x):"]) == 0

@@ -100,6 +100,7 @@ def test_gemma_past_its_window(gemma: Path, smollm2: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_gemmas_tokens_are_those_of_transformers(gemma: Path) -> None:
     """But for a spelt U+2581 and long runs of spaces, which transformers reads unlike the model's own tokenizer."""
     found = Tokenizer.from_file(str(resolve(gemma) / "tokenizer.json"))

@@ -66,11 +66,13 @@ def test_smollm2_in_every_type(smollm2: Path, kind: str, made: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_gemma_as_it_is(gemma: Path) -> None:
     check(gemma)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gemma_in_every_type(gemma: Path, kind: str, made: Path) -> None:
     check(real_models.requantised(gemma, kind, made))
