@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.model.quantisation.blocks.bits import fields, float16, uint16, uint32
+from foredraft.model.quantisation.blocks.plain import scaled
 from foredraft.model.quantisation.codes import Codes
 
 __all__ = ["FILE", "iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs"]
@@ -28,35 +29,35 @@ def iq2_xxs(blocks: Tensor, rows: int, columns: int) -> Codes:
     stored = blocks[:, 2:].reshape(-1, 8, 8)
     more = uint32(stored[..., 4:])
     codes = _points("iq2_xxs", stored[..., :4]) * _packed_signs(more)
-    return _weight(codes, _halved(blocks[:, :2], more.flatten(1) >> 28, 0.25), rows, columns)
+    return scaled(codes, _halved(blocks[:, :2], more.flatten(1) >> 28, 0.25), rows, columns)
 
 
 def iq2_xs(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d, 32 numbers of 9 bits that name a point and 7 bits for signs, 16 scales of 4 bits."""
     stored = uint16(blocks[:, 2:66])
     codes = _points("iq2_xs", stored & 511) * _signs_of(stored >> 9)
-    return _weight(codes, _halved(blocks[:, :2], _in_order(blocks[:, 66:], 4), 0.25), rows, columns)
+    return scaled(codes, _halved(blocks[:, :2], _in_order(blocks[:, 66:], 4), 0.25), rows, columns)
 
 
 def iq2_s(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d, 32 bytes that name points, 32 of signs, 2 more bits of each name, 16 scales of 4 bits."""
     names = blocks[:, 2:34].int() | (_in_order(blocks[:, 66:74], 2).int() << 8)
     codes = _points("iq2_s", names) * _signs(blocks[:, 34:66])
-    return _weight(codes, _halved(blocks[:, :2], _in_order(blocks[:, 74:], 4), 0.25), rows, columns)
+    return scaled(codes, _halved(blocks[:, :2], _in_order(blocks[:, 74:], 4), 0.25), rows, columns)
 
 
 def iq3_xxs(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d, 64 bytes that name points; for each 32 codes 4 times 7 bits for signs, 4 bits of scale."""
     more = uint32(blocks[:, 66:])
     codes = _points("iq3_xxs", blocks[:, 2:66]).view(-1, 8, 4, 8) * _packed_signs(more)
-    return _weight(codes, _halved(blocks[:, :2], more >> 28, 0.5), rows, columns)
+    return scaled(codes, _halved(blocks[:, :2], more >> 28, 0.5), rows, columns)
 
 
 def iq3_s(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d, 64 bytes that name points, a ninth bit of each name, 32 of signs, 8 scales of 4 bits."""
     names = blocks[:, 2:66].int() | (_in_order(blocks[:, 66:74], 1).int() << 8)
     codes = _points("iq3_s", names).view(-1, 32, 8) * _signs(blocks[:, 74:106])
-    return _weight(codes, _odd(float16(blocks[:, :2]), _in_order(blocks[:, 106:], 4)), rows, columns)
+    return scaled(codes, _odd(float16(blocks[:, :2]), _in_order(blocks[:, 106:], 4)), rows, columns)
 
 
 def iq1_s(blocks: Tensor, rows: int, columns: int) -> Codes:
@@ -68,7 +69,7 @@ def iq1_s(blocks: Tensor, rows: int, columns: int) -> Codes:
     names = blocks[:, 2:34].int() | ((_threes(more) & 7) << 8).flatten(1)
     shifts = 1 - 2 * (more >> 15)
     codes = _points("iq1", names).view(-1, 8, 32) * EIGHTHS + shifts[..., None]
-    return _weight(codes, _odd(float16(blocks[:, :2]), (more >> 12) & 7) / EIGHTHS, rows, columns)
+    return scaled(codes, _odd(float16(blocks[:, :2]), (more >> 12) & 7) / EIGHTHS, rows, columns)
 
 
 def iq1_m(blocks: Tensor, rows: int, columns: int) -> Codes:
@@ -83,7 +84,7 @@ def iq1_m(blocks: Tensor, rows: int, columns: int) -> Codes:
     names = blocks[:, :32].int() | ((more & 7) << 8)
     codes = _points("iq1", names) * EIGHTHS + (1 - 2 * (more >> 3))[..., None]
     scales = _odd(d.short().view(torch.float16)[:, None], (_threes(stored) & 7).flatten(1))
-    return _weight(codes, scales / EIGHTHS, rows, columns)
+    return scaled(codes, scales / EIGHTHS, rows, columns)
 
 
 @functools.cache
@@ -132,9 +133,3 @@ def _halved(d: Tensor, numbers: Tensor, factor: float) -> Tensor:
 def _odd(d: Tensor, numbers: Tensor) -> Tensor:
     """Return d (2 number + 1)."""
     return d.float() * (numbers.float() * 2 + 1)
-
-
-def _weight(codes: Tensor, scales: Tensor, rows: int, columns: int) -> Codes:
-    """Return a weight of codes [B, ...] and scales [B, ...] of equal shares of them."""
-    group = codes[0].numel() // scales.shape[1]
-    return Codes(codes.to(torch.int8).reshape(rows, columns), scales.reshape(rows, -1), group)

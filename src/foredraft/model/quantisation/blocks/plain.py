@@ -30,6 +30,7 @@ __all__ = [
     "q5_0",
     "q5_1",
     "q8_0",
+    "scaled",
     "tq1_0",
     "tq2_0",
 ]
@@ -44,7 +45,7 @@ POWERS = (1, 3, 9, 27, 81)  # of the digits of TQ1_0
 def q4_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d float16, 32 codes of 4 bits, which are 8 too high."""
     codes = fields(blocks[:, 2:], 4).to(torch.int8) - 8
-    return _scaled(codes, float16(blocks[:, :2]), rows, columns, Q4_0)
+    return scaled(codes, float16(blocks[:, :2]), rows, columns, Q4_0)
 
 
 def q4_1(blocks: Tensor, rows: int, columns: int) -> Codes:
@@ -56,7 +57,7 @@ def q4_1(blocks: Tensor, rows: int, columns: int) -> Codes:
 def q5_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d float16, the fifth bits of 32 codes, their low bits; codes are 16 too high."""
     codes = _five_bits(blocks[:, 2:]) - 16
-    return _scaled(codes, float16(blocks[:, :2]), rows, columns, Q5_0)
+    return scaled(codes, float16(blocks[:, :2]), rows, columns, Q5_0)
 
 
 def q5_1(blocks: Tensor, rows: int, columns: int) -> Codes:
@@ -67,19 +68,19 @@ def q5_1(blocks: Tensor, rows: int, columns: int) -> Codes:
 
 def q8_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d float16, 32 codes of 8 bits."""
-    return _scaled(int8(blocks[:, 2:]), float16(blocks[:, :2]), rows, columns, Q8_0)
+    return scaled(int8(blocks[:, 2:]), float16(blocks[:, :2]), rows, columns, Q8_0)
 
 
 def q1_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d float16, 128 bits in their order: 1 is d, and 0 is -d."""
     codes = fields(blocks[:, 2:], 1).transpose(1, 2).to(torch.int8) * 2 - 1
-    return _scaled(codes, float16(blocks[:, :2]), rows, columns)
+    return scaled(codes, float16(blocks[:, :2]), rows, columns)
 
 
 def q2_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d float16, 64 codes of 2 bits in their order, which are 1 too high."""
     codes = fields(blocks[:, 2:], 2).transpose(1, 2).to(torch.int8) - 1
-    return _scaled(codes, float16(blocks[:, :2]), rows, columns)
+    return scaled(codes, float16(blocks[:, :2]), rows, columns)
 
 
 def tq1_0(blocks: Tensor, rows: int, columns: int) -> Codes:
@@ -92,19 +93,19 @@ def tq1_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     parts = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
     left = torch.cat([(part[:, None] * powers[:digits]).flatten(1) for part, digits in parts], dim=1)
     codes = ((left.short() * 3) >> 8).to(torch.int8) - 1
-    return _scaled(codes, float16(blocks[:, 52:]), rows, columns)
+    return scaled(codes, float16(blocks[:, 52:]), rows, columns)
 
 
 def tq2_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack two times 32 bytes with 128 codes of 2 bits, which are 1 too high; d float16."""
     codes = fields(blocks[:, :64].reshape(-1, 2, 32), 2).to(torch.int8) - 1
-    return _scaled(codes, float16(blocks[:, 64:]), rows, columns)
+    return scaled(codes, float16(blocks[:, 64:]), rows, columns)
 
 
 def iq4_nl(blocks: Tensor, rows: int, columns: int) -> Codes:
     """Unpack d float16, 32 numbers of 4 bits, which name codes of a book."""
     codes = codebook_values("iq4", fields(blocks[:, 2:], 4))
-    return _scaled(codes, float16(blocks[:, :2]), rows, columns, IQ4_NL)
+    return scaled(codes, float16(blocks[:, :2]), rows, columns, IQ4_NL)
 
 
 def mxfp4(blocks: Tensor, rows: int, columns: int) -> Codes:
@@ -115,7 +116,7 @@ def mxfp4(blocks: Tensor, rows: int, columns: int) -> Codes:
     exponents = blocks[:, :1].int() - 128
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
     codes = codebook_values("mxfp4", fields(blocks[:, 1:], 4))
-    return _scaled(codes, scales.bfloat16(), rows, columns, MXFP4)
+    return scaled(codes, scales.bfloat16(), rows, columns, MXFP4)
 
 
 def nvfp4(blocks: Tensor, rows: int, columns: int) -> Codes:
@@ -128,7 +129,7 @@ def nvfp4(blocks: Tensor, rows: int, columns: int) -> Codes:
     values = torch.where(exponent == 0, fraction * 2.0**-6, torch.ldexp(1 + fraction, exponent - 7))
     scales = torch.where(stored == 0x7F, 0.0, values * 0.5)  # the codes are twice their values
     codes = codebook_values("mxfp4", fields(blocks[:, 4:].reshape(-1, 4, 8), 4))
-    return _scaled(codes, scales, rows, columns)
+    return scaled(codes, scales, rows, columns)
 
 
 def _five_bits(packed: Tensor) -> Tensor:
@@ -137,10 +138,10 @@ def _five_bits(packed: Tensor) -> Tensor:
     return int8(fields(packed[:, 4:], 4).flatten(1) | (high << 4))
 
 
-def _scaled(codes: Tensor, scales: Tensor, rows: int, columns: int, coding: Coding | None = None) -> Codes:
+def scaled(codes: Tensor, scales: Tensor, rows: int, columns: int, coding: Coding | None = None) -> Codes:
     """Return a weight of codes [B, ...] and scales [B, ...] of equal shares of them."""
     group = codes[0].numel() // scales.shape[1]
-    return Codes(codes.reshape(rows, columns), scales.reshape(rows, -1), group, coding)
+    return Codes(codes.to(torch.int8).reshape(rows, columns), scales.reshape(rows, -1), group, coding)
 
 
 def _above(codes: Tensor, numbers: Tensor, rows: int, columns: int, coding: Coding) -> Codes:
