@@ -13,7 +13,14 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.quantisation import BITS, Codes, Coding, quantise
 from foredraft.model.quantisation.codes import MOST, SUPER, codebook_values
 from foredraft.model.quantisation.quantise import define
-from foredraft.model.runner.native import NativeCodes, code_native, coded_bytes, pack_codes, pack_native
+from foredraft.model.runner.native import (
+    NativeCodes,
+    code_native,
+    coded_bytes,
+    pack_codes,
+    pack_native,
+    pack_pieces,
+)
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 SHAPES = [(72, 96), (32, 32), (1, 64), (256, 320), (100, 2048)]
@@ -169,6 +176,21 @@ def test_packed_codes_come_back(coded: Coded, shape: tuple[int, int], dtype: tor
         assert one is None or torch.equal(one.float(), other.float()), name
     assert torch.equal(product.dense(), codes.expand(dtype))
     assert product.weight.numel() == coded_bytes(*shape, *coded)
+
+
+@pytest.mark.parametrize("coded", CODINGS, ids=str)
+def test_pieces_are_packed_as_the_whole(coded: Coded) -> None:
+    whole = codes_of(100, 512, coded)
+
+    def rows(first: int, last: int) -> Codes:
+        parts = {
+            name: getattr(whole, name) for name in ("codes", "scales", "steps", "offsets", "offset_steps")
+        }
+        return replace(whole, **{name: part[first:last] for name, part in parts.items() if part is not None})
+
+    pieces = (rows(first, last) for first, last in ((0, 32), (32, 96), (96, 100)))
+    product = pack_pieces(whole.shape, pieces, torch.float32, None)
+    assert torch.equal(product.weight, pack_codes(whole, torch.float32, None).weight)
 
 
 def check_order(coded: Coded, dtype: torch.dtype) -> None:

@@ -17,8 +17,9 @@ from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.generation import generation_defaults
 from foredraft.model.gguf import names
 from foredraft.model.hub import resolve
-from foredraft.model.quantisation import Coding
+from foredraft.model.quantisation import Codes, Coding, scheme
 from foredraft.model.quantisation.blocks import bits
+from foredraft.model.quantisation.gguf import GGUFFormat
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.spec import ModelSpec
@@ -249,6 +250,28 @@ def test_the_kernels_keep_codes(kind: str, coding: Coding, family: str, tmp_path
     for one, two in zip(decoder.products, other.products, strict=True):
         assert torch.equal(one.dense(), two.dense())
     assert torch.equal(*(each.embed(torch.arange(each.spec.vocab_size)) for each in (decoder, other)))
+
+
+@pytest.mark.parametrize(
+    "native", [False, pytest.param(True, marks=NEEDS_KERNELS)], ids=["expanded", "coded"]
+)
+def test_weights_are_read_in_pieces_of_bounded_size(
+    native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(tmp_path / "model", "llama", vocab_size=1000, **WIDE)
+    file = resolve(write_gguf(folder, tmp_path / "model.gguf", "Q8_0"))
+    whole, read, sizes = load_decoder(file, native=native), GGUFFormat.codes, list[int]()
+
+    def watched(format: GGUFFormat, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> Codes:
+        sizes.append(shape[0] * shape[1])
+        return read(format, shape, tensors)
+
+    monkeypatch.setattr(scheme, "PIECE", 64 * WIDE["hidden_size"])
+    monkeypatch.setattr(GGUFFormat, "codes", watched)
+    decoder = load_decoder(file, native=native)
+    assert max(sizes) == scheme.PIECE
+    for product, other in zip(decoder.products, whole.products, strict=True):
+        assert torch.equal(product.dense(), other.dense())
 
 
 @NEEDS_KERNELS

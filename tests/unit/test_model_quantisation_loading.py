@@ -297,15 +297,14 @@ def test_a_trained_draft_model_of_a_quantised_target_is_not_quantised(tmp_path: 
 
 def test_modules_are_expanded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coded, _ = saved(tmp_path / "model", "w4")
-    expand, made, alive = Codes.expand, list[weakref.ref[Tensor]](), list[int]()
+    expand_into, made, alive = Codes.expand_into, list[weakref.ref[Tensor]](), list[int]()
 
-    def watched(self: Codes, dtype: torch.dtype) -> Tensor:
+    def watched(self: Codes, expanded: Tensor) -> None:
         alive.append(sum(reference() is not None for reference in made))
-        found = expand(self, dtype)
-        made.append(weakref.ref(found))
-        return found
+        expand_into(self, expanded)
+        made.append(weakref.ref(expanded._base))
 
-    monkeypatch.setattr(Codes, "expand", watched)
+    monkeypatch.setattr(Codes, "expand_into", watched)
     load_decoder(coded)
     assert len(alive) == 3 * 7
     assert max(alive) <= 1
@@ -324,7 +323,7 @@ def test_info_names_the_format_and_expands_nothing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coded, twin = saved(tmp_path / "model", name)
-    monkeypatch.setattr(Codes, "expand", lambda *given: pytest.fail("expanded"))
+    monkeypatch.setattr(Codes, "expand_into", lambda *given: pytest.fail("expanded"))
     [model], [plain] = inspect_models(coded, device="cpu").models, inspect_models(twin, device="cpu").models
     assert model.weights_checked
     assert model.quantisation is not None and plain.quantisation is None
@@ -558,16 +557,21 @@ def keys_like_queries(format_of: Function) -> Function:
     return lambda self, module: format_of(self, re.sub("[kv]_proj", "q_proj", module))
 
 
-def parts_unjoined(expand: Function) -> Function:
+def parts_unjoined(expand_into: Function) -> Function:
     """Give each row the values of the row above."""
-    return lambda self, dtype: expand(self, dtype).roll(1, dims=0)
+
+    def spoilt(self: Codes, expanded: Tensor) -> None:
+        expand_into(self, expanded)
+        expanded.copy_(expanded.roll(1, dims=0))
+
+    return spoilt
 
 
 @pytest.mark.parametrize(
     ("seam", "spoiler", "raises"),
     [
         (Quantisation.format_of, keys_like_queries, CheckpointError),
-        (Codes.expand, parts_unjoined, AssertionError),
+        (Codes.expand_into, parts_unjoined, AssertionError),
     ],
     ids=["parts of different formats taken for one", "rows shifted"],
 )

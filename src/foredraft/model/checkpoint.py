@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import RECORD, open_tensors
-from foredraft.model.quantisation import ActivationFormat, Codes, Coding, Quantisation, WeightFormat
+from foredraft.model.quantisation import ActivationFormat, Codes, Coding, Quantisation, WeightFormat, pieces
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.spec import ModelSpec
 
@@ -164,22 +165,25 @@ class CheckpointTensors:
         columns = next(iter(shapes.values()))[1:]
         return self._fill(shapes, self.buffer[:values].view(-1, *columns))
 
-    def codes(self, shapes: Shapes) -> Codes | None:
+    def codes(self, shapes: Shapes) -> Iterator[Codes] | None:
         """Return the joined weights as the kernels keep them coded; None where they are to be expanded.
 
+        A weight by itself comes in pieces (`WeightFormat.pieces`), which bounds the memory that a head takes.
         Weights are expanded that order their columns differently: they share their inputs.
         """
-        parts = []
-        if coding_of(shapes, self.quantisation) is not None:
-            for name, (rows, columns) in shapes.items():
-                format = self._format(name)
-                assert format is not None
-                if (codes := self._codes(name, (rows, columns), format)) is not None:
-                    parts.append(codes)
-        if parts and not Codes.can_join(parts):
+        if coding_of(shapes, self.quantisation) is None or self.device.type == "meta":
+            return None
+        parts = [self._pieces(name, (shape[0], shape[1])) for name, shape in shapes.items()]
+        if len(parts) == 1:
+            joins: Iterator[list[Codes]] = ([piece] for piece in parts[0])
+        else:
+            rows = [shape[0] for shape in shapes.values()]
+            joins = iter([[Codes.gathered(*each) for each in zip(rows, parts, strict=True)]])
+        first = next(joins)
+        if not Codes.can_join(first):
             self.disordered.append(shapes)
             return None
-        return Codes.joined(parts) if parts else None
+        return (Codes.joined(each) for each in chain([first], joins))
 
     def report(self) -> None:
         """Say in one line which weights are expanded though the format has a coding."""
@@ -207,25 +211,28 @@ class CheckpointTensors:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor as a view of the mapped file, or a quantised weight expanded to `dtype`."""
-        codes = None
-        if len(shape) == 2 and (format := self._format(name)) is not None:
-            codes = self._codes(name, (shape[0], shape[1]), format)
-        elif self.device.type == "meta":
-            self._checked(name, shape, FLOATS)
-        else:
+        format = self._format(name) if len(shape) == 2 else None
+        if format is None and self.device.type != "meta":
             return self.view(name, shape)
-        if codes is None:
-            return torch.empty(shape, device=self.device, dtype=self.dtype)
-        return codes.expand(self.dtype)
+        expanded = torch.empty(shape, device=self.device, dtype=self.dtype)
+        if format is None:
+            self._checked(name, shape, FLOATS)
+            return expanded
+        first = 0
+        for piece in self._pieces(name, (shape[0], shape[1])):
+            piece.expand_into(expanded[first : first + len(piece.codes)])
+            first += len(piece.codes)
+        return expanded
 
-    def _codes(self, name: str, shape: tuple[int, int], format: WeightFormat) -> Codes | None:
-        """Return a quantised weight; None on the device "meta", where only its tensors are checked."""
-        module, tensors = name.removesuffix(".weight"), {}
+    def _pieces(self, name: str, shape: tuple[int, int]) -> Iterator[Codes]:
+        """Return a quantised weight in pieces; on "meta" there are none, its tensors are only checked."""
+        module, tensors, format = name.removesuffix(".weight"), dict[str, Tensor](), self._format(name)
+        assert format is not None
         for suffix, part in format.parts(module, shape).items():
             if not part.optional or f"{module}.{suffix}" in self.files:
                 tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
         format.check(module, shape, tensors)
-        return None if self.device.type == "meta" else format.codes(shape, tensors)
+        return iter(()) if self.device.type == "meta" else pieces(format, shape, tensors)
 
     def _format(self, name: str) -> WeightFormat | None:
         return format_of(name, self.quantisation)

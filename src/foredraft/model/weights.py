@@ -39,7 +39,14 @@ from foredraft.model.checkpoint import (
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, RowSource
 from foredraft.model.quantisation import Coding, quantise
-from foredraft.model.runner.native import NativeCodes, NativeLinear, coded_bytes, pack_codes, pack_native
+from foredraft.model.runner.native import (
+    NativeCodes,
+    NativeLinear,
+    coded_bytes,
+    pack_codes,
+    pack_native,
+    pack_pieces,
+)
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
@@ -328,7 +335,7 @@ class _Builder:
         bias = tensors.load(biases) if has_bias else None
         stored = tensors.codes(weights) if self.native and isinstance(tensors, CheckpointTensors) else None
         if stored is not None:
-            return pack_codes(stored, tensors.dtype, bias, self.arena)
+            return pack_pieces((sum(names.values()), columns), stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
         if self.bits is not None and Coding(self.bits).holds(columns) and not weight.is_meta:
             codes = quantise(weight, self.bits)

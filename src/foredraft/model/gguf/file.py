@@ -14,6 +14,7 @@ import math
 import os
 import struct
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,17 +99,21 @@ class GGUFFile:
     Attributes:
         path: The file.
         size: Its bytes.
-        metadata: Values by key: numbers, texts, true and false, and lists of these.
+        metadata: Values by key: numbers, texts, true and false, and lists of these, if they are kept.
         tensors: The tensors by name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, lists: bool = True) -> None:
         """Open a file and read everything but the tensors.
+
+        Args:
+            path: The file.
+            lists: Keep lists of metadata, such as a vocabulary; otherwise they are empty.
 
         Raises:
             CheckpointError: It is no GGUF file, is broken, or holds what this package cannot read.
         """
-        self.path = path
+        self.path, self._lists = path, lists
         try:
             self._file = path.open("rb", buffering=BUFFER)
         except OSError as error:
@@ -249,6 +254,8 @@ class GGUFFile:
             raise self.error(f"has {count} values in an array, more than any model has", DOWNLOAD_AGAIN)
         if kind in NUMBERS:
             format = f"<{count}{NUMBERS[kind]}"
-            return list(struct.unpack(format, self._take(struct.calcsize(format))))
+            taken = self._take(struct.calcsize(format))
+            return list(struct.unpack(format, taken)) if self._lists else []
         read: Callable[[], Any] = self._text if kind == STRING else lambda: self._value(kind, depth + 1)
-        return [read() for _ in range(count)]
+        values = (read() for _ in range(count))
+        return list(values) if self._lists else list(deque(values, maxlen=0))

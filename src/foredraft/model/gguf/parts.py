@@ -70,14 +70,18 @@ class GGUFModel:
         tensors: The tensors of all parts by name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, lists: bool = True) -> None:
         """Open a file, or all parts by the name of one.
+
+        Args:
+            path: The file.
+            lists: Keep lists of metadata (`GGUFFile`).
 
         Raises:
             CheckpointError: A part is missing or broken, or the parts do not belong together.
         """
         paths = [path.with_name(name) for name in part_names(path.name)]
-        self.path = paths[0]
+        self.path, self._lists = paths[0], lists
         first = self._open(self.path, 1, len(paths))
         count = _whole(first, COUNT, 1) or 1
         if count == 1 and len(paths) > 1:
@@ -116,7 +120,7 @@ class GGUFModel:
     def _open(self, path: Path, number: int, count: int) -> GGUFFile:
         if count > 1 and not path.exists():
             raise CheckpointError(f"{path} is missing, part {number} of {count} of a model", remedy=TOGETHER)
-        return GGUFFile(path)
+        return GGUFFile(path, lists=self._lists)
 
     def _find_tensors(self) -> dict[str, GGUFFile]:
         """Return the part that holds each tensor."""

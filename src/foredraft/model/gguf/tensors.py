@@ -60,7 +60,8 @@ def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
     if not same:
         raise CheckpointError(f"{path} has changed while it was used", remedy="load the model again")
     heads, kv_heads = (read_json(folder / "config.json")[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
-    return GGUFTensors(GGUFModel(path), heads, kv_heads, meta=device.type == "meta")
+    model = GGUFModel(path, lists=False)  # the vocabulary of Gemma takes 40 MB
+    return GGUFTensors(model, heads, kv_heads, meta=device.type == "meta")
 
 
 KINDS_OF_HEADS = ("attention", "key_value")

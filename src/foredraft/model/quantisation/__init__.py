@@ -15,7 +15,7 @@ from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import GROUP, Codes, Coding
 from foredraft.model.quantisation.quantise import BITS, quantise
 from foredraft.model.quantisation.reading import read_quantisation
-from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, WeightFormat
+from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, WeightFormat, pieces
 
 __all__ = [
     "BITS",
@@ -27,6 +27,7 @@ __all__ = [
     "Quantisation",
     "Rule",
     "WeightFormat",
+    "pieces",
     "quantise",
     "read_quantisation",
 ]

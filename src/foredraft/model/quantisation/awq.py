@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -55,6 +56,7 @@ class AWQFormat:
 
     group: int | None
     symmetric: bool
+    by_rows: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"{BITS} bits {shown_group(self.group)}"

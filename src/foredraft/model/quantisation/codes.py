@@ -15,8 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CODEBOOKS", "FORMS", "GROUP", "PIECE", "SUPER", "Codes", "Coding", "codebook_values"]
+__all__ = [
+    "BLOCK_ROWS",
+    "CODEBOOKS",
+    "FORMS",
+    "GROUP",
+    "PIECE",
+    "SUPER",
+    "Codes",
+    "Coding",
+    "codebook_values",
+]
 
+BLOCK_ROWS = 32  # rows that are packed together, so pieces of a weight have whole blocks of them
 GROUP = 32  # columns that are coded together in a weight that is kept coded
 SUPER = 256  # columns that share the step of their nested scales
 MOST = 2**18  # columns of a weight with offsets: the kernels keep the sums of 16 inputs each
@@ -161,14 +172,20 @@ class Codes:
         return rows, columns
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [M, K], rounded once to `dtype`; a few rows are in float32 at a time."""
+        """Return the weight [M, K], rounded once to `dtype`."""
+        expanded = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        self.expand_into(expanded)
+        return expanded
+
+    def expand_into(self, expanded: Tensor) -> None:
+        """Write the weight, rounded once, into `expanded` [M, K]; a few rows are in float32 at a time."""
         rows, columns = self.shape
-        expanded = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
         step = max(1, PIECE // columns)
         places = slice(None) if self.order is None else self.order.long()
         for first in range(0, rows, step):
-            expanded[first : first + step, places] = self._values(slice(first, first + step)).to(dtype)
-        return expanded
+            expanded[first : first + step, places] = self._values(slice(first, first + step)).to(
+                expanded.dtype
+            )
 
     def _values(self, rows: slice) -> Tensor:
         """Return rows of the weight, in float32."""
@@ -190,19 +207,21 @@ class Codes:
         return found * steps[rows].float().repeat_interleave(SUPER // self.group, 1)
 
     @staticmethod
-    def gathered(rows: int, parts: Iterable[Codes]) -> Codes:
-        """Return a weight of so many rows, of whose rows the parts are; one part is in memory at a time."""
+    def gathered(rows: int, pieces: Iterable[Codes]) -> Codes:
+        """Return a weight of so many rows, of whose rows the pieces are; one is in memory at a time."""
         whole: Codes | None = None
         first = 0
-        for part in parts:
+        for piece in pieces:
+            if len(piece.codes) == rows:
+                return piece
             if whole is None:
                 empty: dict[str, Any] = {
-                    name: tensor.new_empty(rows, tensor.shape[1]) for name, tensor in part._tensors().items()
+                    name: tensor.new_empty(rows, tensor.shape[1]) for name, tensor in piece._tensors().items()
                 }
-                whole = replace(part, **empty)
-            for name, tensor in part._tensors().items():
+                whole = replace(piece, **empty)
+            for name, tensor in piece._tensors().items():
                 getattr(whole, name)[first : first + len(tensor)] = tensor
-            first += len(part.codes)
+            first += len(piece.codes)
         assert whole is not None and first == rows
         return whole
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -62,6 +63,7 @@ class PackedFormat:
     bits: int
     group: int | None
     symmetric: bool
+    by_rows: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"{self.bits} bits {shown_group(self.group)}"
@@ -114,6 +116,7 @@ class PlainFormat:
     strategy: str
     group: int | None
     symmetric: bool
+    by_rows: ClassVar[bool] = False
 
     def __str__(self) -> str:
         numbers = "FP8" if self.float8 else "8 bits"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class FP8BlockFormat:
     """
 
     scales: str = "weight_scale_inv"
+    by_rows: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"FP8 in blocks of {BLOCK} x {BLOCK}"

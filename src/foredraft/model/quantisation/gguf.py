@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, exactl
 
 __all__ = ["METHOD", "TENSORS", "GGUFFormat", "read_gguf"]
 
-PIECE = 2**19  # weights that are unpacked at a time: it bounds the memory
 METHOD, TENSORS = "gguf", "tensors"  # its quant_method, and its key: modules by format
 
 
@@ -27,6 +27,7 @@ class GGUFFormat:
     """A block format; `kind` is a key of `BLOCKS`."""
 
     kind: str
+    by_rows: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return self.kind
@@ -43,12 +44,8 @@ class GGUFFormat:
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         """Return the weight of which `tensors` has the bytes of each row, [M, bytes] uint8."""
-        rows, columns = shape
         block = BLOCKS[self.kind]
-        step = max(1, PIECE // columns)
-        pieces = (tensors["weight"][first : first + step] for first in range(0, rows, step))
-        unpacked = (block.unpack(piece.reshape(-1, block.size), len(piece), columns) for piece in pieces)
-        return Codes.gathered(rows, unpacked)
+        return block.unpack(tensors["weight"].reshape(-1, block.size), *shape)
 
 
 def read_gguf(read: ConfigReader) -> Quantisation:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class GPTQFormat:
     symmetric: bool
     less_one: bool
     act_order: bool = False
+    by_rows: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"{self.bits} bits {shown_group(self.group)}"

@@ -7,7 +7,7 @@ A weight format knows which tensors stand for a weight, by the suffixes of their
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.activations import ActivationFormat
-from foredraft.model.quantisation.codes import Codes, Coding
+from foredraft.model.quantisation.codes import BLOCK_ROWS, Codes, Coding
 
 __all__ = [
     "INT32",
@@ -29,12 +29,14 @@ __all__ = [
     "check_plain_inputs",
     "count_groups",
     "exactly",
+    "pieces",
     "read_expression",
     "read_group",
     "read_names",
     "shown_group",
 ]
 
+PIECE = 2**17  # weights that are unpacked at a time: it bounds the memory
 INT32 = ("I32",)  # dtypes as safetensors names them
 SCALES = ("BF16", "F16", "F32")
 MOST_REPEATS = 4  # in an expression; a match that fails takes about 60 ** 4 / 24 steps
@@ -66,6 +68,11 @@ class WeightFormat(Protocol):
         """How the kernels can keep its weights coded; None where they cannot."""
         ...
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether row i of a weight stands in row i of its tensors, so that some rows can be read alone."""
+        ...
+
     def __str__(self) -> str:
         """Return bits and groups, as people say them: "4 bits in groups of 128"."""
         ...
@@ -89,6 +96,17 @@ class WeightFormat(Protocol):
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         """Return the quantised weight."""
         ...
+
+
+def pieces(format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Iterator[Codes]:
+    """Yield a quantised weight from the first row on, by rows in pieces of whole blocks of them."""
+    rows, columns = shape
+    step = max(1, PIECE // (columns * BLOCK_ROWS)) * BLOCK_ROWS if format.by_rows else rows
+    for first in range(0, rows, step):
+        piece = tensors
+        if format.by_rows:
+            piece = {suffix: tensor[first : first + step] for suffix, tensor in tensors.items()}
+        yield format.codes((min(step, rows - first), columns), piece)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native.check import unserved_because
-from foredraft.model.runner.native.codes import NativeCodes, code_native, coded_bytes, pack_codes
+from foredraft.model.runner.native.codes import NativeCodes, code_native, coded_bytes, pack_codes, pack_pieces
 from foredraft.model.runner.native.forward import run_layers
 from foredraft.model.runner.native.linear import NativeLinear, fits, pack_native
 from foredraft.model.runner.native.passes import NativePasses
@@ -17,6 +17,7 @@ __all__ = [
     "library",
     "pack_codes",
     "pack_native",
+    "pack_pieces",
     "run_layers",
     "unserved_because",
 ]

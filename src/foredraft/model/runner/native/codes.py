@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +35,7 @@ from foredraft.model.runner.native.linear import (
     weight_rows,
 )
 
-__all__ = ["NativeCodes", "code_native", "coded_bytes", "pack_codes"]
+__all__ = ["NativeCodes", "code_native", "coded_bytes", "pack_codes", "pack_pieces"]
 
 # numbers of the dtypes of scales in kernels.c; int8 are nested ones
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
@@ -168,27 +169,54 @@ def _step_bytes(coding: Coding) -> int:
 def pack_codes(
     codes: Codes, dtype: torch.dtype, bias: Tensor | None, arena: Arena | None = None
 ) -> NativeCodes:
-    """Return the product with a packed copy of codes.
+    """Return the product with a packed copy of codes; otherwise as `pack_pieces`."""
+    return pack_pieces(codes.shape, [codes], dtype, bias, arena)
+
+
+def pack_pieces(
+    shape: tuple[int, int],
+    pieces: Iterable[Codes],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    arena: Arena | None = None,
+) -> NativeCodes:
+    """Return the product with a packed copy of a weight; one of its pieces is in memory at a time.
 
     Args:
-        codes: With a coding, and the groups that it has.
+        shape: (M, K) of the weight.
+        pieces: Its rows, from the first on, with a coding and the groups that it has. All have the same
+            coding, dtype of scales, and order. All but the last have whole blocks of rows.
         dtype: Of x.
         bias: [M], or None.
         arena: Holds the packed weight; None allocates it by itself.
     """
-    (rows, columns), coding, scale = codes.shape, codes.coding, codes.scales.dtype
-    assert coding is not None and codes.group == coding.group and coding.holds(columns)
-    shape = (coded_bytes(rows, columns, coding, scale),)
-    packed = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.empty(shape, torch.uint8)
-    numbers = codes.codes.view(torch.int8) if coding.float8 else codes.codes.to(torch.int8)
-    parts = numbers, codes.scales, codes.offsets, codes.steps, codes.offset_steps
+    rows, columns = shape
+    product: NativeCodes | None = None
+    at = 0  # the next piece's first row
+    for piece in pieces:
+        coding, scale = piece.coding, piece.scales.dtype
+        assert coding is not None and piece.group == coding.group and coding.holds(columns)
+        if product is None:
+            size = (coded_bytes(rows, columns, coding, scale),)
+            packed = torch.empty(size, dtype=torch.uint8) if arena is None else arena.empty(size, torch.uint8)
+            product = NativeCodes(packed, shape, coding, scale, dtype, padded_bias(bias), order=piece.order)
+        assert (coding, scale) == (product.coding, product.scale) and at % BLOCK == 0
+        _pack(piece, coding, product.weight[at // BLOCK * coded_bytes(BLOCK, columns, coding, scale) :])
+        at += len(piece.codes)
+    assert product is not None and at == rows
+    return product
+
+
+def _pack(piece: Codes, coding: Coding, packed: Tensor) -> None:
+    """Write a piece to the beginning of `packed`."""
+    numbers = piece.codes.view(torch.int8) if coding.float8 else piece.codes.to(torch.int8)
+    parts = numbers, piece.scales, piece.offsets, piece.steps, piece.offset_steps
     kept = [None if part is None else part.contiguous() for part in parts]
-    weight, described = CCodes(*map(pointer, kept)), _coding_struct(coding, scale)
-    _pack()(
-        ctypes.addressof(weight), rows, columns, ctypes.addressof(described), packed.data_ptr(),
+    weight, described = CCodes(*map(pointer, kept)), _coding_struct(coding, piece.scales.dtype)
+    _pack_kernel()(
+        ctypes.addressof(weight), *piece.shape, ctypes.addressof(described), packed.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return NativeCodes(packed, (rows, columns), coding, scale, dtype, padded_bias(bias), order=codes.order)
 
 
 def code_native(product: Product, bits: int, arena: Arena) -> Product:
@@ -216,5 +244,5 @@ def _coding_struct(coding: Coding, scale: torch.dtype) -> CCoding:
 
 
 @functools.cache
-def _pack() -> Any:
+def _pack_kernel() -> Any:
     return declare(kernels().foredraft_pack_codes, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int))
