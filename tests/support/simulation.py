@@ -75,8 +75,27 @@ class Simulated:
         return self.plain / self.ms
 
 
-def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable | None = None) -> Simulated:
-    """Run all rows to their end, side by side; clock: what rounds really cost, the table unless given."""
+Slowdown = Callable[[int, str | None], float]
+
+
+def simulate(
+    policy: Policy,
+    table: CostTable,
+    rows: list[Row],
+    clock: CostTable | None = None,
+    *,
+    slowdown: Slowdown | None = None,
+) -> Simulated:
+    """Run all rows to their end, side by side.
+
+    Args:
+        policy: Decides.
+        table: What it was told that rounds cost.
+        rows: The requests.
+        clock: What rounds really cost; the table unless given.
+        slowdown: By the round's number and its drafter, how many times longer it takes. Where it is given, the
+            policy is told what each round took.
+    """
     clock = clock or table
     sequences: list[Any] = [
         SimpleNamespace(
@@ -109,6 +128,7 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
         decisions = policy.decide([*candidates, *idle])[: len(candidates)]
         result.rounds.append([(decision.drafter, decision.budget) for decision in decisions])
         drafts = [*((d.drafter, d.budget) for d in decisions), *[(None, 0)] * len(idle)]
+        before = result.ms
         result.ms += round_ms(clock, drafts)
         for (index, row, sequence), options, decision in zip(decoding, candidates, decisions, strict=True):
             accepted = _draft(row, sequence, options, decision, clock, result)
@@ -118,6 +138,11 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
             outcome = Round(decision.budget, accepted, accepted + 1, decision.drafter)
             policy.learn(sequence, outcome, None)
             result.ended[index] = result.ms
+        if slowdown is not None:
+            drafter = next((name for name, budget in drafts if budget), None)
+            taken = (result.ms - before) * slowdown(len(result.rounds) - 1, drafter)
+            result.ms = before + taken
+            policy.took(taken / 1e3)
 
 
 def _candidates(row: Row, sequence: Any) -> Candidates:

@@ -177,7 +177,7 @@ class Engine:
     def round(self) -> list[Sequence]:
         """Run one round over all rows; returns the sequences that decoded."""
         with self.observer.phase("round"), torch.inference_mode():
-            policy = self._policy()
+            started, policy = time.perf_counter(), self._policy()
             inputs = self._inputs(policy)
             with self.observer.phase("draft"):
                 tools = DraftTools(
@@ -200,7 +200,10 @@ class Engine:
                 masks=masks,
                 signal=policy.target_signal if has_drafters(inputs.sequences) else None,
             )  # fmt: skip
-            return self._commit(inputs, results, forward)
+            decoded = self._commit(inputs, results, forward)
+            if any(sequence.drafters for sequence in decoded):
+                policy.took(time.perf_counter() - started)
+            return decoded
 
     def _policy(self) -> Policy:
         """Return the policy of this round's rows."""

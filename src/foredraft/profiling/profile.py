@@ -5,8 +5,9 @@ model, the dtype and the threads, so that a second process starts without measur
 of its samples: on a shared machine samples are too long, never too short. A cost whose two least samples
 disagree is taken again, and not believed if they never agree; a profile with such a cost is not kept, and one
 line in the log says why. Measuring ends after BUDGET_SECONDS: a slow or busy machine goes on with what was
-measured so far, and assumes the rest. Measuring only saves time: where it fails, policy `auto` decides by
-assumed costs and every request decodes.
+measured so far, and assumes the rest; of a drafter whose samples scatter it takes the least. What decoding
+then takes corrects the costs (`policy.clock`). Measuring only saves time: where it fails, policy `auto`
+decides by assumed costs and every request decodes.
 """
 
 from __future__ import annotations
@@ -177,12 +178,13 @@ def measure_profile(
         )
         _take_turns(meter.turns, 1, LIMIT_STEPS, deadline)
         ms = {key: _used_ms(samples) for key, samples in meter.seconds.items()}
+        least = {key: 1e3 * min(samples) if samples else None for key, samples in meter.seconds.items()}
         steady += [steady_seconds(samples) is not None for samples in meter.seconds.values()]
         plain = 1e3 * min(meter.seconds[1])
         believed_ms = {width: ms[width] for width in widths}
         passes[batch] = {1: plain} | {n: cost for n, cost in believed_ms.items() if cost is not None}
         for name, drafter in engine.drafters.items():
-            cost = _draft_cost(ms, name, drafter, longest, plain)
+            cost = _draft_cost(ms, name, drafter, longest) or _draft_cost(least, name, drafter, longest)
             if cost is not None:
                 drafts.setdefault(name, {})[batch] = cost
         for draws in (False, True):
@@ -260,9 +262,9 @@ def _take_turns(turns: Turns, unit: object, count: int, deadline: float) -> None
 
 
 def _draft_cost(
-    ms: dict[Any, float | None], name: str, drafter: Drafter, longest: int, plain: float
+    ms: dict[Any, float | None], name: str, drafter: Drafter, longest: int
 ) -> tuple[float, float] | None:
-    """Return (first step, further step) in ms; None where the samples are not believed."""
+    """Return (first step, further step) in ms; None where a cost is missing, or steps would be free."""
     if drafter.draft_pass is None:
         return 0.0, 0.0
     needed = [ms[key] for key in ((name, 1), 2, (name, longest), longest + 1)]
@@ -273,7 +275,7 @@ def _draft_cost(
     further = max(0.0, all_steps - first) / max(1, longest - 1)
     if further > first:  # the first step also reads the pending token: a sample was disturbed
         first = further = all_steps / longest
-    return first, further
+    return (first, further) if all_steps else None
 
 
 def _assumed(by_width: dict[int, float], longest: int) -> dict[int, float]:

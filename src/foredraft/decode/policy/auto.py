@@ -1,8 +1,9 @@
 """The default policy: for the batch, the drafters and draft lengths that maximise tokens per millisecond.
 
-Costs come from a `CostTable`, which no request changes; acceptance from running estimates: a request's own,
-with the drafter's pooled estimate as its prior. So a decision is a function of the table and of what was
-accepted, and can be replayed on paper (`budgets` has the equations).
+Costs come from a `CostTable`, which no request changes, and a `Clock`, to which the engine tells what rounds
+took. Acceptance comes from running estimates: a request's own, with the drafter's pooled estimate as its
+prior. So a decision is a function of the table, of times and of what was accepted, and can be replayed on
+paper (`budgets` has the equations).
 
 Deciding takes host time, so a decision stands for some rounds. A drafter that does not pay is tried again
 after exponentially more rounds. One cap bounds what drafting may cost a request (`LossAccount`).
@@ -17,6 +18,7 @@ from typing import TypeAlias
 from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.clock import Clock, ClockedTable, Sample
 from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
@@ -123,13 +125,16 @@ class Auto(Policy):
         self.measured = greedy is not None
         self._pool: dict[tuple[Source, bool], Pooled] = {}
         self._round: list[tuple[RequestState, Round]] = []  # the last round, until it is settled
-        self._read_loss_ms = 0.0  # ms of reading in that round that count as loss
+        self._rows = 0  # that decode in it
+        self._read_loss_ms = 0.0  # ms of reading in it that count as loss
+        self._reads: list[int] = []  # tokens of texts that drafters read in it, by row
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
 
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
         """Decide by these costs of greedy and of sampled rounds; not called while a sequence has a row."""
         self.greedy, self.sampled, self.measured = greedy, sampled or greedy, True
-        self.table = greedy
+        self._clocks: dict[tuple[bool, int], Clock] = {}
+        self.table = self._costs(draws=False, batch=1)
 
     def start(self) -> RequestState:
         return RequestState(LossAccount(self._gained))
@@ -137,7 +142,12 @@ class Auto(Policy):
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self._settle()
         draws = any(row.sequence.params.temperature > 0 for row in rows)
-        self.table = self.sampled if draws else self.greedy
+        self.table = self._costs(draws, len(rows))
+        self._rows = sum(not row.idle for row in rows)
+        if self.table.clock.wants_plain:
+            for row in rows:
+                _state(row).last = None
+            return [PLAIN] * len(rows)
         plain = self.table.plain(len(rows))
         left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
@@ -152,6 +162,18 @@ class Auto(Policy):
             last.rejected = 0 if outcome.accepted else last.rejected + 1
         self._round.append((state, outcome))
 
+    def took(self, seconds: float) -> None:
+        drafted = [(each.drafter, each.drafted) for _, each in self._round]
+        drafters = {name for name, _ in drafted if name is not None}
+        if len(drafted) < self._rows or len(drafters) > 1:
+            return  # forced tokens, or two drafters: neither tells what one drafter takes
+        name, told = next(iter(drafters), None), self.table.told
+        verifying = told.verify(len(drafted), len(drafted) + sum(count for _, count in drafted))
+        ms = round_ms(told, drafted)
+        if name is not None:
+            ms += sum(told.read(name, tokens) for tokens in self._reads)
+        self.table.clock.learn(name, Sample(1e3 * seconds / ms, 1 - verifying / ms))
+
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
         reasons: dict[str, str] = {}  # a drafter with several confidences is reported by the best
@@ -161,6 +183,11 @@ class Auto(Policy):
             reasons[name] = f"{name} at {speed:.2f} x plain decoding (acceptance {chance:.0%})"
         best = ", ".join(reasons.values())
         return f"no draft is expected to pay: {best}" if best else "no drafter had a proposal"
+
+    def _costs(self, draws: bool, batch: int) -> ClockedTable:
+        """Return the costs of a batch, as far as the clock has seen batches of about that size."""
+        clock = self._clocks.setdefault((draws, batch.bit_length()), Clock())
+        return ClockedTable(self.sampled if draws else self.greedy, clock)
 
     def _within(self, row: Candidates, key: Key) -> Decision:
         """Return the row's decision, cut to what the row may draft now."""
@@ -172,6 +199,8 @@ class Auto(Policy):
         self._read_loss_ms += held.read_loss_ms
         held.read_loss_ms = 0.0
         name, budget, context = held.decision
+        if name is not None:
+            self._reads.append(row.unread.get(name, 0) if context is None else context)
         return Decision(name, min(budget, row.limits[name]), context) if name is not None else PLAIN
 
     def _decide_anew(self, rows: Seq[Candidates], keys: Seq[Key], left: float, plain: float) -> None:
@@ -235,9 +264,8 @@ class Auto(Policy):
             for name in row.limits:
                 pooled = self._estimate(row, name).pooled
                 due = name != choices[at].decision.drafter and pooled.waited >= pooled.wait
-                certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
-                if not due or tried not in (None, name) or not best_length(self.table, 1, certain)[1]:
-                    continue  # it would not pay even if it were always right
+                if not due or tried not in (None, name) or not self._may_pay(row, name):
+                    continue
                 length = best_length(self.table, 1, self._prospect(row, name))[1]
                 for budget in (max(length, 1), 1):
                     trial = self._hold(row, name, budget, trial=True)
@@ -248,6 +276,12 @@ class Auto(Policy):
             if tried and (drafts or self._estimate(row, tried).pooled.acceptance.known):
                 break
         return tried is not None
+
+    def _may_pay(self, row: Candidates, name: str) -> bool:
+        """Return whether a drafter would pay if it were always right, or was never timed where rounds are."""
+        clock = self.table.clock
+        certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
+        return best_length(self.table, 1, certain)[1] > 0 or (clock.runs and not clock.knows(name))
 
     def _loss(self, choices: Seq[HeldDecision], plain: float) -> float:
         """Return what a row loses in a round of these choices, in ms, if it gains nothing."""
@@ -303,7 +337,7 @@ class Auto(Policy):
         self._gained = min(max(self._gained + plain * sum(emitted) / batch - ms, 0.0), LOSS_STEPS * plain)
         for pooled in self._pool.values():
             pooled.waited += 1
-        self._round, self._read_loss_ms = [], 0.0
+        self._round, self._reads, self._read_loss_ms = [], [], 0.0
 
 
 def _state(row: Candidates) -> RequestState:

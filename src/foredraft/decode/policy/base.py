@@ -130,6 +130,9 @@ class Policy:
         Called for every row that decodes, in rounds in which `decide` was asked.
         """
 
+    def took(self, seconds: float) -> None:
+        """Learn what the round took, from its plan to its commit, after `learn` of its rows."""
+
     def why_plain(self, sequence: Sequence) -> str:
         """Return why a sequence that has drafters was decoded without drafts, in a few words."""
         return "the drafter had nothing to propose"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foredraft.decode.policy.cost_table import CostTable
+from foredraft.decode.policy.cost_table import Costs
 
 __all__ = ["Prospect", "best_budgets", "best_length"]
 
@@ -26,7 +26,7 @@ class Prospect(NamedTuple):
     survival: tuple[float, ...]  # s(1), s(2), ... as far as the row may draft; never rising
 
 
-def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, int]:
+def best_length(table: Costs, batch: int, prospect: Prospect) -> tuple[float, int]:
     """Return (tokens per ms, draft length) at the best length of a batch in which every row drafts alike."""
     tokens, best, length = 1.0, batch / table.plain(batch), 0
     for k, survival in enumerate(prospect.survival, start=1):
@@ -37,7 +37,7 @@ def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float
     return best, length
 
 
-def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
+def best_budgets(table: Costs, rows: Seq[Prospect | None]) -> list[int]:
     """Return the draft length of every row, so that together they give the most tokens per ms.
 
     For given depths of the drafters, rows compete for columns alone, and the likeliest tokens win. (They are
@@ -63,9 +63,7 @@ def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
     depth, owner = (np.array([token[field] for token in tokens]) for field in (1, 2))
     places = {drafter: place for place, drafter in enumerate(deepest)}
     drafter = np.array([places[token[3]] for token in tokens])
-    ranges = [
-        range(most + 1) if table.draft(name, batch, 1) > 0 else (most,) for name, most in deepest.items()
-    ]
+    ranges = [range(most + 1) if table.draft(name, batch, 1) else (most,) for name, most in deepest.items()]
     depths = np.array(list(product(*ranges)))  # [C, drafters]
     drafting = [
         sum(table.draft(name, batch, steps) for name, steps in zip(deepest, each, strict=True))

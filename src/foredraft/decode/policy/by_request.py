@@ -62,6 +62,10 @@ class ByRequest(Policy):
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         self.of(sequence).learn(sequence, outcome, confidence)
 
+    def took(self, seconds: float) -> None:
+        if len(self._policies) == 1:  # of a mixed batch no policy knows the whole round
+            self._policies[0].took(seconds)
+
     def _answers(
         self, sequences: Seq[Sequence], logits: Tensor, ask: Callable[[Policy], Tensor | None]
     ) -> Tensor | None:

@@ -6,14 +6,34 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CostTable", "round_ms"]
+__all__ = ["CostTable", "Costs", "round_ms"]
 
 Floats = NDArray[np.float64]
+
+
+class Costs(Protocol):
+    """What rounds cost, in ms: `CostTable`, or one that a clock corrects."""
+
+    def verify(self, batch: int, columns: int) -> float:
+        """Return the cost of a round over `columns` columns of `batch` rows in all, without drafting."""
+        ...
+
+    def plain(self, batch: int) -> float:
+        """Return the cost of a plain step of `batch` rows."""
+        ...
+
+    def draft(self, drafter: str, batch: int, steps: int) -> float:
+        """Return the cost of `steps` draft steps for any of the batch's rows."""
+        ...
+
+    def read(self, drafter: str, tokens: int) -> float:
+        """Return the cost of reading `tokens` tokens before the first draft step, which itself reads one."""
+        ...
 
 
 class CostTable:
@@ -65,8 +85,8 @@ class CostTable:
         """Return the cost of a plain step of `batch` rows."""
         return self.verify(batch, batch)
 
-    def draft(self, drafter: str, batch: int, steps: float) -> float:
-        """Return the cost of `steps` draft steps, a mean or a count, for any of the batch's rows."""
+    def draft(self, drafter: str, batch: int, steps: int) -> float:
+        """Return the cost of `steps` draft steps for any of the batch's rows."""
         if steps == 0:
             return 0.0
         if (drafter, batch) not in self._steps:
@@ -105,7 +125,7 @@ class CostTable:
         return cls(passes, drafts, {str(name): _finite(ms) for name, ms in values["reads"].items()})
 
 
-def round_ms(table: CostTable, rows: Sequence[tuple[str | None, int]]) -> float:
+def round_ms(table: Costs, rows: Sequence[tuple[str | None, int]]) -> float:
     """Return the cost of a round in which each row drafts (drafter, tokens), reading left out."""
     batch, steps = len(rows), dict[str, int]()
     for drafter, drafted in rows:

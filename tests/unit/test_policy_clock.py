@@ -1,0 +1,214 @@
+"""The cost policy by the clock, which is simulated: tables that are wrong, stalls, and loads that come and go."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from foredraft.decode.policy import Auto
+from foredraft.decode.policy import clock as clock_module
+from foredraft.decode.policy.clock import FADE, Clock, ClockedTable, Pace, Sample, Window
+from tests.support.planting import Mutant, assert_caught, defect
+from tests.support.simulation import Row, Simulated, Slowdown, flat, right_with, simulate
+
+LONGEST, TOKENS = 10, 300
+COLUMN = 0.02  # of `flat`: what a further column costs
+
+
+def work(found: Simulated, step: float) -> float:
+    """Return what the rounds cost on an idle machine, for each token; a plain step costs 1."""
+    budgets = [budget for ((_, budget),) in found.rounds]
+    return sum(1 + COLUMN * budget + step * budget for budget in budgets) / TOKENS
+
+
+def requests(told: float, step: float, chance: float, slowdown: Slowdown, count: int = 4) -> list[float]:
+    """Return the work of requests in turn, of a draft model whose step costs `step` where the table says `told`."""
+    policy = Auto(LONGEST, flat(told))
+    rows = ([Row({"small": right_with(chance, seed)}, TOKENS)] for seed in range(count))
+    return [work(simulate(policy, flat(told), row, flat(step), slowdown=slowdown), step) for row in rows]
+
+
+def best(step: float, chance: float, count: int = 4) -> list[float]:
+    """Return the work under a right table, or of plain decoding if that is less."""
+    policy = Auto(LONGEST, flat(step))
+    rows = ([Row({"small": right_with(chance, seed)}, TOKENS)] for seed in range(count))
+    return [min(1.0, work(simulate(policy, flat(step), row), step)) for row in rows]
+
+
+def idle(number: int, drafter: str | None) -> float:
+    return 1.0
+
+
+def noisy(load: Slowdown = idle, *, noise: float = 0.05, stalls: float = 0.0) -> Slowdown:
+    """Return a load with noise; stalls: the chance that a round takes 200 times as long."""
+    draw = random.Random(1)
+    return lambda number, drafter: (
+        load(number, drafter) * math.exp(draw.gauss(0, noise)) * (200 if draw.random() < stalls else 1)
+    )
+
+
+def check(told: float, step: float, chance: float, slowdown: Slowdown, first: float, later: float) -> None:
+    """Hold the first request against plain decoding, and the mean of the later ones against the best."""
+    found, wanted = requests(told, step, chance, slowdown), best(step, chance)
+    assert found[0] <= first, found
+    assert sum(found[1:]) <= later * sum(wanted[1:]), (found, wanted)
+
+
+TABLES = [(0.1, 0.3), (0.2, 0.6), (0.5, 1.5), (0.25, 3.0), (0.3, 0.1), (0.6, 0.2), (0.9, 0.3), (0.2, 0.2)]
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.8])
+@pytest.mark.parametrize(("told", "step"), TABLES)
+def test_a_wrong_table_is_corrected(told: float, step: float, chance: float) -> None:
+    check(told, step, chance, idle, 1.15, 1.05)
+
+
+def test_a_drafter_that_the_table_says_can_never_pay_is_timed() -> None:
+    found, wanted = requests(1.5, 0.5, 0.8, idle), best(0.5, 0.8)
+    assert found[-1] <= 1.05 * wanted[-1] < 0.95
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.8])
+@pytest.mark.parametrize(("told", "step"), [(0.2, 0.2), (0.1, 1.0), (0.6, 0.2)])
+def test_stalls_change_nothing(told: float, step: float, chance: float) -> None:
+    """Every fiftieth round takes 200 times as long."""
+    check(told, step, chance, noisy(stalls=0.02), 1.15, 1.05)
+
+
+LOADS: dict[str, Slowdown] = {
+    "comes": lambda number, drafter: 3.0 if number > 50 else 1.0,
+    "goes": lambda number, drafter: 4.0 if number < 30 else 1.0,
+    "comes and goes": lambda number, drafter: 3.0 if number // 40 % 2 else 1.0,
+}
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.8])
+@pytest.mark.parametrize(("told", "step"), [(0.2, 0.2), (0.1, 1.0), (0.6, 0.2)])
+@pytest.mark.parametrize("load", LOADS)
+def test_a_load_that_slows_all_rounds_alike_changes_little(
+    load: str, told: float, step: float, chance: float
+) -> None:
+    check(told, step, chance, noisy(LOADS[load]), 1.15, 1.07)
+
+
+def test_a_load_that_slows_drafting_alone_ends_drafting() -> None:
+    def beside(number: int, drafter: str | None) -> float:
+        return 6.0 if drafter and number > 40 else 1.0
+
+    policy = Auto(LONGEST, flat())
+    row = Row({"small": right_with(0.8)}, 600)
+    rounds = simulate(policy, flat(), [row], flat(), slowdown=beside).rounds
+    drafts = [bool(budget) for ((_, budget),) in rounds]
+    assert sum(drafts[:40]) >= 30 and sum(drafts[50:]) <= 5
+
+
+def test_what_was_found_heals() -> None:
+    """Drafting was slow in the first request alone; some requests later it pays again."""
+    policy, found = Auto(LONGEST, flat()), []
+    for number in range(6):
+        slow = 8.0 if number == 0 else 1.0
+        row = Row({"small": right_with(0.8, number)}, TOKENS)
+        simulated = simulate(
+            policy, flat(), [row], flat(), slowdown=lambda _, drafter, slow=slow: slow if drafter else 1.0
+        )
+        found.append(work(simulated, 0.2))
+    assert found[1] > 0.9 and found[-1] < 0.65, found
+
+
+def test_what_is_confirmed_fades_ever_more_slowly() -> None:
+    clock, slow, plain = Clock(), Sample(9.0, 0.5), Sample(1.0)
+    for sample, drafter in [(slow, "small")] * 2 + [(plain, None)] * 2:
+        clock.learn(drafter, sample)
+    assert clock.found("small") == (9.0, 0.5)
+    for span in (FADE, 2 * FADE, 4 * FADE):
+        for _ in range(span - 5):
+            clock.learn(None, plain)
+        assert clock.found("small").ratio == 9.0
+        for _ in range(10):
+            clock.learn(None, plain)
+        assert clock.found("small").ratio == 3.0
+        clock.learn("small", slow)
+        assert clock.found("small").ratio == 3.0, "it was seen once"
+        clock.learn("small", slow)
+        assert clock.found("small").ratio == pytest.approx(9.0)
+
+
+def test_what_a_round_takes_beyond_the_table_is_its_drafting() -> None:
+    """A draft of 2 tokens costs 0.4, and its pass 1.04: of a round that takes 3.04, drafting takes 2."""
+    clock, told = Clock(), flat(0.2)
+    costs, whole = ClockedTable(told, clock), 0.4 + 1.04
+    for drafter, ratio in (("small", 3.04 / whole), ("small", 3.04 / whole), (None, 1.0), (None, 1.0)):
+        clock.learn(drafter, Sample(ratio, 0.4 / whole if drafter else 0.0))
+    assert costs.draft("small", 1, 2) == pytest.approx(2.0) and costs.draft("small", 1, 4) == pytest.approx(
+        4.0
+    )
+    assert costs.read("small", 9) == pytest.approx(5 * told.read("small", 9))
+    assert costs.draft("lookup", 1, 2) == 0.0 == costs.draft("small", 1, 0)
+    for drafter, ratio in (("lookup", 1.5), ("lookup", 1.5), (None, 1.0), (None, 1.0)):
+        clock.learn(drafter, Sample(ratio))
+    assert costs.draft("lookup", 1, 2) == pytest.approx(0.5 * 1.04), "a guesser's rounds cost that much more"
+
+
+def test_rounds_that_tell_nothing_of_one_drafter_are_not_counted() -> None:
+    policy = Auto(LONGEST, flat(drafters=("small", "other")))
+    rows = [Row({"small": right_with(1.0)}, 30), Row({"other": right_with(1.0)}, 30)]
+    simulate(policy, policy.greedy, rows, slowdown=idle)
+    assert not policy.table.clock.knows("small") and not policy.table.clock.knows("other")
+
+
+def test_batches_have_clocks_of_their_own() -> None:
+    policy = Auto(LONGEST, flat(0.2))
+    simulate(policy, flat(0.2), [Row({"small": right_with(0.8)}, TOKENS)], flat(3.0), slowdown=idle)
+    ratios = [policy._costs(False, batch).clock.found("small").ratio for batch in (1, 8)]
+    assert ratios[0] > 2 and ratios[1] == 1.0
+
+
+def dear_drafts() -> None:
+    check(0.25, 3.0, 0.8, idle, 1.15, 1.05)
+
+
+def with_stalls() -> None:
+    test_stalls_change_nothing(0.2, 0.2, 0.8)
+
+
+def with_load() -> None:
+    for load in LOADS:
+        test_a_load_that_slows_all_rounds_alike_changes_little(load, 0.2, 0.2, 0.8)
+
+
+def highest(samples: Any) -> Sample | None:
+    known = sorted(samples)
+    return known[-1] if len(known) >= 2 else None
+
+
+def upside_down(learn: Callable[..., None]) -> Callable[..., None]:
+    return lambda clock, drafter, sample: learn(clock, drafter, sample._replace(ratio=1 / sample.ratio))
+
+
+def pass_only(draft: Callable[..., float]) -> Callable[..., float]:
+    """Take all that a round takes beyond the table for its pass."""
+    return lambda table, drafter, batch, steps: (
+        table.told.draft(drafter, batch, steps) * table.clock.found(drafter).ratio
+    )
+
+
+MUTANTS: list[Mutant] = [
+    defect("no clock", Clock.learn, lambda learn: lambda *given: None, dear_drafts),
+    defect("ratios upside down", Clock.learn, upside_down, dear_drafts),
+    defect("no checks", Clock.wants_plain, lambda wants: lambda clock: False, dear_drafts),
+    defect("the slowest round", clock_module.level, lambda level: highest, with_stalls),
+    defect("changes of load are not seen", Window.add, lambda add: lambda own, sample: add(own, sample) and False, with_load),
+    defect("nothing fades", Pace.faded, lambda faded: lambda pace, now: pace.found, test_what_was_found_heals),
+    defect("a confirmed finding fades as fast", Pace.renew, lambda renew: lambda pace, now, base, sample: renew(pace, now, base, Sample(0.0)), test_what_is_confirmed_fades_ever_more_slowly),
+    defect("drafting in proportion to the round", ClockedTable.draft, pass_only, test_what_a_round_takes_beyond_the_table_is_its_drafting),
+    defect("one clock for all batches", Auto._costs, lambda costs: lambda policy, draws, batch: costs(policy, draws, 1), test_batches_have_clocks_of_their_own),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.name))
+def test_defects_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutant, monkeypatch)
