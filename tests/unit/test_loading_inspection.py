@@ -192,6 +192,26 @@ def test_a_kept_adapter_is_found(models: Path) -> None:
         foredraft.load(models / "big", device="cpu", drafter="kangaroo", max_length=64, max_batch=1)
 
 
+@pytest.mark.parametrize(("predicted", "serves"), [(0.86, False), (1.2, True)])
+def test_a_kept_adapter_that_is_predicted_to_lose_serves_only_requests_for_it(
+    models: Path, predicted: float, serves: bool
+) -> None:
+    place = adapter_place(target_hash(models / "big"))
+    assert place is not None
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    save_adapter(models / "big", place)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"predicted": predicted}))
+    found = inspect_models(models / "big", device="cpu", spelling=lambda option: f"--drafter {option.value}")
+    [note] = [drafter.note for drafter in found.drafters if drafter.name == "kangaroo"]
+    assert note is not None and f", predicted {predicted:.2f} x" in note
+    assert note.endswith("so only --drafter kangaroo uses it") is not serves
+    options: dict[str, Any] = {"device": "cpu", "max_length": 64, "max_batch": 1}
+    for more, expected in (({}, serves), ({"drafter": "kangaroo"}, True), ({"adapter": place}, True)):
+        with foredraft.load(models / "big", **options, **more) as llm:
+            assert ("kangaroo" in llm._engine.drafters) is expected, more
+
+
 def test_a_drafter_that_is_not_at_hand_says_what_it_lacks(models: Path) -> None:
     found = inspect_models(models / "big", device="cpu", spelling=lambda option: f"--{option.name}")
     notes = {drafter.name: drafter.note for drafter in found.drafters}

@@ -43,6 +43,11 @@ class ChosenAdapter:
     bytes: int
     row_bytes: Callable[[int], int]
 
+    @property
+    def pays(self) -> bool:
+        """Whether its validation predicted that it is faster than plain decoding."""
+        return self.config.predicted > 1
+
     def load(self, target: Runner) -> Adapter:
         """Load its weights."""
         return load_adapter(self.folder, self.config, target)

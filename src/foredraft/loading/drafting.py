@@ -75,10 +75,12 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     kind = DRAFTERS[drafter]
     plan = choose_plan(options.plan, checkpoints.target, device, needed=kind.needs_plan)
     adapter = choose_adapter(options.adapter, checkpoints.target, needed=kind.needs_adapter)
+    if adapter is not None and not (options.adapter or kind.needs_adapter or adapter.pays):
+        adapter = None  # a kept one that is predicted to lose serves only requests for it
     copy = choose_copy(options, drafter, plan, checkpoints.target, device)
     if plan is not None and plan.draft_weights is not None:
         plan = None  # it is the copy's
-    if kind.chooses and not (draft_given or plan or adapter or copy):
+    if kind.chooses and copy is None:
         copy = offer_copy(options, checkpoints, device)
     given = models_given(checkpoints, plan, adapter, copy)
     check_fits_models(drafter, options.policy, options.draft_sampling, given)

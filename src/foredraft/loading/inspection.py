@@ -19,7 +19,7 @@ from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds.compatibility import available_drafters, missing_part
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
-from foredraft.loading.adapters import choose_adapter
+from foredraft.loading.adapters import ChosenAdapter, choose_adapter
 from foredraft.loading.capacity import (
     CacheLimits,
     cache_size,
@@ -268,11 +268,16 @@ def _note(
     if DRAFTERS[name].needs_plan and drafting.plan is not None:
         return f"the kept plan {drafting.plan.skips}"
     if DRAFTERS[name].needs_adapter and drafting.adapter is not None:
-        return f"the kept adapter: {drafting.adapter.config}"
+        return _of_adapter(drafting.adapter, spelling)
     if (DRAFTERS[name].needs_plan or DRAFTERS[name].needs_adapter) and not checked:
         part = "plan" if DRAFTERS[name].needs_plan else "adapter"
         return f"{name} has a kept {part} or none: the weights that tell are not downloaded"
     return None if name in drafting.available else missing_part(name).describe(spelling)
+
+
+def _of_adapter(adapter: ChosenAdapter, spelling: Callable[[Option], str]) -> str:
+    note = f"the kept adapter: {adapter.config}, predicted {adapter.config.predicted:.2f} x"
+    return note if adapter.pays else f"{note}, so only {spelling(Option('drafter', 'kangaroo'))} uses it"
 
 
 def _context(

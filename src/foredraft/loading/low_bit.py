@@ -1,7 +1,7 @@
 """Low bit: the copy of the target's weights in few bits that drafter low-bit runs.
 
 Contract: a copy is made where the user asks for one. Without being asked, it is made for drafter "auto" where
-nothing else knows the model's text, and memory is ample.
+memory is ample; whatever else is at hand, the policy weighs it against the copy.
 """
 
 from __future__ import annotations
@@ -93,13 +93,14 @@ def choose_copy(
 
 
 def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenCopy | None:
-    """Return a copy for a target that has no other drafter but guessers; None where it may not pay or fit."""
+    """Return a copy for a target that chooses among drafters; None where it may not pay or fit."""
     target, bits = checkpoints.target, BITS[DEFAULT_COPY]
     if target.coded_bits is not None:
         return None
     weights = weight_bytes(target.spec, device, target.dtype)
+    whole = sum(weight_bytes(each.spec, device, each.dtype) for each in checkpoints.all)
     size = coded_copy_bytes(target.spec, bits)
-    if weights < LEAST or SHARE * size > free_memory(device) - weights:
+    if weights < LEAST or SHARE * size > free_memory(device) - whole:
         return None
     if _no_kernels_because(options, target, device) is not None:  # last: the kernels' check takes memory
         return None
