@@ -152,6 +152,27 @@ def test_a_row_has_the_same_bits_in_every_product(coded: Coded, dtype: torch.dty
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("coded", [CODINGS[0], CODINGS[1], CODINGS[5], CODINGS[-1]], ids=str)
+def test_a_row_of_tiny_inputs_has_the_same_bits_in_every_product(coded: Coded) -> None:
+    """Products and sums of them are denormal numbers, which the matrix unit takes for 0."""
+    coding, _ = coded
+    columns = 512 if coding.nested else 320
+    codes = replace(
+        codes_of(100, columns, coded), offsets=None, offset_steps=None, coding=replace(coding, offsets=False)
+    )
+    large = replace(
+        codes,
+        scales=torch.full_like(codes.scales, 64),
+        steps=None if codes.steps is None else torch.full_like(codes.steps, 64),
+    )
+    product = pack_codes(large, torch.bfloat16, None)
+    x = torch.randn(20, columns).mul(2.0**-126).bfloat16()
+    x[:, ::3] = 0
+    whole = product(x)
+    for count in (1, 2, 3):
+        assert torch.equal(product(x[:count]), whole[:count]), count
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_than_there_is_room_for_sums_of(dtype: torch.dtype) -> None:
     coded = Coding(6, group=16, nested=True, offsets=True), torch.int8

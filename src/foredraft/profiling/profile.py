@@ -34,7 +34,7 @@ __all__ = ["Profile", "load_profile", "measure_profile", "steady_seconds", "use_
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4  # of kept profiles; raised when what is measured changes, or the speed of the kernels
+FORMAT = 5  # of kept profiles; raised when what is measured changes, or the speed of the kernels
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 CONTEXT = 256  # tokens of each timed sequence
 ASSUMED_PASS = 2.0  # plain steps: most that the pass over the longest draft costs where samples scatter
