@@ -13,7 +13,7 @@ from foredraft.errors import NO_VALUE, ConfigError, ForedraftError, Option
 __all__ = ["as_flag", "one_line", "print_error"]
 
 # Parameters of the Python API that the command line calls otherwise.
-FLAG_NAMES = {"policy_options": "policy-option"}
+FLAG_NAMES = {"policy_options": "policy-option", "choices": "choice"}
 
 
 def as_flag(option: Option) -> str:
