@@ -263,7 +263,7 @@ def test_the_cache_has_room_for_a_conversation(
         ),
         (
             ["--chat", "x", "--model", "MUTE"],
-            "--chat needs a tokenizer, but the model's folder has no tokenizer.json; add the file, or",
+            "this model's folder has no tokenizer.json; give the folder of the model's tokenizer as --tokenizer",
         ),
         (["--chat", "refuse", "--model", "CHATTY"], "the chat template refuses the messages: No such words."),
         (["x", "--revision", "v1"], "--revision is 'v1', but no hub id is given that has it; leave it out"),

@@ -49,6 +49,10 @@ def test_a_wrong_file_is_refused_before_the_model_is_loaded(
         (["--ban="], "--ban is ['']; give a string or several, none of them empty"),
         (["--ban-mode", "mask"], "--ban-mode has nothing to ban; give --ban"),
         (["--regex", "a", "--json-object"], "--json-object"),
+        (["--choice="], "--choice is ['']; give a string or several, none of them empty"),
+        (["--regex", "a", "--choice", "a"], "--regex cannot hold together with --choice; give one of them"),
+        (["--json-schema", "{"], "--json-schema is not JSON (Expecting property name"),
+        (["--json-schema", ' {"type": "array", "uniqueItems": true}'], 'Unimplemented keys: ["uniqueItems"]'),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -71,3 +75,7 @@ def test_the_text_keeps_to_the_options(tmp_path: Path) -> None:
     schema.write_text('{"enum": ["caf\u00e9", 12]}', encoding="utf-8")
     found = foredraft(*greedy, "--json-schema", str(schema), "x = ")
     assert json.loads(json.loads(found.stdout)["outputs"][0]["text"]) in ("caf\u00e9", 12)
+    found = foredraft(*greedy, "--json-schema", '{"enum": ["//", 12]}', "x = ")
+    assert json.loads(json.loads(found.stdout)["outputs"][0]["text"]) in ("//", 12)
+    found = foredraft(*greedy, "--choice", "caf\u00e9 (a|b)", "--choice", "-1.5", "x = ")
+    assert json.loads(found.stdout)["outputs"][0]["text"] in ("caf\u00e9 (a|b)", "-1.5")

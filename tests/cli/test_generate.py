@@ -516,7 +516,7 @@ def test_options_and_defaults_match_the_library() -> None:
     assert request_options(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
     own = set(asdict(package.SamplingParams())) - {"acceptance", "rollback", "drafter"}
     own -= {"policy", "max_draft"}  # those of loading serve all requests of a command
-    constraints = set(asdict(ConstraintOptions())) - {"ban_file"}
+    constraints = set(asdict(ConstraintOptions())) - {"ban_file", "choice"} | {"choices"}
     assert set(asdict(SamplingOptions())) | constraints == own | {"n"}, "all options of a request are there"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_an_adapter_is_kept_and_found_by_name(
 ) -> None:
     assert main(command(models, "adapter", data)) == 0
     printed = capsys.readouterr().out
-    assert "done after 6 steps" in printed and "--drafter kangaroo" in printed
+    assert "done after 6 steps" in printed and "use it with --drafter kangaroo;" in printed
     generate = [
         "generate",
         "def accept",
@@ -69,6 +70,18 @@ def test_an_adapter_is_kept_and_found_by_name(
     assert json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"] == found["outputs"][0]["token_ids"]
     assert main(["info", str(models / "big")]) == 0
     assert "the kept adapter: attention+mlp after layer 1" in capsys.readouterr().out
+
+
+def test_what_is_written_elsewhere_is_used_by_its_folder(
+    models: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "an adapter"
+    assert main(command(models, "adapter", data, "--out", str(folder))) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("use it with ")]
+    assert line == f"use it with --adapter '{folder}'; `foredraft bench` measures it"
+    option = shlex.split(line.removeprefix("use it with ").partition(";")[0])
+    big = "--model", str(models / "big"), "--device", "cpu", "--max-new-tokens", "4"
+    assert main(["generate", "def accept", *big, *option, "--drafter", "kangaroo"]) == 0
 
 
 def test_a_draft_model_is_a_checkpoint(

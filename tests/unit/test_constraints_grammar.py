@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
@@ -26,6 +26,7 @@ PERSON: dict[str, Any] = {
 GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"regex": r"[a-z]{3,8} = \d{1,3}\n"},
     "json_schema": {"json_schema": PERSON},
+    "choices": {"choices": ["n + 1", "n + 1.5 (a|b)*", "yes\n"]},
     "grammar": {"grammar": 'start: "def " NAME "(" NAME ")"\nNAME: /[a-z]{1,6}/'},
     "regex and ban": {"regex": r"[a-z]{3,8} = \d{1,3}\n", "ban": ["a", "1"]},
     "json_schema and rollback": {"json_schema": PERSON, "ban": ["a\"", "12"], "ban_mode": "rollback"},
@@ -42,6 +43,8 @@ def fits(text: str, options: dict[str, Any]) -> bool:
         return False
     if "regex" in options:
         return re.fullmatch(options["regex"], text) is not None
+    if "choices" in options:
+        return text in options["choices"]
     if "grammar" in options:
         return re.fullmatch(r"def [a-z]{1,6}\([a-z]{1,6}\)", text) is not None
     found = json.loads(text)
@@ -65,6 +68,64 @@ def test_the_text_fits_and_is_that_of_plain_decoding(
     for output in plain:
         assert output.finish_reason in ("eos", "length", "constraint")
         assert output.finish_reason != "eos" or fits(output.text or "", options), output.text
+
+
+def test_choices_are_texts_and_no_expressions(llm: LLM) -> None:
+    """Characters that have a meaning in a regular expression stand for themselves."""
+    choices = [
+        "".join(map(chr, range(32, 127))),
+        "\t\n",
+        "a",
+        "ab",
+        "a.c",
+        "\u00e9\u4f60\U0001f642",
+        " ",
+        "|",
+    ]
+    option, pattern = SamplingParams(choices=choices).text_grammar or ("", "")
+    assert option == "choices"
+    for text in (*choices, "abc", "", "aa", "b"):
+        assert (re.fullmatch(pattern, text) is not None) == (text in choices), text
+    for choice in choices:
+        [output] = llm.generate("x =", temperature=0, choices=[choice], max_new_tokens=200)
+        assert (output.text, output.finish_reason) == (choice, "eos")
+
+
+def test_a_class_with_a_schema_is_taken_for_its_schema(llm: LLM) -> None:
+    """Models of pydantic are such classes."""
+    pydantic = pytest.importorskip("pydantic")
+
+    class Inner(pydantic.BaseModel):  # type: ignore[name-defined, misc]
+        tag: Literal["a", "b"]
+        model_config = pydantic.ConfigDict(extra="forbid")
+
+    class Outer(pydantic.BaseModel):  # type: ignore[name-defined, misc]
+        name: str = pydantic.Field(max_length=4)
+        inner: Inner | None
+        model_config = pydantic.ConfigDict(extra="forbid")
+
+    class Other:
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return {"const": "other"}
+
+    params = SamplingParams(json_schema=Outer, seed=1, max_new_tokens=200)
+    assert json.loads(str(params.json_schema)) == Outer.model_json_schema()
+    assert hash(params) == hash(params.replace()) and params.replace().json_schema == params.json_schema
+    [output] = llm.generate("x =", params)
+    assert Outer.model_validate_json(output.text or "").name is not None
+    [output] = llm.generate("x =", temperature=0, json_schema=Other)
+    assert output.text == '"other"'
+
+
+def test_a_class_whose_schema_fails_is_refused() -> None:
+    class Broken:
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            raise TypeError("a function has no schema")
+
+    with pytest.raises(RequestError, match=r"^json_schema has no schema \(a function has no schema\); give"):
+        SamplingParams(json_schema=Broken)
 
 
 MANY: dict[str, dict[str, Any]] = {

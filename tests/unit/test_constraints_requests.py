@@ -20,6 +20,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"regex": r"[a-z_]{1,12}( [a-z_]{1,12}){3,9}\."},
     {"json_schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 9}, "ban": ["7", "10"]},
     {"json_object": True, "stop": ["}"]},
+    {"choices": ["return n", "return fibonacci(n - 1) + fibonacci(n - 2)"]},
     {"grammar": 'start: ("ab" | "ba" | "\u00e9")+', "frequency_penalty": 0.4},
 ]
 
@@ -32,7 +33,7 @@ def llm() -> LLM:
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 5}], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup"])
 def test_a_text_is_the_same_alone_and_in_a_batch(llm: LLM, drafter: str, sampling: dict[str, Any]) -> None:
-    """Eight requests, six rows: rows are left and taken while others roll back or jump forward."""
+    """Nine requests, six rows: rows are left and taken while others roll back or jump forward."""
     params = [
         SamplingParams(max_new_tokens=20 + 5 * place, drafter=drafter, **options, **sampling)
         for place, options in enumerate(REQUESTS)

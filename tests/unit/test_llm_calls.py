@@ -114,6 +114,7 @@ def test_a_wrong_call_gets_one_clear_line(llm: foredraft.LLM, call: Any, message
     [
         (lambda: foredraft.load(drafer="lookup"), "'drafer' of load; .* Did you mean 'drafter'"),
         (lambda: foredraft.load(path="big"), "'path' of load; its name is model"),
+        (lambda: foredraft.load(torch_dtype="auto"), "'torch_dtype' of load; its name is dtype"),
         (lambda: foredraft.load("big", "small"), "load takes only model by position; give the other options by name"),
         (lambda: foredraft.load(drafter="draftmodel"), "drafter is 'draftmodel'; .* Did you mean 'draft-model'"),
         (lambda: foredraft.load(policy="fixd"), "policy is 'fixd'; .* Did you mean 'fixed'"),

@@ -17,7 +17,8 @@ import foredraft
 from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
 from foredraft.drafters.lookup import Lookup
 from foredraft.kinds import DRAFTERS, POLICIES
-from foredraft.loading import load_for
+from foredraft.loading import load_for, options_for
+from foredraft.loading.checkpoints import find_checkpoints
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from tests.support import alphabets, checkpoints
@@ -116,6 +117,28 @@ def test_counts_must_be_whole_numbers(models: Path, option: str, value: object) 
 def test_policy_options_must_be_a_table(models: Path, wrong: object) -> None:
     with pytest.raises(ConfigError, match="policy_options is .*; give a table, such as {'threshold': 0.6}"):
         load(models, draft=models / "small", policy="confidence", policy_options=wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16), ("torch.bfloat16", torch.bfloat16), ("bf16", torch.bfloat16),
+        (torch.float32, torch.float32), ("fp32", torch.float32), ("float", torch.float32),
+        ("BF16", torch.bfloat16), (torch.half, torch.float16), ("fp16", torch.float16),
+        ("half", torch.float16), (None, torch.float32),
+    ],
+)  # fmt: skip
+def test_a_dtype_may_be_pytorchs_own_or_a_short_name(models: Path, given: Any, dtype: torch.dtype) -> None:
+    for model in find_checkpoints(options_for(models / "big", draft=models / "small", dtype=given)).all:
+        assert model.dtype == dtype
+    if dtype == torch.bfloat16:
+        assert load(models, dtype=given)._engine.cache.dtype == dtype
+
+
+@pytest.mark.parametrize("wrong", [torch.int8, torch.float64, "fp8", "float8", 16, "", []])
+def test_other_dtypes_are_refused(models: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="^dtype is .*; give one of bfloat16, float16, float32"):
+        load(models, dtype=wrong)
 
 
 def test_a_list_is_refused_as_a_name(models: Path) -> None:

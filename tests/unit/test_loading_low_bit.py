@@ -1,11 +1,14 @@
 """A target gets a copy in few bits for drafter "auto", if it is large and memory is ample.
 
-Seen to fail on: each condition left out, no copy beside a draft model or a plan, and a copy that was not told of.
+Seen to fail on: each condition left out, no copy beside a draft model or a plan, and a copy that was not told
+of, told of twice or told of by `info` alone.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ import pytest
 import foredraft
 from foredraft import SamplingParams
 from foredraft.kernels.compilation import library
+from foredraft.kinds.offered_copy import OFFER
 from foredraft.loading import low_bit
+from foredraft.loading.inspection import inspect_models
 from tests.support.checkpoints import save_checkpoint
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
@@ -38,7 +43,7 @@ def test_auto_drafts_with_a_copy_of_a_large_target(
 ) -> None:
     target, _ = folders
     assert "low-bit" not in drafters(target), "it is small"
-    assert not caplog.records
+    assert not any("low-bit" in record.getMessage() for record in caplog.records)
     monkeypatch.setattr(low_bit, "LEAST", 1)
     with caplog.at_level(logging.WARNING), foredraft.load(target, device="cpu", max_length=128) as llm:
         assert "low-bit" in llm._engine.drafters
@@ -46,8 +51,61 @@ def test_auto_drafts_with_a_copy_of_a_large_target(
         [text] = llm.generate("a b", params, drafter="low-bit", policy="fixed")
         [plain] = llm.generate("a b", params, drafter="none")
     assert text.stats.drafted and text.token_ids == plain.token_ids
-    [record] = caplog.records
-    assert "drafter low-bit is at hand, too: a copy of the model in 4 bits, 0.00" in record.getMessage()
+    [record] = [record for record in caplog.records if "low-bit" in record.getMessage()]
+    assert record.getMessage().startswith("drafter low-bit is at hand, too, with a copy of 0.00")
+    assert record.getMessage().endswith(f": {OFFER}")
+
+
+def test_a_model_is_told_of_once(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target, _ = folders
+    monkeypatch.setattr(low_bit, "LEAST", 1)
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    other = shutil.copytree(target, tmp_path / "other")
+
+    def told(model: Path, **options: Any) -> int:
+        caplog.clear()
+        assert "low-bit" in drafters(model, **options)
+        return sum(OFFER in record.getMessage() for record in caplog.records)
+
+    assert [told(model) for model in (target, target, other, target, other)] == [1, 0, 1, 0, 0]
+    assert told(tmp_path / "cache" / ".." / "other") == 0, "another spelling of its path"
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")  # off: nothing remembers it
+    assert [told(target), told(target)] == [1, 1]
+    assert told(target, draft_weights="int4") == 0, "the user asked for it"
+
+
+def test_info_says_what_load_makes(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = folders
+
+    def row(**options: Any) -> tuple[bool, str | None]:
+        found = inspect_models(target, device="cpu", **options)
+        [drafter] = [each for each in found.drafters if each.name == "low-bit"]
+        assert drafter.at_hand == ("low-bit" in drafters(target, **options))
+        return drafter.at_hand, drafter.note
+
+    without = f"low-bit has no copy of this model: {OFFER}; give draft_weights='int4'"
+    assert row() == (False, without), "it is small"
+    monkeypatch.setattr(low_bit, "LEAST", 1)
+    caplog.clear()
+    inspect_models(target, device="cpu")
+    assert not caplog.records, "the note says it"
+    at_hand, note = row()
+    assert at_hand and note is not None and re.fullmatch(rf"a copy of 0\.00\d+ GiB: {re.escape(OFFER)}", note)
+    assert row(draft=draft)[0], "beside a draft model, too"
+    context = inspect_models(target, device="cpu").context
+    monkeypatch.setattr(low_bit, "unserved_because", lambda *given: "there are none")
+    assert row() == (
+        False,
+        "low-bit has no copy of this model: a copy needs Foredraft's kernels: there are none",
+    )
+    assert context.longest == inspect_models(target, device="cpu").context.longest
 
 
 def test_no_copy_is_made_where_it_is_not_wanted(

@@ -96,6 +96,44 @@ def test_the_readme_names_every_drafter_policy_and_rule() -> None:
     assert sorted(ROWS.findall(README)) == sorted([*DRAFTERS, *POLICIES, *RULES])
 
 
+def test_one_sentence_says_when_auto_makes_a_copy_in_few_bits() -> None:
+    """The help, `load` and the pages say it as `info` and the notice do, which read it from its place."""
+    import foredraft
+    from foredraft.cli import app
+    from foredraft.kinds.offered_copy import OFFER
+
+    pages = ["README.md", "docs/guides/drafters.md", "docs/guides/fewer-bits.md"]
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages}
+    [option] = [
+        argument
+        for argument in app["generate"].assemble_argument_collection()
+        if "--draft-weights" in argument.names
+    ]
+    texts |= {"load": foredraft.load.__doc__ or "", "help": str(option.parameter.help)}
+    for where, text in texts.items():
+        plain = " ".join(re.sub(r"[`\"]", "", text).split())
+        assert plain.count(OFFER) == 1 == plain.count(" MiB or more"), where
+
+
+def test_the_guide_for_users_of_other_programs_knows_the_server() -> None:
+    guide = (ROOT / "docs/guides/coming-from.md").read_text(encoding="utf-8")
+    rows = {
+        line.split("|")[1].strip().strip("`"): line for line in guide.splitlines() if line.startswith("| `")
+    }
+    for server in ("transformers serve", "vllm serve", "llama-server"):
+        assert "[`foredraft serve`](serve.md)" in rows[server]
+
+
+def test_the_guide_for_users_of_other_programs_has_the_names_that_errors_translate() -> None:
+    from foredraft.cli.foreign_options import NAMES
+
+    guide = (ROOT / "docs/guides/coming-from.md").read_text(encoding="utf-8")
+    for name, here in NAMES.items():
+        if len(name.lstrip("-")) < 4:  # the short names of llama.cpp
+            [row] = [line for line in guide.splitlines() if re.search(rf"`{name}[ `]", line)]
+            assert here.removeprefix("the environment variable ") in row, name
+
+
 def test_the_guide_to_policies_names_all_with_their_numbers() -> None:
     from foredraft.kinds import POLICIES
 

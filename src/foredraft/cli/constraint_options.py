@@ -39,8 +39,10 @@ class ConstraintOptions:
     """With --ban-mode rollback: the times that text is taken back before the text ends (100)."""
     regex: str | None = None
     """A regular expression of the whole text, in Rust's syntax."""
-    json_schema: Path | None = None
-    """A file with the JSON schema of the text."""
+    choice: Repeatable = ()
+    """A string that the whole text may be; repeatable: the text is one of them."""
+    json_schema: str | None = None
+    """The JSON schema of the text: a file, or the schema itself, which begins with {."""
     json_object: Flag = False
     """The text is a JSON object."""
     grammar: Path | None = None
@@ -61,9 +63,15 @@ def constraint_options(given: ConstraintOptions) -> dict[str, Any]:
     options |= {
         name: True for name in ("ban_ignore_case", "ban_whole_words", "json_object") if getattr(given, name)
     }
-    for name in ("json_schema", "grammar"):
-        if (file := getattr(given, name)) is not None:
-            options[name] = read_text(name, file)
+    if given.choice:
+        options["choices"] = [*given.choice]
+    if given.json_schema is not None:
+        is_schema = given.json_schema.lstrip().startswith("{")
+        options["json_schema"] = (
+            given.json_schema if is_schema else read_text("json_schema", Path(given.json_schema))
+        )
+    if given.grammar is not None:
+        options["grammar"] = read_text("grammar", given.grammar)
     banned = [*given.ban]
     if given.ban_file is not None:
         lines = [line for line in read_text("ban_file", given.ban_file).splitlines() if line]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 
-from cyclopts import UnusedCliTokensError
+from cyclopts import UnknownOptionError, UnusedCliTokensError
 
+from foredraft.cli.foreign_options import name_here
 from foredraft.cli.stdin import STDIN
 from foredraft.errors import NO_VALUE, ConfigError, ForedraftError, Option
 
 __all__ = ["as_flag", "one_line", "print_error"]
 
 # Parameters of the Python API that the command line calls otherwise.
-FLAG_NAMES = {"policy_options": "policy-option"}
+FLAG_NAMES = {"policy_options": "policy-option", "choices": "choice"}
 
 
 def as_flag(option: Option) -> str:
@@ -36,6 +37,8 @@ def one_line(error: Exception | str) -> str:
         message = error.describe(as_flag)
     elif isinstance(error, UnusedCliTokensError):
         message = _too_many(error).describe(as_flag)
+    elif isinstance(error, UnknownOptionError):
+        message = _unknown(error) or message
     return " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
 
 
@@ -49,6 +52,14 @@ def _too_many(error: UnusedCliTokensError) -> ForedraftError:
     }
     remedy = remedies.get(command, "give options as --name value")
     return ConfigError(f"{command} has no place for {' '.join(words)!r}", remedy=remedy)
+
+
+def _unknown(error: UnknownOptionError) -> str | None:
+    """Return the error of an option that another program has; None where the parser's own error says more."""
+    word = error.token.keyword or error.token.value
+    options = [name for argument in error.argument_collection for name in argument.names]
+    here = name_here(word, options, next(iter(error.command_chain or ()), "foredraft"))
+    return None if here is None else f"Unknown option: {word}; here it is {here}"
 
 
 def print_error(error: Exception | str) -> None:

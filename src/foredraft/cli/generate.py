@@ -16,6 +16,7 @@ from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, show_samples, stream
 from foredraft.cli.layout import fitted, terminal_width
+from foredraft.cli.misplaced_model import check_is_no_model
 from foredraft.cli.options import (
     ChatOptions,
     DraftingOptions,
@@ -76,9 +77,11 @@ def generate(
     bars = ProgressBars()
 
     def encode(tokenizer: Tokenizer | None) -> list[int]:
-        if chat.chat:
-            return conversation.encode(tokenizer, text)
-        return [] if tokenizer is None else tokenizer.encode(text)
+        if tokenizer is None:
+            from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
+
+            raise ConfigError(NO_TOKENIZER, remedy=GIVE_TOKENIZER)
+        return conversation.encode(tokenizer, text) if chat.chat else tokenizer.encode(text)
 
     def needs(tokenizer: Tokenizer | None, defaults: SamplingParams) -> tuple[int, int]:
         length = len(encode(tokenizer)) + defaults.replace(**options).max_new_tokens
@@ -113,7 +116,7 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
         model: The --model option.
 
     Raises:
-        ConfigError: There is no prompt, or it is not UTF-8 text.
+        ConfigError: There is no prompt, or it is not UTF-8 text, or it is the path of a model.
     """
     if prompt is None and model is None:
         from foredraft import demo
@@ -123,6 +126,7 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
         raise ConfigError("no prompt", remedy="give one, or - to read it from stdin")
     if prompt != STDIN:
         check_text("the prompt", prompt)
+        check_is_no_model(prompt, model)
         return prompt
     if sys.stdin is None:
         raise ConfigError("stdin is closed", remedy="give the prompt as an argument, or open stdin")

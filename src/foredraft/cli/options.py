@@ -16,6 +16,7 @@ from cyclopts import Group, Parameter
 from foredraft.cli.text_files import read_text
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
+from foredraft.kinds.offered_copy import DEFAULT_COPY, OFFER
 
 if TYPE_CHECKING:
     DrafterName: TypeAlias = str
@@ -94,8 +95,9 @@ class TargetOptions:
     """Branch, tag or commit of --model on the Hugging Face Hub; same as --model owner/name@REVISION."""
     tokenizer: str | None = None
     """Folder of a tokenizer that takes the place of the model's own."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Dtype of the models. Default: the checkpoint's."""
+    dtype: str | None = None
+    """Dtype of the models: bfloat16, float16 or float32, for short bf16, fp16 or fp32. Default: the
+    checkpoint's."""
     device: Annotated[str | None, common(MODEL)] = None
     """cpu, cuda or cuda:N. Default: cuda if there is one."""
 
@@ -149,9 +151,13 @@ class DraftingOptions(DraftModelOptions):
     adapter: str | None = None
     """Folder of the adapter that drafter kangaroo uses, as `foredraft train adapter` wrote it. Default: the
     adapter that is kept for this model, if any."""
-    draft_weights: Literal["int4", "int8"] | None = None
-    """Make the copy of the target that drafter low-bit drafts with, in so many bits. Default: int4 with
-    --drafter low-bit, else none."""
+    draft_weights: Annotated[
+        Literal["int4", "int8"] | None,
+        Parameter(
+            help="Make the copy of the target that drafter low-bit drafts with, in so many bits. Default:"
+            f" {DEFAULT_COPY} with --drafter low-bit; else {OFFER}."
+        ),
+    ] = None
     policy: Annotated[
         PolicyName | None,
         Parameter(

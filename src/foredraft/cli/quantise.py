@@ -24,8 +24,8 @@ class SourceOptions:
     """The model: a folder, a GGUF file or a Hugging Face id. Default: the demo target."""
     revision: str | None = None
     """Branch, tag or commit of --model on the Hugging Face Hub."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Dtype of what is not coded. Default: the checkpoint's."""
+    dtype: str | None = None
+    """Dtype of what is not coded, as --dtype of generate. Default: the checkpoint's."""
 
 
 def quantise(

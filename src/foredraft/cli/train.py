@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
+from foredraft.cli.errors import as_flag
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.options import COMMON, OUTPUT, Flag, TargetOptions, bullets, common
 from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.train.options import LOSSES, AdapterOptions, TrainOptions
 from foredraft.train.options import DraftOptions as TrainedDraftOptions
 
@@ -225,7 +226,7 @@ def _run(
     if output.json and leads:
         print(json.dumps(result.as_dict()))
     elif leads:
-        print("\n".join(_lines(what, result)))
+        print("\n".join(_lines(what, result, found=what == "adapter" and own["out"] is None)))
     return 0
 
 
@@ -241,7 +242,8 @@ def _train(
     return train_draft(TrainedDraftOptions(**options), model, report=report, **load)
 
 
-def _lines(what: str, result: Result) -> list[str]:
+def _lines(what: str, result: Result, *, found: bool) -> list[str]:
+    """Return what came of the training; found: it is where `load` finds it by itself."""
     end = "stopped, since the validation got no better" if result.stopped_early else "done"
     lines = [
         f"{end} after {result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s",
@@ -251,5 +253,5 @@ def _lines(what: str, result: Result) -> list[str]:
     ]
     if result.skipped:
         print(f"foredraft: {result.skipped} bad lines were left out", file=sys.stderr)
-    use = "--drafter kangaroo" if what == "adapter" else f"--draft {result.out}"
-    return [*lines, f"use it with {use}; `foredraft bench` measures it"]
+    use = Option("drafter", "kangaroo") if found else Option(what, result.out)
+    return [*lines, f"use it with {as_flag(use)}; `foredraft bench` measures it"]

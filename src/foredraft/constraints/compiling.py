@@ -49,8 +49,9 @@ def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher
     """Return a matcher at the beginning of a text.
 
     Args:
-        option: "regex", "json_schema", "json_object" or "grammar".
-        text: The regular expression, the schema as JSON, or the grammar in llguidance's Lark dialect.
+        option: "regex", "choices", "json_schema", "json_object" or "grammar".
+        text: The regular expression, which choices are, too; the schema as JSON; or the grammar in
+            llguidance's Lark dialect.
         tokenizer: Of the target.
 
     Raises:
@@ -69,7 +70,7 @@ def check_grammar(option: str, text: str) -> None:
 
 def _checked(option: str, text: str, tokenizer: LLTokenizer | None) -> str:
     """Return a text as the library's own kind of grammar."""
-    if option == "regex":
+    if option in ("regex", "choices"):
         source = LLMatcher.grammar_from_regex(text)
     elif option == "grammar":
         source = LLMatcher.grammar_from_lark(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,8 @@ ELSEWHERE = {
     "min_length": "give min_new_tokens, the new tokens alone",
     "min_tokens": "its name is min_new_tokens",
     "n": "give it to generate, beside the parameters",
+    "guided_choice": "its name is choices",
+    "guided_grammar": "its name is grammar",
     "guided_json": "its name is json_schema",
     "guided_regex": "its name is regex",
     "num_beams": "leave it out; beam search is not supported: it does not sample",
@@ -39,7 +42,11 @@ ELSEWHERE = {
 
 
 FLAGS = ("ignore_eos", "include_stop", "ban_ignore_case", "ban_whole_words", "ban_prompt", "json_object")
-GRAMMARS = ("regex", "json_schema", "json_object", "grammar")  # options that give the text's grammar
+# options that give the text's grammar
+GRAMMARS = ("regex", "choices", "json_schema", "json_object", "grammar")
+# characters that have a meaning in a regular expression
+# (https://docs.rs/regex-syntax/latest/regex_syntax/fn.is_meta_character.html)
+META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 MOST_LOGPROBS = 1000  # alternatives at each position, at most
 ROLLBACK = 5.0  # nats; the default of BiLD's published code
 RuleName: TypeAlias = Literal["speculative", "coupled", "bild"]
@@ -75,7 +82,8 @@ class SamplingKeywords(TypedDict, total=False):
     ban_prompt: bool
     ban_rollbacks: int
     regex: str | None
-    json_schema: str | Mapping[str, Any] | None
+    choices: str | tuple[str, ...] | list[str] | None
+    json_schema: str | Mapping[str, Any] | type | None
     json_object: bool
     grammar: str | None
     prediction: str | tuple[int, ...] | list[int] | None
@@ -119,7 +127,8 @@ class SamplingParams:
         ban_prompt: Text that begins in the prompt counts, too.
         ban_rollbacks: Under "rollback", the times that text is taken back before the text ends.
         regex: A regular expression of the whole text (Rust's syntax).
-        json_schema: A JSON schema of the text: a mapping, or JSON.
+        choices: The strings of which the whole text is one.
+        json_schema: A JSON schema of the text: a mapping, JSON, or a model class of pydantic.
         json_object: The text is a JSON object, whatever its members.
         grammar: A context-free grammar of the text, in llguidance's Lark dialect.
         prediction: What the text will probably be, such as a file before an edit: text, or token ids. Drafts
@@ -164,7 +173,8 @@ class SamplingParams:
     ban_prompt: bool = True
     ban_rollbacks: int = 100
     regex: str | None = None
-    json_schema: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    choices: str | tuple[str, ...] | list[str] | None = None
+    json_schema: str | Mapping[str, Any] | type | None = field(default=None, hash=False)
     json_object: bool = False
     grammar: str | None = None
     prediction: str | tuple[int, ...] | list[int] | None = None
@@ -209,6 +219,9 @@ class SamplingParams:
         _within("max_draft", self.max_draft, fits, "1 token or more, or None")
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "ban", _strings("ban", self.ban))
+        if self.choices is not None:
+            object.__setattr__(self, "choices", _strings("choices", self.choices))
+            _within("choices", self.choices, bool(self.choices), "a string or several")
         object.__setattr__(self, "json_schema", _schema(self.json_schema))
         self._check_constraints()
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -265,11 +278,16 @@ class SamplingParams:
 
     @property
     def text_grammar(self) -> tuple[str, str] | None:
-        """Return the option that gives the text's grammar, and its value; None without one."""
+        """Return the option that gives the text's grammar, and its value; None without one.
+
+        The value of choices is a regular expression.
+        """
         for name in GRAMMARS:
             value = getattr(self, name)
+            if value is True:
+                return name, '{"type": "object"}'
             if value:
-                return name, '{"type": "object"}' if value is True else value
+                return name, _one_of(value) if name == "choices" else value
         return None
 
     def replace(self, **options: Unpack[SamplingKeywords]) -> SamplingParams:
@@ -345,10 +363,31 @@ def _strings(name: str, given: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(several))
 
 
+def _one_of(choices: tuple[str, ...]) -> str:
+    """Return a regular expression that only these strings match.
+
+    Examples:
+        >>> _one_of(("yes", "1.5"))
+        'yes|1\\\\.5'
+    """
+    return "|".join(META.sub(r"\\\g<0>", choice) for choice in choices)
+
+
 def _schema(given: object) -> str | None:
-    """Return a JSON schema as JSON."""
+    """Return a JSON schema as JSON.
+
+    A class with a method `model_json_schema` is a model of pydantic, which is no dependency
+    (https://docs.pydantic.dev/latest/api/base_model/#pydantic.BaseModel.model_json_schema).
+    """
     if given is None:
         return None
+    if isinstance(given, type) and hasattr(given, "model_json_schema"):
+        try:
+            given = given.model_json_schema()
+        except Exception as error:  # a class of the user's, whose types may have no schema
+            raise RequestError(
+                f"has no schema ({error})", option="json_schema", remedy="give the schema itself"
+            ) from error
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from foredraft.errors import ConfigError, Option, RequestError, did_you_mean
+from foredraft.kinds.offered_copy import DEFAULT_COPY, OFFER
 from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES, DrafterKind
 
 __all__ = [
@@ -159,8 +160,8 @@ def missing_part(drafter: str, name: str | None = None) -> ConfigError:
         )
     if kind.needs_copy:
         return ConfigError(
-            f"{shown} takes memory for a copy of the weights, so it is made where it is asked for",
-            remedy=("give ", Option("draft_weights", "int4")),
+            f"{shown} has no copy of this model: {OFFER}",
+            remedy=("give ", Option("draft_weights", DEFAULT_COPY)),
         )
     tokenizer = "another" if kind.retokenizes else "the target's"
     return ConfigError(

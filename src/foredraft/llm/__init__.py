@@ -33,7 +33,7 @@ from foredraft.llm.stream import Stream
 from foredraft.model.chat import Message
 from foredraft.model.device import dtype_name
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, Tokenizer
 
 __all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
@@ -159,9 +159,7 @@ class LLM:
             (8, 'length')
         """
         if self.tokenizer is None:
-            raise RequestError(
-                "this model's folder has no tokenizer.json", remedy="give token ids instead of messages"
-            )
+            raise RequestError(NO_TOKENIZER, remedy=(*GIVE_TOKENIZER, ", or token ids instead of messages"))
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
         variables = {name: value for name, value in options.items() if name not in sampling}
         ids = self.tokenizer.encode_chat(messages, **variables)

@@ -23,7 +23,7 @@ from foredraft.kinds.compatibility import PolicyTraits, select_drafters
 from foredraft.kinds.tables import PREDICTION
 from foredraft.llm.policies import RequestPolicies
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tokenizer import Tokenizer, check_unicode
+from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, Tokenizer, check_unicode
 
 __all__ = ["Prompts", "Requests"]
 
@@ -76,9 +76,7 @@ class Requests:
 
     def _encode_text(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise RequestError(
-                "this model's folder has no tokenizer.json", remedy="give token ids instead of text"
-            )
+            raise RequestError(NO_TOKENIZER, remedy=(*GIVE_TOKENIZER, ", or token ids instead of text"))
         if not text:
             raise RequestError("the prompt is empty", remedy="give at least one character")
         check_unicode(text, "the prompt")
@@ -160,8 +158,8 @@ class Requests:
             is_text = name != "prediction" or isinstance(params.prediction, str)
             if getattr(params, name) and is_text and self.tokenizer is None:
                 raise RequestError(
-                    "needs text, but this model's folder has no tokenizer.json", option=name,
-                    remedy="leave it out",
+                    f"needs text, but {NO_TOKENIZER}", option=name,
+                    remedy=(*GIVE_TOKENIZER, ", or leave it out"),
                 )  # fmt: skip
         if params.max_new_tokens == 0 and n > 1:
             raise RequestError(

@@ -22,6 +22,7 @@ from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
 from foredraft.loading.checkpoints import Checkpoints, default_params, find_checkpoints
 from foredraft.loading.device import find_device
 from foredraft.loading.drafting import ChosenDrafting, choose_drafting
+from foredraft.loading.low_bit import tell_of_copy
 from foredraft.loading.options import LoadOptions, Needs, PlanSource, Progress, checked
 from foredraft.loading.policies import make_policy
 from foredraft.loading.runners import Runners, check_compile, make_runners
@@ -33,7 +34,10 @@ __all__ = ["load", "load_for", "options_for"]
 _loads = Loads()
 
 
-@clear_calls(ConfigError, {"path": "its name is model", "model_path": "its name is model"})
+@clear_calls(
+    ConfigError,
+    {"path": "its name is model", "model_path": "its name is model", "torch_dtype": "its name is dtype"},
+)
 def load(
     model: str | Path | None = None,
     *,
@@ -49,7 +53,7 @@ def load(
     policy_options: Mapping[str, float | str] | None = None,
     max_draft: int | None = None,
     draft_sampling: Literal["sampled", "greedy"] = "sampled",
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     weights: str | None = None,
     device: str | None = None,
     max_batch: int | None = None,
@@ -79,14 +83,17 @@ def load(
         adapter: The folder of the adapter that "kangaroo" drafts with, as `foredraft train adapter` wrote it.
             None takes the adapter that is kept for this model, if any.
         draft_weights: "int4" or "int8": make the copy of the target that "low-bit" drafts with, in so many
-            bits. With drafter "low-bit" it is "int4" by default, and leaves out what `plan` skips.
+            bits. With drafter "low-bit" it is "int4" by default, and leaves out what `plan` skips. Otherwise
+            "auto" makes a copy in 4 bits by itself where a model of 16 or 32 bits takes 128 MiB or more,
+            runs on the CPU kernels, and leaves memory for 4 copies free.
         policy: Decides whether and how far to draft: "auto", "fixed", "heuristic", "confidence",
             "adaptive-exit", "target-confidence" or "fallback".
         policy_options: The policy's own settings by name (docs/guides/policies.md).
         max_draft: Longest draft, in tokens. By default that of the plan or the adapter where "layer-skip" or
             "kangaroo" is the default drafter and the policy does not compare costs, else the policy's.
         draft_sampling: "sampled" draws drafts from q, "greedy" drafts the argmax of q. Both are exact.
-        dtype: "bfloat16", "float16" or "float32"; by default the checkpoint's.
+        dtype: "bfloat16", "float16" or "float32", as "bf16", "fp16", "fp32" or a dtype of PyTorch, too; by
+            default the checkpoint's.
         weights: "int4" or "int8": quantise the target's linear layers while loading, in groups of 32 weights.
             The target is then the quantised model. None keeps the weights of the checkpoint.
         device: "cpu", "cuda", "cuda:1", ...; by default "cuda" where there is a GPU.
@@ -156,6 +163,7 @@ def _assemble(options: LoadOptions) -> LLM:
     check_compile(options, device)
     checkpoints = find_checkpoints(options)
     drafting = choose_drafting(options, checkpoints, device)
+    tell_of_copy(drafting.copy, checkpoints.target)
     params = default_params(checkpoints.target)
     size = _cache_size(options, checkpoints, drafting, params, device)
     _loads.note(torch.get_num_threads())

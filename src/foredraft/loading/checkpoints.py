@@ -14,7 +14,7 @@ import torch
 
 from foredraft.decode.params import SamplingParams
 from foredraft.drafters.vocabulary import same_tokenizer
-from foredraft.errors import CheckpointError, ConfigError, Option, RequestError
+from foredraft.errors import CheckpointError, ConfigError, RequestError
 from foredraft.loading.options import DTYPES, LoadOptions
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
@@ -23,7 +23,7 @@ from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
 from foredraft.model.quantisation import BITS
 from foredraft.model.spec import CONFIG, ModelSpec
-from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.tokenizer import GIVE_TOKENIZER, Tokenizer
 
 __all__ = ["Checkpoint", "Checkpoints", "default_params", "find_checkpoints"]
 
@@ -103,9 +103,9 @@ def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoin
     if options.draft is not None:
         folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
     tokenizers = _tokenizer_folder(options.tokenizer), None
+    dtype = None if options.dtype is None else DTYPES[str(options.dtype)]
     target, *rest = (
-        _read(folder, options.dtype, tokenizer)
-        for folder, tokenizer in zip(folders, tokenizers, strict=False)
+        _read(folder, dtype, tokenizer) for folder, tokenizer in zip(folders, tokenizers, strict=False)
     )
     if options.weights is not None:
         if target.spec.quantisation is not None:
@@ -136,7 +136,7 @@ def _tokenizer_folder(given: str | Path | None) -> Path | None:
     return Path(given)
 
 
-def _read(folder: Path, dtype: str | None, tokenizer_folder: Path | None) -> Checkpoint:
+def _read(folder: Path, dtype: torch.dtype | None, tokenizer_folder: Path | None) -> Checkpoint:
     """Read a checkpoint; its tokenizer comes from another folder where one is given."""
     spec = ModelSpec.from_folder(folder)
     if spec.ignored:
@@ -147,7 +147,7 @@ def _read(folder: Path, dtype: str | None, tokenizer_folder: Path | None) -> Che
         check_vocabulary(folder)
     else:
         _check_tokenizer(tokenizer_folder or folder, folder, spec, tokenizer)
-    return Checkpoint(folder, spec, tokenizer, DTYPES[spec.dtype if dtype is None else dtype])
+    return Checkpoint(folder, spec, tokenizer, DTYPES[spec.dtype] if dtype is None else dtype)
 
 
 def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
@@ -169,7 +169,7 @@ def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, toke
         if tokenizer_folder == folder != source_of(folder):
             raise CheckpointError(
                 f"{source_of(folder)} has a vocabulary that is not its model's: it has {found}",
-                remedy=("give the folder of the model's tokenizer as ", Option("tokenizer")),
+                remedy=GIVE_TOKENIZER,
             )
         tokenizer_file, model = tokenizer_folder / "tokenizer.json", _named(folder, CONFIG)
         raise CheckpointError(

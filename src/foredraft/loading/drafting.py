@@ -28,6 +28,7 @@ class ChosenDrafting:
         plan: The plan of the target's own drafts; None without one.
         adapter: The adapter over the target's first layers; None without one.
         copy: The target's copy in few bits; None without one.
+        reserved: A kept adapter that serves only requests for it, because it is predicted to lose.
     """
 
     drafter: str
@@ -35,6 +36,7 @@ class ChosenDrafting:
     plan: ChosenPlan | None
     adapter: ChosenAdapter | None = None
     copy: ChosenCopy | None = None
+    reserved: ChosenAdapter | None = None
 
     @property
     def beside(self) -> int:
@@ -75,8 +77,9 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     kind = DRAFTERS[drafter]
     plan = choose_plan(options.plan, checkpoints.target, device, needed=kind.needs_plan)
     adapter = choose_adapter(options.adapter, checkpoints.target, needed=kind.needs_adapter)
+    reserved = None
     if adapter is not None and not (options.adapter or kind.needs_adapter or adapter.pays):
-        adapter = None  # a kept one that is predicted to lose serves only requests for it
+        adapter, reserved = None, adapter
     copy = choose_copy(options, drafter, plan, checkpoints.target, device)
     if plan is not None and plan.draft_weights is not None:
         plan = None  # it is the copy's
@@ -84,7 +87,7 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
         copy = offer_copy(options, checkpoints, device)
     given = models_given(checkpoints, plan, adapter, copy)
     check_fits_models(drafter, options.policy, options.draft_sampling, given)
-    return ChosenDrafting(drafter, available_drafters(given), plan, adapter, copy)
+    return ChosenDrafting(drafter, available_drafters(given), plan, adapter, copy, reserved)
 
 
 def models_given(

@@ -17,9 +17,10 @@ import torch
 
 from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds.compatibility import available_drafters, missing_part
+from foredraft.kinds.offered_copy import OFFER
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
-from foredraft.loading.adapters import ChosenAdapter, choose_adapter
+from foredraft.loading.adapters import ChosenAdapter
 from foredraft.loading.capacity import (
     CacheLimits,
     cache_size,
@@ -29,10 +30,10 @@ from foredraft.loading.capacity import (
 )
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
-from foredraft.loading.drafting import ChosenDrafting, models_given
-from foredraft.loading.memory import free_memory
+from foredraft.loading.drafting import ChosenDrafting, choose_drafting, models_given
+from foredraft.loading.low_bit import unfit_because
+from foredraft.loading.memory import as_gib, free_memory
 from foredraft.loading.options import LoadOptions, Progress
-from foredraft.loading.planning import choose_plan
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name
 from foredraft.model.hub import weights_to_come
@@ -110,7 +111,7 @@ class DrafterInfo:
     Attributes:
         name: Its name.
         at_hand: `load` would make it.
-        note: The plan or adapter that it uses, or what it lacks; None where neither applies.
+        note: The plan, adapter or copy that it uses, or what it lacks; None where neither applies.
     """
 
     name: str
@@ -191,17 +192,21 @@ def inspect_models(
             ("target", "draft"), names, checkpoints.all, checked, strict=False
         )
     )
-    plan = choose_plan(None, checkpoints.target, device, needed=False) if checked[0] else None
-    adapter = choose_adapter(None, checkpoints.target, needed=False) if checked[0] else None
-    given_models = models_given(checkpoints, plan, adapter)
-    drafting = ChosenDrafting("auto", available_drafters(given_models), plan, adapter)
+    if checked[0]:
+        drafting = choose_drafting(given, checkpoints, device)
+        no_copy = unfit_because(given, checkpoints.target, device)
+    else:  # what is kept for a model is known by its weights
+        drafting = ChosenDrafting("auto", available_drafters(models_given(checkpoints, None, None)), None)
+        no_copy = None
     return Inspection(
         device=str(device),
         free_bytes=free_memory(device),
         models=models,
         pair=None if checkpoints.draft is None else _pair_info(checkpoints, drafting, *models),
         drafters=tuple(
-            DrafterInfo(name, name in drafting.available, _note(name, drafting, checked[0], spelling))
+            DrafterInfo(
+                name, name in drafting.available, _note(name, drafting, checked[0], no_copy, spelling)
+            )
             for name, kind in DRAFTERS.items()
             if kind.make is not None
         ),
@@ -262,16 +267,32 @@ def _pair_info(
 
 
 def _note(
-    name: str, drafting: ChosenDrafting, checked: bool, spelling: Callable[[Option], str]
+    name: str,
+    drafting: ChosenDrafting,
+    checked: bool,
+    no_copy: str | None,
+    spelling: Callable[[Option], str],
 ) -> str | None:
-    """Return the note on a drafter; `checked` as in `ModelInfo.weights_checked` of the target."""
+    """Return the note on a drafter.
+
+    Args:
+        name: Its name.
+        drafting: The drafters at hand.
+        checked: As `ModelInfo.weights_checked` of the target.
+        no_copy: Why the target can have no copy in few bits; None where it can.
+        spelling: How an option is spelled.
+    """
     if DRAFTERS[name].needs_plan and drafting.plan is not None:
         return f"the kept plan {drafting.plan.skips}"
-    if DRAFTERS[name].needs_adapter and drafting.adapter is not None:
-        return _of_adapter(drafting.adapter, spelling)
+    if DRAFTERS[name].needs_adapter and (adapter := drafting.adapter or drafting.reserved) is not None:
+        return _of_adapter(adapter, spelling)
     if (DRAFTERS[name].needs_plan or DRAFTERS[name].needs_adapter) and not checked:
         part = "plan" if DRAFTERS[name].needs_plan else "adapter"
         return f"{name} has a kept {part} or none: the weights that tell are not downloaded"
+    if DRAFTERS[name].needs_copy and drafting.copy is not None:
+        return f"a copy of {as_gib(drafting.copy.bytes)}: {OFFER}"
+    if DRAFTERS[name].needs_copy and no_copy is not None:
+        return f"{name} has no copy of this model: {no_copy}"
     return None if name in drafting.available else missing_part(name).describe(spelling)
 
 

@@ -1,7 +1,8 @@
 """Low bit: the copy of the target's weights in few bits that drafter low-bit runs.
 
 Contract: a copy is made where the user asks for one. Without being asked, it is made for drafter "auto" where
-memory is ample; whatever else is at hand, the policy weighs it against the copy.
+memory is ample (`kinds.offered_copy`); whatever else is at hand, the policy weighs it against the copy. A
+notice tells of that once a model.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from foredraft import user_cache
 from foredraft.drafters.low_bit import low_bit_copy
 from foredraft.errors import ConfigError, Option
+from foredraft.kinds.offered_copy import DEFAULT_COPY, LEAST, OFFER, SHARE
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints
 from foredraft.loading.memory import as_gib, free_memory
@@ -22,13 +25,9 @@ from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.weights import coded_copy_bytes, weight_bytes
 
-__all__ = ["DEFAULT_COPY", "ChosenCopy", "choose_copy", "offer_copy"]
+__all__ = ["DEFAULT_COPY", "ChosenCopy", "choose_copy", "offer_copy", "tell_of_copy", "unfit_because"]
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_COPY = "int4"
-LEAST = 2**27  # bytes of the smallest target that gets one: a smaller one lies in the processor's caches
-SHARE = 4  # it takes at most this fraction of the memory that the weights leave, 1 / SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,13 @@ class ChosenCopy:
         bits: Of a weight.
         bytes: Memory of its weights.
         plan: The sub-layers that it leaves out; None for none.
+        offered: It is made without being asked for.
     """
 
     bits: int
     bytes: int
     plan: ChosenPlan | None
+    offered: bool = False
 
     def make(self, target: Runner) -> Runner:
         """Return the runner of the copy."""
@@ -75,16 +76,8 @@ def choose_copy(
         return None
     option = Option("drafter", drafter) if named else Option("draft_weights", options.draft_weights)
     bits = BITS[weights]
-    if target.coded_bits is not None and target.coded_bits <= bits:
-        raise ConfigError(
-            f"but the target has {target.coded_bits} bits itself", option=option.name, value=option.value,
-            remedy="leave it out",
-        )  # fmt: skip
-    if (reason := _no_kernels_because(options, target, device)) is not None:
-        raise ConfigError(
-            f"which needs Foredraft's kernels: {reason}", option=option.name, value=option.value,
-            remedy="leave it out",
-        )  # fmt: skip
+    if (reason := unfit_because(options, target, device, bits)) is not None:
+        raise ConfigError(f"but {reason}", option=option.name, value=option.value, remedy="leave it out")
     if options.plan is None:
         plan = choose_plan(None, target, device, needed=False, draft_weights=weights)
     elif not named:
@@ -104,12 +97,31 @@ def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.dev
         return None
     if _no_kernels_because(options, target, device) is not None:  # last: the kernels' check takes memory
         return None
-    logger.warning(
-        "drafter low-bit is at hand, too: a copy of the model in 4 bits, %s; a named drafter does without it",
-        as_gib(size),
-    )
     plan = choose_plan(None, target, device, needed=False, draft_weights=DEFAULT_COPY)
-    return ChosenCopy(bits, size, plan)
+    return ChosenCopy(bits, size, plan, offered=True)
+
+
+def tell_of_copy(copy: ChosenCopy | None, target: Checkpoint) -> None:
+    """Log a notice of a copy that is made without being asked for, at the first loading of the model.
+
+    Without a cache folder, which remembers it, each loading is the first.
+    """
+    if copy is None or not copy.offered:
+        return
+    key = {"of": "low-bit", "model": str(target.source.resolve())}
+    if user_cache.read("notices", key) is None:
+        logger.warning("drafter low-bit is at hand, too, with a copy of %s: %s", as_gib(copy.bytes), OFFER)
+        user_cache.write("notices", key, True)
+
+
+def unfit_because(
+    options: LoadOptions, target: Checkpoint, device: torch.device, bits: int = BITS[DEFAULT_COPY]
+) -> str | None:
+    """Return why a target can have no copy in so many bits; None where it can."""
+    if target.coded_bits is not None and target.coded_bits <= bits:
+        return f"the target has {target.coded_bits} bits itself"
+    reason = _no_kernels_because(options, target, device)
+    return None if reason is None else f"a copy needs Foredraft's kernels: {reason}"
 
 
 def _no_kernels_because(options: LoadOptions, target: Checkpoint, device: torch.device) -> str | None:

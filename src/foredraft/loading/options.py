@@ -29,11 +29,12 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 Needs: TypeAlias = Callable[[Tokenizer | None, SamplingParams], tuple[int, int]]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The arguments of `load`, which documents them."""
+    """The arguments of `load`, which documents them; after `checked`, dtype is a name in DTYPES or None."""
 
     model: str | Path | None
     drafter: str | None
@@ -48,7 +49,7 @@ class LoadOptions:
     policy_options: Mapping[str, float | str] | None
     max_draft: int | None
     draft_sampling: str
-    dtype: str | None
+    dtype: str | torch.dtype | None
     weights: str | None
     device: str | None
     max_batch: int | None
@@ -81,7 +82,7 @@ def checked(options: LoadOptions) -> LoadOptions:
     given = {} if options.policy_options is None else options.policy_options
     options = replace(options, policy_options=check_settings(options.policy, given))
     _check_name("draft_sampling", options.draft_sampling, ("sampled", "greedy"))
-    _check_name("dtype", options.dtype, (None, *DTYPES))
+    options = replace(options, dtype=_dtype_name(options.dtype))
     _check_name("weights", options.weights, (None, *BITS))
     _check_name("draft_weights", options.draft_weights, (None, *BITS))
     _check_count("max_draft", options.max_draft, (", or ", Option("drafter", "none")))
@@ -99,12 +100,27 @@ def checked(options: LoadOptions) -> LoadOptions:
     return options
 
 
-def _check_name(option: str, value: str | None, known: Iterable[str | None]) -> None:
+def _check_name(option: str, value: object, known: Iterable[str | None]) -> None:
     names = tuple(known)
     if value not in names:  # of a tuple, because a value that is not hashable is compared too
         shown = [name for name in names if name is not None]
         remedy = f"give one of {', '.join(shown)}{did_you_mean(value, shown)}"
         raise ConfigError(option=option, value=value, remedy=remedy)
+
+
+def _dtype_name(given: str | torch.dtype | None) -> str | None:
+    """Return the name of a dtype that is given as PyTorch's own, by its name or by its short one.
+
+    Examples:
+        >>> _dtype_name(torch.bfloat16), _dtype_name("torch.float16"), _dtype_name("FP32")
+        ('bfloat16', 'float16', 'float32')
+    """
+    if given is None:
+        return None
+    name = str(given).removeprefix("torch.").lower()
+    name = SHORT.get(name, name)
+    _check_name("dtype", name if name in DTYPES else given, DTYPES)
+    return name
 
 
 def _check_count(option: str, value: int | None, alternative: tuple[str | Option, ...] = ()) -> None:

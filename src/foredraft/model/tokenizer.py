@@ -24,12 +24,15 @@ from typing import Any
 
 import tokenizers
 
-from foredraft.errors import CheckpointError, RequestError, shortened
+from foredraft.errors import CheckpointError, Option, RequestError, shortened
 from foredraft.model.chat import CONFIG, ChatTemplate, Message
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.unicode import invalid_at
 
 FILE = "tokenizer.json"
+# of a model whose folder has none: the problem, and the beginning of a remedy
+NO_TOKENIZER = f"this model's folder has no {FILE}"
+GIVE_TOKENIZER = "give the folder of the model's tokenizer as ", Option("tokenizer")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
 # Ids of left context: an incomplete character spans at most 3, and decoders treat the first token of a text

@@ -18,6 +18,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
+from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.ownership import make_folder
 from foredraft.train.batches import Batches, hold_out
 from foredraft.train.loop import Report
@@ -91,7 +92,7 @@ def prepare(
     if checkpoint.tokenizer is None:
         raise ConfigError(
             f"{checkpoint.source} has no tokenizer, so no text can be read",
-            remedy="give the model's folder, with its tokenizer.json",
+            remedy=GIVE_TOKENIZER,
         )
     hash = target_hash(checkpoint.folder)
     folder = _work(options, hash, processes)

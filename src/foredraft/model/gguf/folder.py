@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.errors import CheckpointError, Option
+from foredraft.errors import CheckpointError
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.gguf.config import CONVERT_AGAIN, config_of, generation_of
@@ -33,6 +33,7 @@ from foredraft.model.gguf.special import end_ids, special_ids
 from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, vocabulary_of
 from foredraft.model.spec import ModelSpec
+from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.model.weights import build_decoder
 from foredraft.ownership import check_folder, make_folder, read_private
 from foredraft.user_cache import cache_folder
@@ -77,7 +78,7 @@ def check_vocabulary(folder: Path) -> None:
     if record is not None and record["no_tokenizer"] is not None:
         raise CheckpointError(
             f"{record['file']} {record['no_tokenizer']}",
-            remedy=("give the folder of the model's tokenizer as ", Option("tokenizer")),
+            remedy=GIVE_TOKENIZER,
         )
 
 
