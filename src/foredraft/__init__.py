@@ -4,21 +4,20 @@
     llm = foredraft.load("path/to/checkpoint", draft="path/to/small/checkpoint")
     print(llm.generate("def add(a, b):", foredraft.SamplingParams(temperature=0))[0].text)
 
-Importing this package is cheap: PyTorch is loaded by the first use of a name below.
+Importing this package is cheap: the first use of a name below loads its module, and PyTorch with most.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from foredraft.errors import CheckpointError, ConfigError, ForedraftError, RequestError
 from foredraft.lazy import lazily
 
+TYPE_CHECKING = False  # what `typing` calls so; importing it takes longer than all of this file
 if TYPE_CHECKING:
     from foredraft.decode.params import SamplingParams
     from foredraft.decode.scores import Score
     from foredraft.decode.stats import Stats
     from foredraft.decode.trace import RoundTrace
+    from foredraft.errors import CheckpointError, ConfigError, ForedraftError, RequestError
     from foredraft.llm import LLM, Output, Piece, Stream
     from foredraft.loading import load
     from foredraft.pages.trace import write_trace
@@ -43,6 +42,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "CheckpointError": "foredraft.errors",
+    "ConfigError": "foredraft.errors",
+    "ForedraftError": "foredraft.errors",
+    "RequestError": "foredraft.errors",
     "LLM": "foredraft.llm",
     "Output": "foredraft.llm",
     "Piece": "foredraft.llm",

@@ -17,9 +17,22 @@ from pathlib import Path
 
 from foredraft.errors import ConfigError
 
-__all__ = ["TEMPORARY", "check_place", "replacing", "replacing_folder", "write_whole"]
+__all__ = [
+    "TEMPORARY",
+    "check_folder_place",
+    "check_place",
+    "discard_unfinished",
+    "probe",
+    "replacing",
+    "replacing_folder",
+    "write_whole",
+]
 
 TEMPORARY = ".new-"  # first characters of the names of temporary files
+# Bytes that a check writes. A full disk may still take an empty file, or one of a few bytes, which lie
+# within the folder's own entry.
+PROBE = 64 << 10
+_unfinished: set[Path] = set()  # what `replacing` and `replacing_folder` are writing
 
 
 def check_place(file: Path, option: str) -> None:
@@ -32,15 +45,60 @@ def check_place(file: Path, option: str) -> None:
         option: The option whose value the file is.
 
     Raises:
-        ConfigError: The folder does not exist, or the file cannot be written.
+        ConfigError: The folder does not exist, the file cannot be written, or the disk is full.
     """
     with _errors_named(file, option):
         if file.is_dir() or not file.absolute().parent.is_dir():
             raise ConfigError(option=option, value=str(file), remedy="give a file in a folder that exists")
         if _is_replaceable(file):
-            temporary = _temporary(file.resolve())
-            temporary.touch()
-            temporary.unlink()
+            probe(_temporary(file.resolve()))
+        elif file.is_char_device():
+            with file.open("wb", buffering=0) as opened:
+                opened.write(b"")  # not a byte more: a terminal would show it
+        elif file.is_socket() or not os.access(
+            file, os.W_OK
+        ):  # a pipe is not opened: it would wait for a reader
+            raise ConfigError("which cannot be written", option=option, value=str(file), remedy="give a file")
+
+
+def check_folder_place(folder: Path, option: str, *, kept: bool = False) -> None:
+    """Check that a folder can be written, before the work whose result it will hold.
+
+    Args:
+        folder: The folder to be written later; missing parents are made with it.
+        option: The option whose value the folder is.
+        kept: An existing folder gets files, instead of a new folder in its place.
+
+    Raises:
+        ConfigError: It cannot be written, is no folder, or the disk is full.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("which is no folder", option=option, value=str(folder), remedy="give a new folder")
+    with _errors_named(folder, option):
+        place = folder.absolute() if kept else folder.absolute().parent
+        while not place.exists():
+            place = place.parent
+        probe(place / f"{TEMPORARY}{secrets.token_hex(4)}")
+
+
+def probe(file: Path) -> None:
+    """Write a new file as a real one will be, and remove it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with replacing(file) as new:
+        new.write_bytes(bytes(PROBE))
+    file.unlink()
+
+
+def discard_unfinished() -> None:
+    """Remove the files that are being written, for a process that ends without leaving its blocks."""
+    for path in list(_unfinished):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_whole(file: Path, text: str, option: str) -> None:
@@ -72,6 +130,7 @@ def replacing(file: Path) -> Iterator[Path]:
         OSError: The file cannot be written.
     """
     new = _temporary(file)
+    _unfinished.add(new)
     try:
         yield new
         _flush(new)
@@ -80,6 +139,8 @@ def replacing(file: Path) -> Iterator[Path]:
         with suppress(OSError):
             new.unlink(missing_ok=True)
         raise
+    finally:
+        _unfinished.discard(new)
 
 
 @contextmanager
@@ -93,6 +154,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     """
     new, old = _temporary(folder), _temporary(folder)
     new.mkdir()
+    _unfinished.add(new)
     try:
         yield new
         for file in new.iterdir():
@@ -108,6 +170,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+        _unfinished.discard(new)
 
 
 def _flush(file: Path) -> None:

@@ -1,7 +1,7 @@
-"""`foredraft generate --chat`: one turn, and conversations on a terminal.
+"""`foredraft generate --chat`: one turn, and conversations on a terminal; `test_repl.py` has their commands.
 
 The chat template of these tests repeats its messages, so the token ids that reach `LLM` show the conversation.
-Planted defects that these tests found: a reply missing from the history, a system message lost by /reset, an
+Planted defects that these tests found: a reply missing from the history, a system message lost by /clear, an
 interrupted reply dropped, special tokens added to the template's, a refusal of the template that ends the
 conversation.
 """
@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import signal
-import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,8 @@ import pytest
 from foredraft import LLM
 from foredraft.cli import main
 from tests.support.checkpoints import save_checkpoint
-from tests.support.command import COMMAND, foredraft
-from tests.support.running import environment
+from tests.support.command import foredraft
+from tests.support.terminal import TerminalSession
 
 GENERATE = import_module("foredraft.cli.generate")  # `foredraft.cli.generate` is the function
 TEMPLATE = (
@@ -77,50 +74,6 @@ def test_stdin_can_be_the_user_message(chatty: list[str]) -> None:
     assert json.loads(read.stdout)["outputs"][0]["text"] == json.loads(given.stdout)["outputs"][0]["text"]
 
 
-class TerminalSession:
-    """A process on a pseudo-terminal, with methods that type lines and wait for its output."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.shown, terminal = pty.openpty()
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=terminal,
-            stdout=terminal,
-            stderr=subprocess.PIPE,
-            env=environment(TERM="xterm", INPUTRC="/dev/null"),
-        )
-        os.close(terminal)
-        self.text_buffer, self.read = "", 0
-
-    def __enter__(self) -> TerminalSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-        os.close(self.shown)
-
-    def wait_for(self, text: str) -> None:
-        """Read until `text` occurs after the text that earlier calls waited for."""
-        while text not in self.text_buffer[self.read :]:
-            ready, _, _ = select.select([self.shown], [], [], 60)
-            assert ready, f"no {text!r} in {self.text_buffer!r}"
-            try:
-                self.text_buffer += os.read(self.shown, 4096).decode(errors="replace")
-            except OSError:  # Linux raises EIO when the other end is closed
-                raise AssertionError(f"it ended without {text!r}: {self.text_buffer!r}") from None
-        self.read = self.text_buffer.index(text, self.read) + len(text)
-
-    def type(self, line: str) -> None:
-        self.wait_for("> ")
-        os.write(self.shown, line.encode())
-
-    def wait(self) -> tuple[int, list[str]]:
-        """Wait for the exit code and the lines of stderr."""
-        _, err = self.process.communicate(timeout=60)
-        return self.process.returncode, err.decode().splitlines()
-
-
 def test_a_conversation_on_a_terminal_survives_a_refused_message(chatty: list[str]) -> None:
     with TerminalSession(*chatty, *GREEDY) as session:
         for line in ("Hello\n", "\n", "refuse\n", "So?\n", "\x04"):
@@ -128,7 +81,7 @@ def test_a_conversation_on_a_terminal_survives_a_refused_message(chatty: list[st
         code, errors = session.wait()
     assert code == 0
     assert session.text_buffer.count("5 tokens in ") == 2
-    assert any(line.startswith("/reset clears the conversation, /exit or Ctrl-D ends it") for line in errors)
+    assert any(line.startswith("/help shows this, /clear forgets the messages") for line in errors)
     assert "foredraft: error: the chat template refuses the messages: No such words." in errors
     assert any("drafted, and accepted" in line for line in errors)  # the legend of the colours
 
@@ -148,10 +101,10 @@ def converse(monkeypatch: pytest.MonkeyPatch, lines: list[str | BaseException], 
     return main(arguments)
 
 
-def test_every_turn_contains_the_earlier_ones_until_reset(
+def test_every_turn_contains_the_earlier_ones_until_they_are_cleared(
     chatty: list[str], sent: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = ["Hi", "  ", "So?", "/reset", "Anew", "/exit", "never"]
+    lines = ["Hi", "  ", "So?", "/clear", "Anew", "/bye", "never"]
     assert converse(monkeypatch, lines, [*chatty, "--system", "Be brief", *GREEDY, "--seed", "1"]) == 0
     system = "<s>s:Be brief</s>"
     first, second, third = sent
@@ -163,16 +116,6 @@ def test_every_turn_contains_the_earlier_ones_until_reset(
     assert before == f"{system}<s>u:Hi</s>"
     assert reply and shown.startswith(reply)
     assert shown.count("5 tokens in ") == 3
-
-
-def test_help_lists_the_commands_and_is_no_message(
-    chatty: list[str], sent: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert converse(monkeypatch, ["/help", "/exit"], [*chatty, *GREEDY]) == 0
-    assert sent == []
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and told[0] == told[1]
-    assert all(command in told[0] for command in ("/reset", "/exit", "Ctrl-D", "Ctrl-C", "/help"))
 
 
 def test_special_tokens_that_are_shown_are_not_added_to_the_conversation(
@@ -204,13 +147,6 @@ def test_ctrl_c_ends_the_reply_and_keeps_its_text(
     kept = sent[1].split("<s>a:")[1].removesuffix("</s><s>u:So?</s>a:")
     assert kept and shown.startswith(kept)
     assert int(shown.splitlines()[len(kept.splitlines()) or 1].split(" tokens in ")[0]) < 20
-
-
-def test_ctrl_c_at_the_prompt_ends_the_conversation(
-    chatty: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert converse(monkeypatch, [KeyboardInterrupt()], chatty) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "foredraft: interrupted"
 
 
 def test_a_failed_turn_is_not_added_to_the_conversation(

@@ -23,7 +23,8 @@ from tests.support.command import COMMAND, foredraft
 from tests.support.running import environment
 
 FIGURE = r"\d+\.\d+"
-RATES = rf"acceptance rate \d+%, mean accepted length {FIGURE}"
+LENGTH = r"finish_reason length \(--max-new-tokens \d+\)"
+RATES = rf"{LENGTH}, acceptance rate \d+%, mean accepted length {FIGURE}"
 GREEDY = ["--temperature", "0", "--max-new-tokens", "12"]
 
 
@@ -50,6 +51,22 @@ def test_stdout_is_the_text_and_a_line_of_figures_and_stderr_is_empty(pair: list
     assert (done.returncode, stderr_lines(done.stderr)) == (0, [])
     assert re.fullmatch(f"12 tokens in {FIGURE} s: {FIGURE} tokens/s, {RATES}", last_line(done.stdout))
     assert "\x1b" not in done.stdout
+
+
+def test_a_text_that_the_default_limit_cut_says_so_on_stderr(pair: list[str]) -> None:
+    command = [*pair, "def accept", "--temperature", "0", "--policy", "fixed", "--ignore-eos"]
+    told = "foredraft: the text was cut after 128 new tokens, the default; --max-new-tokens gives more"
+    for options in ([], ["--json"], ["--n", "2"]):
+        done = foredraft(*command, *options)
+        assert (done.returncode, stderr_lines(done.stderr)) == (0, [told])
+        assert "cut" not in last_line(done.stdout)
+    chosen = foredraft(*command, "--max-new-tokens", "128")
+    assert (chosen.returncode, stderr_lines(chosen.stderr)) == (0, [])
+    assert "finish_reason length (--max-new-tokens 128)" in last_line(chosen.stdout)
+    stopped = foredraft(*command[:-1], "--max-new-tokens", "8", "--n", "2", "--regex", "[a-z]{2}")
+    assert "finish_reason " in last_line(stopped.stdout) and "finish_reason length" not in last_line(
+        stopped.stdout
+    )
 
 
 def test_the_last_line_has_every_figure_of_a_comparison(pair: list[str]) -> None:
@@ -82,7 +99,8 @@ def test_the_last_line_and_the_json_document_say_why_nothing_was_drafted(
     assert main(one_token) == 0
     told = last_line(capsys.readouterr().out)
     assert re.fullmatch(
-        f"1 tokens in {FIGURE} s: {FIGURE} tokens/s, nothing drafted, no drafts because {reason}", told
+        f"1 tokens in {FIGURE} s: {FIGURE} tokens/s, {LENGTH}, nothing drafted, no drafts because {reason}",
+        told,
     )
     assert main([*one_token, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outputs"][0]["why_plain"] == reason

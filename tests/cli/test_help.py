@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from foredraft.cli import app, main
+from foredraft.cli import main
+from foredraft.cli.commands import app
 from foredraft.cli.constraint_options import ConstraintOptions
 from foredraft.cli.help import EXAMPLES
 from foredraft.cli.measuring import BenchOptions, TuneOptions, VerifyOptions

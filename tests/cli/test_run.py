@@ -168,6 +168,19 @@ def test_ctrl_c_between_encoding_and_submitting_a_prompt_cancels_the_request(
     assert int(capsys.readouterr().out.splitlines()[-1].split(" tokens in ")[0]) < 500
 
 
+def test_ctrl_c_before_a_request_is_submitted_cancels_it(
+    pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
+        send_sigint()
+        return request()
+
+    at_run(around)
+    assert main([*pair, "--temperature", "0", "--max-new-tokens", "1900", "--json"]) == 130
+    [output] = document(capsys)["outputs"]
+    assert output["finish_reason"] == "cancelled" and len(output["token_ids"]) < 1900
+
+
 def test_ctrl_c_between_two_runs_ends_the_comparison(
     pair: list[str], at_run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

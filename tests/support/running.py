@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT = 240  # seconds
 STREAMS = ("stdin", "stdout", "stderr")
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["foredraft.cli", "foredraft.loading", "foredraft.tune", "foredraft.bench"])
+SERVER.set_forkserver_preload(
+    ["foredraft.cli.commands", "foredraft.loading", "foredraft.tune", "foredraft.bench"]
+)
 
 Program = Callable[[list[str]], object]
 

@@ -2,93 +2,32 @@
 
 Results go to stdout; progress, warnings and errors go to stderr. A user error is one line that
 begins with `foredraft: error: `. `exit_codes` lists the exit codes. No module imports PyTorch before a
-command needs it, so that `--help` is quick.
+command needs it, so that `--help` is quick. This file imports next to nothing: Ctrl-C is the program's own
+matter from the first line of `main` on, and before that it is Python's, which prints a traceback.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from foredraft.cli.interrupt import end_at_once
 
-import foredraft
-from foredraft.cli.bench import bench
-from foredraft.cli.errors import print_error
-from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
-from foredraft.cli.generate import generate
-from foredraft.cli.help import HELP_ALL, HelpPages, usage
-from foredraft.cli.info import info
-from foredraft.cli.optional_values import name_defaults
-from foredraft.cli.quantise import quantise
-from foredraft.cli.serve import serve
-from foredraft.cli.stdin import mark_stdin
-from foredraft.cli.train import adapter, draft
-from foredraft.cli.tune import tune
-from foredraft.cli.verify import verify
-from foredraft.errors import ForedraftError
+TYPE_CHECKING = False  # what `typing` calls so; importing it takes longer than all of this file
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-__all__ = ["app", "main"]
-
-app = App(
-    name="foredraft",
-    usage="Usage: foredraft COMMAND [OPTIONS]",
-    help="Lossless speculative decoding: the same text from the same model, sooner.",
-    version=foredraft.__version__,
-    help_flags=["--help", "-h", HELP_ALL],
-    result_action="return_value",
-    exit_on_error=False,
-    print_error=False,
-    suppress_keyboard_interrupt=False,
-)
-for command in (generate, serve, bench, tune, quantise, verify, info):
-    app.command(command, usage=usage(command.__name__))
-training = App(
-    name="train",
-    usage="Usage: foredraft train COMMAND [OPTIONS]",
-    help="Train a drafter for a model on your own text.",
-    help_flags=app.help_flags,
-)
-training.command(adapter, usage=usage("train adapter"))
-training.command(draft, usage=usage("train draft"))
-app.command(training)
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        arguments: The command and its arguments; None takes those of the process.
+        arguments: The command and its arguments. None takes those of the process, and Ctrl-C then ends the
+            process. A program that gives arguments keeps its own handler of SIGINT.
     """
-    # Python sets a stream to None when its file descriptor is closed.
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters of the output
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLineFormatter())
-    logging.basicConfig(handlers=[handler])
-    words = sys.argv[1:] if arguments is None else arguments
-    app.help_formatter = HelpPages(everything=HELP_ALL in words)
-    code = 0
-    try:
-        code = app(mark_stdin(name_defaults(words)))
-        sys.stdout.flush()
-    except (CycloptsError, ForedraftError) as error:
-        print_error(error)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("foredraft: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe, as `| head` does: not a failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code if isinstance(code, int) else 0
+    if arguments is None:
+        end_at_once()
+    from foredraft.cli.commands import run
 
-
-class OneLineFormatter(logging.Formatter):
-    """Formats a warning as one line without its traceback; the output's `error` field has the cause."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"foredraft: {' '.join(record.getMessage().split())}"
+    return run(sys.argv[1:] if arguments is None else arguments)

@@ -14,6 +14,7 @@ from foredraft.bench.records import Exactness, Report, Row, Spread
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
+from foredraft.cli.interrupt import Raised
 from foredraft.cli.layout import table, with_weights
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
@@ -51,15 +52,16 @@ def bench(
     try:
         from foredraft.bench.run import bench as run
 
-        report = run(
-            workloads,
-            options,
-            model=model.model,
-            truncate=model.truncate,
-            progress=bars.show,
-            spelling=as_flag,
-            **load_options(model, drafting),
-        )
+        with Raised():
+            report = run(
+                workloads,
+                options,
+                model=model.model,
+                truncate=model.truncate,
+                progress=bars.show,
+                spelling=as_flag,
+                **load_options(model, drafting),
+            )
     finally:
         bars.clear()
     for note in report.notes:

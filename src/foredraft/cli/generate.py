@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.cli.compare import Comparison, alternate
 from foredraft.cli.constraint_options import ConstraintOptions, constraint_options
-from foredraft.cli.conversation import CONVERSATION, Conversation, converse
+from foredraft.cli.conversation import Conversation
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Interrupt
@@ -29,7 +29,8 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.output_files import check_places, print_document, write_document
 from foredraft.cli.progress import ProgressBars
-from foredraft.cli.render import Painter, document, last_line, notes
+from foredraft.cli.render import Painter, document, finish, last_line, notes
+from foredraft.cli.repl import Repl
 from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds import RULES, default_drafter, unused_options
@@ -39,6 +40,11 @@ from foredraft.unicode import invalid_at
 if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
+
+# Positions of a conversation, or of a message and a reply that the model ends itself, unless --max-length is
+# given or the model has fewer: some dozens of turns, for a moderate KV cache. A long message gets half of it
+# on top.
+CONVERSATION = 8192
 
 __all__ = ["check_drafting_options", "drafter_name", "generate", "read_prompt", "refuse_lossy"]
 
@@ -73,6 +79,11 @@ def generate(
     if output.compare:
         options = {"temperature": 0.0} | options
     check_options(foredraft.SamplingParams().replace(**options))  # before the model is loaded
+    unlimited = foredraft.SamplingParams().max_new_tokens  # of a model that does not ask for a limit
+
+    def is_open_ended(defaults: SamplingParams) -> bool:
+        return chat.chat and sampling.max_new_tokens is None and defaults.max_new_tokens == unlimited
+
     conversation = Conversation(chat.system)
     bars = ProgressBars()
 
@@ -84,16 +95,23 @@ def generate(
         return conversation.encode(tokenizer, text) if chat.chat else tokenizer.encode(text)
 
     def needs(tokenizer: Tokenizer | None, defaults: SamplingParams) -> tuple[int, int]:
-        length = len(encode(tokenizer)) + defaults.replace(**options).max_new_tokens
-        return max(sampling.n, 1), max(length, CONVERSATION) if interactive else length
+        is_open = is_open_ended(defaults)
+        new = CONVERSATION // 2 if is_open else defaults.replace(**options).max_new_tokens
+        length = len(encode(tokenizer)) + new
+        return max(sampling.n, 1), max(length, CONVERSATION) if interactive or is_open else length
 
     try:
         llm = load_for(needs, model.model, **load_options(model, drafting), progress=bars.show)
-        full_prompt = encode(llm.tokenizer) if chat.chat else text
         params, trace = llm.params(**options), output.trace is not None
-        job = Job(llm, full_prompt, params, sampling.n, model.truncate, output.show_special, trace)
+        job = Job(
+            llm, text, params, sampling.n, model.truncate, output.show_special, trace,
+            limit_given=sampling.max_new_tokens is not None,
+            open_ended=is_open_ended(llm.default_params),
+        )  # fmt: skip
         if interactive:
-            return converse(job, conversation, Painter(sys.stdout, color=output.color), bars)
+            return Repl(job, conversation, Painter(sys.stdout, color=output.color), bars).run()
+        if chat.chat:
+            job = job.with_prompt(encode(llm.tokenizer))
         shown = prompt is None or (sys.stdout.isatty() and not chat.chat)
         return run(job, output, bars, text if shown else None)
     finally:
@@ -268,7 +286,7 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None
         if prompt is not None and not options.json:
             painter.write_prompt(prompt if streams else f"{prompt}\n")
         shown = Run.timed(
-            partial(stream, job, painter, bars, interrupt)
+            partial(stream, job, painter, bars)
             if streams
             else partial(job.outputs, job.params, trace=job.trace)
         )
@@ -287,9 +305,14 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None
         else:
             if not streams:
                 show_samples(shown.outputs, painter)
-            line = last_line(stats, comparison, compared=options.compare, lossless=shown.lossless)
+            line = last_line(
+                stats, finish(shown.outputs, job.limit), comparison,
+                compared=options.compare, lossless=shown.lossless,
+            )  # fmt: skip
             line = ", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)])
             print("\n".join(fitted([line], terminal_width(sys.stdout))))
+        for note in job.cuts(shown.outputs):
+            print(f"foredraft: {note}", file=sys.stderr)
         for error in errors:
             print_error(error)
     write_document(made, options)

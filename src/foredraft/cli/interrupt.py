@@ -1,15 +1,107 @@
-"""Ctrl-C: the first one ends what runs at a place where nothing is lost, the second one quits."""
+"""Ctrl-C: before a command's own work it ends the process; within, it ends what runs where nothing is lost.
+
+1. From its first line on (`end_at_once`), and while it imports and loads, the process of a command ends
+   within the handler, with exit code 130. Nothing is raised there: a KeyboardInterrupt within an import
+   leaves a half-made module behind, and compiled modules cannot be imported twice.
+2. Work that keeps what it has (`Raised`) gets a KeyboardInterrupt, but never within an import or a
+   finaliser: the signal comes again once that is over.
+3. A request to a model (`Interrupt`) is cancelled at the end of its round.
+
+Before all this, Python itself starts and handles SIGINT in its own way.
+"""
 
 from __future__ import annotations
 
-import signal
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+from time import sleep
 
+from foredraft.cli.exit_codes import INTERRUPTED
+
+TYPE_CHECKING = False  # what `typing` calls so; importing it takes longer than all of this file
 if TYPE_CHECKING:
-    from foredraft import LLM
+    import signal
+    from types import FrameType, TracebackType
+    from typing import Any
 
-__all__ = ["Interrupt"]
+    from foredraft import LLM
+else:
+    import _signal as signal  # what `signal` wraps in enumerations, which take milliseconds to import
+
+__all__ = ["Interrupt", "Raised", "end_at_once"]
+
+IMPORTER = "<frozen importlib._bootstrap>"  # file of the frames that an import has on the stack
+AGAIN_SECONDS = 0.05  # until a signal that came at a wrong moment comes again
+# For a terminal: erases the line of a progress bar, and shows the cursor that the bar had hidden.
+WITHOUT_BAR = b"\r\x1b[K\x1b[?25h"
+
+
+def end_at_once() -> None:
+    """Let SIGINT end this process at once, with the exit code of an interrupt and one line on stderr.
+
+    A process that ignores SIGINT, as a shell starts those in the background, goes on ignoring it.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return
+    process = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:  # a forked process ends without a word
+            _last_words()
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    sys.unraisablehook = _forgotten
+
+
+def _last_words() -> None:
+    """Remove unfinished files, say that the command was interrupted, and write what is printed already."""
+    try:
+        if (files := sys.modules.get("foredraft.files")) is not None:
+            files.discard_unfinished()
+        line = WITHOUT_BAR if os.isatty(2) else b""
+        os.write(2, line + b"foredraft: interrupted\n")
+        sys.stdout.flush()
+    except Exception:
+        pass  # such as a stdout that is closed, or in the midst of a write: the process ends all the same
+
+
+class Raised:
+    """Context manager in which SIGINT raises KeyboardInterrupt, for work that then keeps what it has."""
+
+    def __enter__(self) -> None:
+        self._previous: Any = signal.signal(signal.SIGINT, _raise)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; within an import, once it is over."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTER:
+            _send_again()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _forgotten(unraisable: sys.UnraisableHookArgs) -> None:
+    """Handle an exception that Python cannot raise: a KeyboardInterrupt of a finaliser comes again."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _send_again()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _send_again() -> None:
+    from threading import Timer
+
+    timer = Timer(AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
 
 
 class Interrupt:
@@ -17,7 +109,8 @@ class Interrupt:
 
     `llm` defers signals to the end of a round, so the engine is never interrupted within one. Other work
     calls `check` where nothing is lost: raised anywhere, a KeyboardInterrupt is forgotten in a finaliser, or
-    PyTorch takes it for a file that cannot be written.
+    PyTorch takes it for a file that cannot be written. The second signal raises a KeyboardInterrupt all the
+    same.
 
     Attributes:
         received: A SIGINT arrived.
@@ -27,6 +120,7 @@ class Interrupt:
         self.llm = llm
         self.received = False
         self._previous: Any = None
+        self._cancelling: Any = None  # a thread
 
     def __enter__(self) -> Interrupt:
         self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -36,6 +130,9 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.signal(signal.SIGINT, self._previous)
+        self.llm = None
+        if self._cancelling is not None:
+            self._cancelling.join()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a SIGINT arrived, so that the next step does not start."""
@@ -43,7 +140,19 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.check()
+        if self.received:
+            _raise(number, frame)
+            return
         self.received = True
         if self.llm is not None:
+            from threading import Thread
+
             self.llm.cancel_all()
+            self._cancelling = Thread(target=self._go_on_cancelling, daemon=True)
+            self._cancelling.start()
+
+    def _go_on_cancelling(self) -> None:
+        """Cancel requests that are submitted after the signal, too: encoding one may take seconds."""
+        while (llm := self.llm) is not None:
+            llm.cancel_all()
+            sleep(AGAIN_SECONDS)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from foredraft.cli.interrupt import Interrupt
+from foredraft.cli.errors import as_flag
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter
+from foredraft.errors import Option, RequestError
 
 if TYPE_CHECKING:
     from foredraft import LLM, Output, Piece, SamplingParams, Stats
@@ -29,6 +30,8 @@ class Job:
         truncate: "left" drops the oldest tokens of a prompt that is too long.
         show_special: Keep special tokens in the text.
         trace: Record every round, for the --trace page.
+        limit_given: The user chose the number of new tokens.
+        open_ended: The text ends where the model ends it, or with the positions that the model has.
     """
 
     llm: LLM
@@ -38,6 +41,48 @@ class Job:
     truncate: Literal["left"] | None
     show_special: bool
     trace: bool = False
+    limit_given: bool = False
+    open_ended: bool = False
+
+    @property
+    def limit(self) -> Option:
+        """The option that bounds the text, with its value."""
+        if self.open_ended:
+            return Option("max_length", self.llm.max_length)
+        return Option("max_new_tokens", self.params.max_new_tokens)
+
+    def with_prompt(self, prompt: list[int]) -> Job:
+        """Return the job for the messages of a chat; an open-ended reply gets all positions that they leave.
+
+        Messages that may be truncated leave it a quarter at least.
+
+        Raises:
+            RequestError: They leave none.
+        """
+        if not self.open_ended:
+            return replace(self, prompt=prompt)
+        positions = self.llm.max_length
+        left = positions - len(prompt)
+        if self.truncate is not None:
+            left = max(left, positions // 4)
+        if left < 1:
+            raise RequestError(
+                f"the messages have {len(prompt)} tokens, and the context has {positions}",
+                remedy=(
+                    "shorten them (/clear in a conversation), give ", Option("truncate", "left"),
+                    ", or raise ", Option("max_length"),
+                ),
+            )  # fmt: skip
+        return replace(self, prompt=prompt, params=self.params.replace(max_new_tokens=left))
+
+    def cuts(self, outputs: list[Output]) -> list[str]:
+        """Return a sentence on texts that a limit cut which the user did not choose."""
+        if self.limit_given or all(output.finish_reason != "length" for output in outputs):
+            return []
+        name = as_flag(Option(self.limit.name))
+        if self.open_ended:
+            return [f"the reply was cut where the {self.limit.value} tokens of the context end ({name})"]
+        return [f"the text was cut after {self.limit.value} new tokens, the default; {name} gives more"]
 
     def outputs(self, params: SamplingParams, *, trace: bool = False) -> list[Output]:
         """Generate all samples with these parameters instead of the job's own."""
@@ -100,7 +145,7 @@ class Run:
         return [output.error for output in self.outputs if output.error]
 
 
-def stream(job: Job, painter: Painter, bars: ProgressBars, interrupt: Interrupt) -> list[Output]:
+def stream(job: Job, painter: Painter, bars: ProgressBars) -> list[Output]:
     """Generate one sample, and print each token's text as soon as later tokens cannot change it."""
     origins: list[str] = []
     output = None
@@ -111,8 +156,6 @@ def stream(job: Job, painter: Painter, bars: ProgressBars, interrupt: Interrupt)
         for index, text in piece.parts or []:
             painter.write(text, origins[index])
         output = piece.output
-        if interrupt.received:  # Ctrl-C may have come before the request was submitted
-            job.llm.cancel_all()
     assert output is not None
     painter.end_line()
     return [output]

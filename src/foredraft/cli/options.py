@@ -113,8 +113,8 @@ class ModelOptions(TargetOptions):
     max_batch: int | None = None
     """Maximum number of sequences in a batch. Default: as many as the command uses and memory allows."""
     max_length: int | None = None
-    """Maximum tokens of a sequence, prompt and output together. Default: as many as the prompts need; in a
-    conversation of generate 8192, or the model's maximum if that is lower."""
+    """Maximum tokens of a sequence, prompt and output together. Default: as many as the prompts need; with
+    --chat of generate 8192 or more, or the model's maximum if that is lower."""
     truncate: Literal["left"] | None = None
     """Drop the oldest tokens of a prompt that is too long. Default: refuse the prompt."""
     deterministic: bool = True
@@ -222,7 +222,8 @@ class SamplingOptions:
     """Options of a request. None: the model's generation_config.json applies, else the value in brackets."""
 
     max_new_tokens: Annotated[int | None, common(SAMPLING)] = None
-    """Maximum number of new tokens (128); 0 only runs prefill, for --prompt-logprobs."""
+    """Maximum number of new tokens (128; with --chat as many as --max-length leaves); 0 only runs prefill,
+    for --prompt-logprobs."""
     temperature: Annotated[float | None, common(SAMPLING)] = None
     """Sampling temperature (1; with --compare 0). 0 is greedy decoding: truncation and --seed then have no
     effect."""
@@ -269,7 +270,7 @@ class SamplingOptions:
 class ChatOptions:
     chat: Annotated[Flag, common(CHAT)] = False
     """Send PROMPT as a user message in the model's chat template. Without PROMPT, on a terminal, hold a
-    conversation: /reset clears it, /exit or Ctrl-D ends it, Ctrl-C ends a reply, /help lists these."""
+    conversation: /help lists its commands, Ctrl-C ends a reply, /bye or Ctrl-D ends it."""
     system: str | None = None
     """With --chat: the system message."""
 

@@ -16,6 +16,7 @@ from typing import Any
 from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.options import DocumentOptions
 from foredraft.cli.stdin import STDIN
+from foredraft.cli.stdout import check_stdout, writing_stdout
 from foredraft.errors import ConfigError, Option, Text
 from foredraft.files import check_place, write_whole
 
@@ -23,7 +24,7 @@ __all__ = ["check_places", "print_document", "write_document", "write_report"]
 
 
 def check_places(**files: Path | None) -> None:
-    """Refuse files that cannot be written, and one file for two options.
+    """Refuse files that cannot be written, stdout included, and one file for two options.
 
     Args:
         **files: The value of each option, by the option's name.
@@ -31,6 +32,7 @@ def check_places(**files: Path | None) -> None:
     Raises:
         ConfigError: A file cannot be written, is stdout, or is given twice.
     """
+    check_stdout()
     for option, file in files.items():
         if str(file) in ("-", STDIN):
             remedy: Text = ("give ", Option("json"), " instead") if option == "out" else "give a file"
@@ -99,13 +101,8 @@ def _print(text: str) -> None:
         BrokenPipeError: The reader closed the pipe, which is not a failure.
         ConfigError: stdout cannot be written.
     """
-    try:
+    with writing_stdout():
         print(text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        problem = f"stdout cannot be written ({error.strerror})"
-        raise ConfigError(problem, remedy="redirect it to another file") from error
 
 
 def _as_json(document: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from foredraft.cli.options import COMMON, MODEL, OUTPUT, Flag, common
+from foredraft.files import check_folder_place
 
 __all__ = ["quantise"]
 
@@ -52,6 +53,7 @@ def quantise(
     json_output
         Print one JSON document instead of text.
     """
+    check_folder_place(out, "out")
     from foredraft.quantise import quantise_checkpoint
 
     options = {name: value for name, value in asdict(source).items() if value is not None and name != "model"}

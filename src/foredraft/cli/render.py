@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
+from foredraft.cli.errors import as_flag
 from foredraft.cli.layout import terminal_width
+from foredraft.cli.stdout import writing_stdout
 from foredraft.pages.origins import ORIGINS
 
 if TYPE_CHECKING:
     from foredraft import Output, Score, Stats
     from foredraft.cli.compare import Comparison
+    from foredraft.errors import Option
 
 __all__ = ["Painter", "document", "last_line"]
 
@@ -28,10 +31,10 @@ TAIL = 2000
 
 
 class Painter:
-    """Writes text to a stream; on a terminal, each token in the colour of its origin.
+    """Writes text to stdout; on a terminal, each token in the colour of its origin.
 
     Args:
-        stream: Where text goes.
+        stream: stdout.
         color: Use colours if the stream is a terminal that has them and NO_COLOR is not set.
     """
 
@@ -68,17 +71,20 @@ class Painter:
             text = "".join(map(visible, text))
         if self.color and origin in ORIGINS:
             text = painted(text, ORIGINS[origin].ansi)
-        self.stream.write(text)
-        self.stream.flush()
+        self._put(text)
 
     def write_prompt(self, prompt: str) -> None:
         """Write the prompt before its text: on a terminal its end, dimmed, below the legend."""
         self.print_legend()
         if self.terminal:
             prompt = "".join(map(visible, prompt if len(prompt) <= TAIL else f"…{prompt[-TAIL:]}"))
-        self.stream.write(painted(prompt, DIM) if self.color else prompt)
-        self.stream.flush()
+        self._put(painted(prompt, DIM) if self.color else prompt)
         self._at_line_start = False
+
+    def _put(self, text: str) -> None:
+        with writing_stdout():
+            self.stream.write(text)
+            self.stream.flush()
 
 
 def painted(text: str, code: int) -> str:
@@ -102,16 +108,27 @@ def legend(*, color: bool, separator: str = "; ") -> str:
     )
 
 
-def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool, lossless: bool) -> str:
+def last_line(
+    stats: Stats,
+    finish: str,
+    comparison: Comparison | None = None,
+    *,
+    compared: bool = False,
+    lossless: bool = True,
+) -> str:
     """Return the line of figures.
 
     Args:
         stats: Figures of the run.
+        finish: Why the text ended.
         comparison: The comparison with plain decoding; None if there is none.
         compared: A comparison was requested; without a `comparison`, the line says that it did not finish.
         lossless: The output follows the target's distribution exactly.
     """
-    parts = [f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s"]
+    parts = [
+        f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s",
+        finish,
+    ]
     if stats.drafted:
         parts.append(f"acceptance rate {stats.acceptance_rate:.0%}")
         parts.append(f"mean accepted length {stats.mean_accepted_length:.2f}")
@@ -124,6 +141,17 @@ def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool, lo
     if not lossless:
         parts.append("NOT LOSSLESS: the text need not be the target's")
     return ", ".join(parts)
+
+
+def finish(outputs: Sequence[Output], limit: Option) -> str:
+    """Return why the texts ended, with the option that cut one.
+
+    Examples:
+        "finish_reason eos", "finish_reason length (--max-new-tokens 128)"
+    """
+    reasons = dict.fromkeys(output.finish_reason for output in outputs)
+    named = [f"length ({as_flag(limit)})" if reason == "length" else reason for reason in reasons]
+    return f"finish_reason {', '.join(named)}"
 
 
 def notes(profile_seconds: float, outputs: Sequence[Output]) -> list[str]:

@@ -22,6 +22,7 @@ from foredraft.cli.options import COMMON, OUTPUT, Flag, TargetOptions, bullets, 
 from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
 from foredraft.errors import ConfigError, Option
+from foredraft.files import check_folder_place
 from foredraft.train.options import LOSSES, AdapterOptions, TrainOptions
 from foredraft.train.options import DraftOptions as TrainedDraftOptions
 
@@ -207,10 +208,15 @@ def _run(
     output: JsonOptions,
 ) -> int:
     """Train, show the progress, and print what came of it."""
+    if own["out"] is not None:
+        check_folder_place(own["out"], "out")
+    if loop.work is not None:
+        check_folder_place(loop.work, "work", kept=True)
     leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the first one speaks
     bars = started() if leads else None
     load = {name: value for name, value in asdict(model).items() if value is not None and name != "model"}
     options = asdict(data) | asdict(loop) | own
+    train = _trainer(what)  # imports PyTorch, and so before signals wait for the next report
     try:
         with Interrupt() as interrupt:
 
@@ -219,7 +225,7 @@ def _run(
                 if bars is not None:
                     bars.show(stage, done, total, note)
 
-            result = _train(what, options, model.model, report, load)
+            result = train(options, model.model, report=report, **load)
     finally:
         if bars is not None:
             bars.clear()
@@ -230,16 +236,14 @@ def _run(
     return 0
 
 
-def _train(
-    what: str, options: dict[str, Any], model: str | None, report: Callable[..., None], load: dict[str, Any]
-) -> Result:
+def _trainer(what: str) -> Callable[..., Result]:
     if what == "adapter":
         from foredraft.train.adapter import train_adapter
 
-        return train_adapter(AdapterOptions(**options), model, report=report, **load)
+        return lambda options, *rest, **more: train_adapter(AdapterOptions(**options), *rest, **more)
     from foredraft.train.draft import train_draft
 
-    return train_draft(TrainedDraftOptions(**options), model, report=report, **load)
+    return lambda options, *rest, **more: train_draft(TrainedDraftOptions(**options), *rest, **more)
 
 
 def _lines(what: str, result: Result, *, found: bool) -> list[str]:
@@ -254,4 +258,7 @@ def _lines(what: str, result: Result, *, found: bool) -> list[str]:
     if result.skipped:
         print(f"foredraft: {result.skipped} bad lines were left out", file=sys.stderr)
     use = Option("drafter", "kangaroo") if found else Option(what, result.out)
-    return [*lines, f"use it with {as_flag(use)}; `foredraft bench` measures it"]
+    told = f"use it with {as_flag(use)}"
+    if found and result.predicted <= 1:
+        told = f"it is predicted to be slower than plain decoding, so only {as_flag(use)} uses it"
+    return [*lines, f"{told}; `foredraft bench` measures it"]

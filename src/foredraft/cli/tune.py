@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
+from foredraft.cli.interrupt import Raised
 from foredraft.cli.layout import table
 from foredraft.cli.measuring import TuneOptions
 from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
@@ -55,15 +56,16 @@ def tune(
     try:
         from foredraft.tune.run import tune as run
 
-        report = run(
-            prompts,
-            options,
-            model=model.model,
-            plan_out=tuning.plan_out,
-            truncate=model.truncate,
-            progress=bars.show,
-            **load_options(model, DraftingOptions()),
-        )
+        with Raised():
+            report = run(
+                prompts,
+                options,
+                model=model.model,
+                plan_out=tuning.plan_out,
+                truncate=model.truncate,
+                progress=bars.show,
+                **load_options(model, DraftingOptions()),
+            )
     finally:
         bars.clear()
     write_report(

@@ -73,7 +73,9 @@ def _trained(
     load: Mapping[str, Any],
 ) -> Result:
     torch.manual_seed(options.seed)
-    prepared = prepare(model, options, load, processes, report)
+    prepared = prepare(
+        model, options, load, processes, report, lambda target, hash: _place(options.out, hash)
+    )
     place = _place(options.out, prepared.hash)
     student = _student(prepared, options, processes)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
+from foredraft.loading.checkpoints import Checkpoint
 from foredraft.loading.device import find_device
 from foredraft.model.config import read_json
 from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
@@ -61,12 +62,19 @@ def train_draft(
 def _trained(
     options: DraftOptions, model: str | None, processes: Processes, report: Report, load: Mapping[str, Any]
 ) -> Result:
-    prepared = prepare(model, options, load, processes, report)
-    folder, target = prepared.checkpoint.folder, prepared.target
     place = options.out
-    config = draft_config(read_json(folder / CONFIG), target.spec, options)
-    config = with_dtype(config, prepared.checkpoint.dtype)
-    check_out(place, lambda found: not found.samefile(folder) and _holds(found, config))
+
+    def config_for(checkpoint: Checkpoint) -> dict[str, Any]:
+        config = draft_config(read_json(checkpoint.folder / CONFIG), checkpoint.spec, options)
+        return with_dtype(config, checkpoint.dtype)
+
+    def check_place(checkpoint: Checkpoint, hash: str) -> None:
+        config = config_for(checkpoint)
+        check_out(place, lambda found: not found.samefile(checkpoint.folder) and _holds(found, config))
+
+    prepared = prepare(model, options, load, processes, report, check_place)
+    folder, target = prepared.checkpoint.folder, prepared.target
+    config = config_for(prepared.checkpoint)
     try:
         spec = ModelSpec.from_hf(config)
     except CheckpointError as error:

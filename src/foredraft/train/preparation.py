@@ -69,6 +69,7 @@ def prepare(
     load: Mapping[str, Any],
     processes: Processes,
     report: Report,
+    check_place: Callable[[Checkpoint, str], object],
 ) -> Prepared:
     """Read the data and load the target.
 
@@ -78,6 +79,7 @@ def prepare(
         load: Of the arguments of `foredraft.load`: revision, dtype, device.
         processes: Those that train together.
         report: Told how far it is.
+        check_place: Given the target and its hash, refuses the folder to write, before anything is computed.
 
     Raises:
         ConfigError: An option or a file of data cannot be used.
@@ -95,6 +97,7 @@ def prepare(
             remedy=GIVE_TOKENIZER,
         )
     hash = target_hash(checkpoint.folder)
+    check_place(checkpoint, hash)
     folder = _work(options, hash, processes)
     length = min(options.length or LENGTH, checkpoint.spec.max_positions)
     eos = next(iter(checkpoint.spec.eos_token_ids), None)

@@ -16,7 +16,7 @@ import foredraft
 from foredraft.drafters.plan_files import PlanFile, find_plan, keep_plan, plan_place, write_plan
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, shortened
-from foredraft.files import TEMPORARY
+from foredraft.files import TEMPORARY, probe
 from foredraft.llm import LLM
 from foredraft.model.device import dtype_name
 from foredraft.ownership import NotPrivateError, check_folder, make_folder
@@ -44,9 +44,7 @@ def check_writable(folder: Path) -> None:
     try:
         make_folder(cache)
         existing = check_folder(folder if folder.exists() else cache)
-        probe = existing / f"{TEMPORARY}{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        probe(existing / f"{TEMPORARY}{os.getpid()}")
     except NotPrivateError as error:
         raise ConfigError(
             f"{refused}, because {error.filename} {error.strerror}", remedy=PRIVATE_CACHE

@@ -1,0 +1,210 @@
+"""`foredraft generate --chat` on a terminal: messages are typed, replies are streamed.
+
+A line that begins with `/` is a command, and never a message. Ctrl-C ends a reply; at the prompt it says how
+to leave, and twice in a row it leaves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, CycloptsError
+
+from foredraft.cli.conversation import Conversation
+from foredraft.cli.errors import print_error
+from foredraft.cli.interrupt import Interrupt, Raised
+from foredraft.cli.job import Job, Run, stream
+from foredraft.cli.layout import fitted, terminal_width
+from foredraft.cli.options import DraftingOptions, SamplingOptions, request_options
+from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import Painter, finish, last_line
+from foredraft.errors import RequestError, did_you_mean
+
+__all__ = ["Repl"]
+
+PROMPT = "> "
+LEAVING = "Ctrl-D or /bye ends the conversation; so does Ctrl-C again"
+# Options of a request that have no effect in a conversation.
+NOT_SET = {"n", "logprobs", "prompt_logprobs"}
+SETTABLE = [field.name.replace("_", "-") for field in fields(SamplingOptions) if field.name not in NOT_SET]
+
+
+class Leave(Exception):
+    """The user ends the conversation."""
+
+
+class Repl:
+    """A conversation on a terminal.
+
+    Args:
+        job: Parameters of every reply; its prompt is ignored.
+        conversation: The messages so far.
+        painter: Prints the replies.
+        bars: Progress bars.
+    """
+
+    def __init__(self, job: Job, conversation: Conversation, painter: Painter, bars: ProgressBars) -> None:
+        self.job, self.conversation, self.painter, self.bars = job, conversation, painter, bars
+
+    def run(self) -> int:
+        """Read messages and print replies until the user ends the conversation; return the exit code.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came twice in a row at the prompt.
+        """
+        with suppress(ImportError):  # not every system has it
+            import readline  # noqa: F401  gives `input` a history and line editing
+        self.help("")
+        warned = False
+        with Raised():
+            while True:
+                try:
+                    line = input(PROMPT)
+                    warned = False
+                    self.answer(line)
+                except (EOFError, Leave) as end:
+                    if isinstance(end, EOFError):
+                        self.painter.write("\n")
+                    return 0
+                except KeyboardInterrupt:
+                    self.painter.write("\n")
+                    if warned:
+                        raise
+                    warned = True
+                    tell(LEAVING)
+                except UnicodeDecodeError as error:
+                    print_error(f"the message is not UTF-8 text (byte {error.start}); type it again")
+                except (RequestError, CycloptsError) as error:
+                    print_error(error)
+
+    def answer(self, line: str) -> None:
+        """Obey a command, or reply to a message."""
+        if line.startswith("/"):
+            word, _, argument = line.partition(" ")
+            command = COMMANDS.get(word)
+            if command is None:
+                tell(f"{word} is no command; {NAMES}")
+            else:
+                command(self, argument.strip())
+        elif text := line.strip():
+            self.reply(text)
+
+    def reply(self, text: str) -> None:
+        """Print the model's reply to a message, and add both to the conversation."""
+        llm = self.job.llm
+        with Interrupt(llm) as interrupt:
+            prompt = self.conversation.encode(llm.tokenizer, text)
+            job = self.job.with_prompt(prompt)
+            interrupt.check()
+            shown = Run.timed(partial(stream, job, self.painter, self.bars))
+            self.bars.clear()
+            line = last_line(shown.stats, finish(shown.outputs, job.limit), lossless=shown.lossless)
+            print("\n".join(fitted([line], terminal_width(sys.stdout))))
+        for note in job.cuts(shown.outputs):
+            tell(f"{note}; /clear begins anew" if job.open_ended else note)
+        for error in shown.errors:
+            print_error(error)
+        if not shown.errors:
+            [output] = shown.outputs
+            assert llm.tokenizer is not None
+            # Without special tokens, even under --show-special: the chat template adds them itself.
+            self.conversation.add(text, llm.tokenizer.decode(output.token_ids, after=prompt))
+
+    # --- commands -----------------------------------------------------------------------------------
+
+    def help(self, argument: str) -> None:
+        tell(f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message")
+
+    def clear(self, argument: str) -> None:
+        self.conversation.clear()
+
+    def save(self, argument: str) -> None:
+        self.conversation.save(_file(argument, "/save"))
+
+    def load(self, argument: str) -> None:
+        number = self.conversation.load(_file(argument, "/load"))
+        tell(f"{number} messages loaded")
+
+    def set(self, argument: str) -> None:
+        """Set an option of the replies to come, as `generate` reads it; without one, show them all."""
+        name, _, value = argument.partition(" ")
+        if not name:
+            given = ((option, getattr(self.job.params, option.replace("-", "_"))) for option in SETTABLE)
+            tell(", ".join(f"{option} {value}" for option, value in given if value not in (None, ())))
+            return
+        option, parsed = parse_setting(name, value.strip())
+        self.job = replace(self.job, params=self.job.params.replace(**{option: parsed}))
+        if option == "max_new_tokens":
+            self.job = replace(self.job, open_ended=False, limit_given=True)
+
+    def bye(self, argument: str) -> None:
+        raise Leave
+
+
+COMMANDS: dict[str, Callable[[Repl, str], None]] = {
+    "/help": Repl.help,
+    "/clear": Repl.clear,
+    "/save": Repl.save,
+    "/load": Repl.load,
+    "/set": Repl.set,
+    "/bye": Repl.bye,
+}
+NAMES = (
+    "/help shows this, /clear forgets the messages, /save FILE and /load FILE keep them, /set OPTION VALUE"
+    " changes how replies are sampled, /bye or Ctrl-D ends the conversation"
+)
+
+
+def tell(line: str) -> None:
+    """Print a line for the user to stderr."""
+    print("\n".join(fitted([line], terminal_width(sys.stderr))), file=sys.stderr)
+
+
+def parse_setting(name: str, value: str) -> tuple[str, Any]:
+    """Return an option of `SamplingParams` and its value, parsed as `generate` parses --name VALUE.
+
+    Raises:
+        RequestError: It is no option of a reply, or it has no value.
+        CycloptsError: The value does not fit.
+
+    Examples:
+        >>> parse_setting("top-p", "0.9")
+        ('top_p', 0.9)
+    """
+    flag = name.removeprefix("--").replace("_", "-")
+    if flag not in SETTABLE:
+        raise RequestError(
+            f"{name!r} is no option of a reply",
+            remedy=f"give one of {', '.join(SETTABLE)}{did_you_mean(flag, SETTABLE)}",
+        )
+    if not value:
+        raise RequestError(f"{flag} has no value", remedy=f"give one: /set {flag} VALUE")
+    option = flag.replace("-", "_")
+    parsed = _parser()([f"--{flag}={value}"])
+    return option, request_options(parsed, DraftingOptions())[option]
+
+
+def _parser() -> App:
+    """Return a parser of the options of a request alone."""
+    parser = App(
+        name="/set", result_action="return_value", exit_on_error=False, print_error=False,
+        help_flags=[], version_flags=[],
+    )  # fmt: skip
+
+    @parser.default
+    def parsed(*, sampling: SamplingOptions = SamplingOptions()) -> SamplingOptions:
+        return sampling
+
+    return parser
+
+
+def _file(argument: str, command: str) -> Path:
+    if not argument:
+        raise RequestError(f"{command} has no file", remedy=f"give one: {command} FILE")
+    return Path(argument).expanduser()
