@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.cli import app, main
+from foredraft.cli import main
+from foredraft.cli.commands import app
 from foredraft.cli.foreign_options import NAMES, THREADS
 
 ARGUMENT = "the argument itself, without an option"
