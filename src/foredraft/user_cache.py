@@ -9,7 +9,8 @@ Each kind of content has its own folder. A kind's documents are JSON values unde
     write("profiles", key, {"step_ms": 4.2})
     read("profiles", key)  # {"step_ms": 4.2}; None under any other key
 
-Other files lie beside a document that holds the digest of their content (`find_file`, `new_file`).
+Other files lie beside a document that holds the digest of their content: `read_bytes` and `write_bytes` for
+those that fit into memory, `find_file` and `new_file` for those that are used in their place.
 
 Contract: a key holds everything that the content depends on. A reader sees a whole file or none, also while
 several processes write it. Only content that this user wrote is believed: a file whose digest differs, or
@@ -34,7 +35,19 @@ from typing import Any
 from foredraft.files import TEMPORARY, replacing
 from foredraft.ownership import NotPrivateError, check_folder, make_folder, read_private
 
-__all__ = ["PRIVATE_CACHE", "cache_folder", "find_file", "keyed_path", "new_file", "read", "sweep", "write"]
+__all__ = [
+    "PRIVATE_CACHE",
+    "cache_folder",
+    "find_file",
+    "keep_newest",
+    "keyed_path",
+    "new_file",
+    "read",
+    "read_bytes",
+    "sweep",
+    "write",
+    "write_bytes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +117,27 @@ def find_file(kind: str, key: Any, suffix: str) -> Path | None:
 
     Until it is used, no other user can replace it.
     """
-    path, digest = keyed_path(kind, key, suffix), read(kind, key)
-    content = None if digest is None else _read_bytes(path)
-    if path is None or content is None or hashlib.sha256(content).hexdigest() != digest:
+    path = keyed_path(kind, key, suffix)
+    if path is None or read_bytes(kind, key, suffix) is None:
         return None
     return Path(os.path.realpath(path))
+
+
+def read_bytes(kind: str, key: Any, suffix: str) -> bytes | None:
+    """Return the content of the file under a key; None where it is missing, broken or foreign."""
+    digest = read(kind, key)
+    content = None if digest is None else _read_bytes(keyed_path(kind, key, suffix))
+    return content if content is not None and hashlib.sha256(content).hexdigest() == digest else None
+
+
+def write_bytes(kind: str, key: Any, suffix: str, content: bytes) -> None:
+    """Store a file under a key, in place of an earlier one. A failure is only logged."""
+    try:
+        with new_file(kind, key, suffix) as new:
+            if new is not None:
+                new.write_bytes(content)
+    except OSError as error:
+        logger.debug("the cache cannot hold %s (%s)", keyed_path(kind, key, suffix), error)
 
 
 @contextmanager
@@ -129,6 +158,17 @@ def new_file(kind: str, key: Any, suffix: str) -> Iterator[Path | None]:
         yield new
         digest = hashlib.sha256(new.read_bytes()).hexdigest()
     write(kind, key, digest)
+
+
+def keep_newest(kind: str, suffix: str, most: int) -> None:
+    """Remove all but the newest `most` files of a kind, with their documents. A failure is ignored."""
+    folder = cache_folder(kind)
+    with suppress(OSError):
+        files = [] if folder is None else [*folder.glob(f"*{suffix}")]
+        files.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        for file in files[most:]:
+            file.unlink()
+            file.with_suffix(".json").unlink()
 
 
 def sweep(folder: Path, *prefixes: str) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.drafters import vocabulary
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
 from foredraft.model.tokenizer import Tokenizer
@@ -118,6 +119,22 @@ def test_an_empty_sequence_of_steps_counts_as_no_steps() -> None:
     for other in (one, two):
         assert same_tokenizer(Tokenizer(nothing), Tokenizer(other))
     assert not same_tokenizer(Tokenizer(one), Tokenizer(two))
+
+
+def test_vocabularies_of_other_sizes_are_told_apart_without_a_look_at_their_tokens() -> None:
+    small, large = Tokenizer(alphabets.byte_level()), Tokenizer(alphabets.byte_level(600))
+    assert not same_tokenizer(small, large) and not same_tokenizer(large, small)
+    assert "fingerprint" not in {*vars(small), *vars(large)}
+    assert vocabulary._may_share(small, small)
+
+
+@pytest.mark.parametrize(("more", "may"), [(2, True), (10, False)])
+def test_added_tokens_do_not_count_as_a_difference_of_sizes(more: int, may: bool) -> None:
+    """Only the ordinary tokens have to be shared; 1 % of them may not be."""
+    small, added, large = (alphabets.byte_level(size) for size in (384, 384, 384 + more))
+    added.add_special_tokens([f"<{number}>" for number in range(100)])
+    assert vocabulary._may_share(Tokenizer(small), Tokenizer(added))
+    assert vocabulary._may_share(Tokenizer(large), Tokenizer(small)) == may
 
 
 def test_both_file_forms_of_sentencepiece_are_the_same_tokenizer() -> None:

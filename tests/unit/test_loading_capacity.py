@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,25 @@ from tests.support import checkpoints
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
+
+
+COUNTS = """
+import sys
+import torch
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_bytes
+found = weight_bytes(ModelSpec.from_hf(CONFIG), torch.device("cpu"), torch.float32)
+assert found > 0 and "torch._dynamo" not in sys.modules
+"""
+
+
+def test_counting_bytes_imports_no_compiler(tmp_path: Path) -> None:
+    """That would take as long as all other imports. Gemma's norms are sums, which "meta" does in Python."""
+    folder = checkpoints.save_checkpoint(tmp_path / "model", "gemma2")
+    config = json.loads((folder / "config.json").read_text())
+    code = COUNTS.replace("CONFIG", repr(config))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 # --- free memory ---------------------------------------------------------------------------------------

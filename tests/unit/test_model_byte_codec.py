@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.model.tokenizer import Tokenizer
@@ -76,6 +78,21 @@ def test_characters_drops_an_incomplete_character_at_the_end() -> None:
     assert [characters(data[: len(data) - cut]) for cut in range(5)] == [TEXT[:20] + "🙂"] + [TEXT[:20]] * 4
     assert characters(b"\x9f\x98ab") == ""
     assert characters(b"ab\xffcd") == "ab"
+
+
+@pytest.mark.parametrize("size", [None, 386])
+@pytest.mark.parametrize("name", alphabets.KINDS)
+def test_the_tokenizer_of_literal_texts_is_a_copy_without_ids_beyond_the_models(
+    name: str, size: int | None
+) -> None:
+    inner = alphabets.KINDS[name]()
+    inner.add_tokens([AddedToken("<plain>", lstrip=True), AddedToken(" up", normalized=True)])
+    inner.add_special_tokens(["<tool>"])
+    literal = ByteCodec(Tokenizer(inner, model_vocab_size=size))._literal
+    content = json.loads(inner.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < (size or 10**6)]
+    assert json.loads(literal.to_str()) == content
+    assert literal.encode_special_tokens and not inner.encode_special_tokens
 
 
 @pytest.mark.parametrize("name", alphabets.KINDS)

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers
 
 from foredraft.errors import CheckpointError
-from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.tokenizer import BYTE_LEVEL as TABLE
+from foredraft.model.tokenizer import Tokenizer, token_bytes
 from tests.support.checkpoints import TEXT, tiny_tokenizer
 from tests.support.decoded import decoded
 
@@ -275,6 +276,39 @@ def test_fingerprints_differ_between_vocabularies(tokenizer: Tokenizer) -> None:
     renamed = tiny_tokenizer()
     renamed.add_special_tokens(["<|im_end|>"])
     assert Tokenizer(renamed).fingerprint != tokenizer.fingerprint
+
+
+def test_equal_files_are_read_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A tokenizer that two models share has one set of tables, and its own number of ids in each."""
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    shared = Tokenizer.from_folder(tmp_path, 100, like=tokenizer)
+    assert shared is not None and shared.inner is tokenizer.inner and shared.model_vocab_size == 100
+    tiny_tokenizer(300).save(str(tmp_path / "tokenizer.json"))
+    other = Tokenizer.from_folder(tmp_path, 100, like=tokenizer)
+    assert other is not None and other.inner is not tokenizer.inner and other.size != tokenizer.size
+    assert not other.has_ids_of(tokenizer)
+
+
+def test_ids_mean_the_same_in_equal_vocabularies_of_different_files(tokenizer: Tokenizer) -> None:
+    inner = tiny_tokenizer()
+    inner.normalizer = normalizers.NFC()
+    other = Tokenizer(inner)
+    assert other.digest != tokenizer.digest and other.has_ids_of(tokenizer)
+
+
+def test_what_takes_long_is_computed_once_and_only_when_it_is_asked_for(tmp_path: Path) -> None:
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.from_folder(tmp_path)
+    assert loaded is not None and "fingerprint" not in vars(loaded)
+    assert loaded.special is loaded.special
+    assert loaded.fingerprint is loaded.fingerprint
+
+
+def test_bytes_of_byte_level_tokens_are_those_of_the_table() -> None:
+    table = {chr(code): TABLE.get(chr(code)) for code in range(0x400)}
+    for character, byte in table.items():
+        assert token_bytes(character) == (character.encode() if byte is None else bytes([byte]))
+    assert token_bytes("Ġa") == b" a" and token_bytes("Ġ a") == "Ġ a".encode() and token_bytes("") == b""
 
 
 def test_truncation_in_the_file_is_switched_off(tmp_path: Path) -> None:

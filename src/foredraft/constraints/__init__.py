@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import count
 from typing import TypeAlias
 
 from llguidance import LLMatcher
 
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.combined import Combined
-from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
+from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer, with_slices
 from foredraft.constraints.grammar import Grammar
 from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, State, Symbols
 from foredraft.constraints.token_automaton import TokenAutomaton
@@ -32,6 +33,9 @@ __all__ = ["ConstraintFactory"]
 Ban: TypeAlias = tuple[tuple[str, ...], bool, bool, tuple[str, ...]]  # phrases, options, endings of a text
 KEPT_LISTS = 16  # compiled ban lists; one of 10,000 phrases takes some 100 MB with its masks
 KEPT_GRAMMARS = 256  # compiled grammars, some 100 kB each
+# Grammars that a process uses before slices are made for them: those of the check and of the first sequence
+# of its first request, most often its only one. Slices would double its wait for the first token.
+WITHOUT_SLICES = 2
 
 
 class ConstraintFactory:
@@ -52,6 +56,8 @@ class ConstraintFactory:
         self._masks = lru_cache(KEPT_LISTS)(self._make_masks)
         self._safe = lru_cache(KEPT_LISTS)(self._has_safe_token)
         self._ll_tokenizer = lru_cache(1)(lambda: grammar_tokenizer(self._codec(), vocabulary, ends))
+        self._sliced = lru_cache(1)(lambda: with_slices(self._ll_tokenizer()))
+        self._grammars_used = count()
         self._matcher = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def maker(
@@ -78,7 +84,8 @@ class ConstraintFactory:
                 parts["ban"] = banned()
             if params.text_grammar is not None:
                 option, _ = params.text_grammar
-                matcher = self._matcher(params.text_grammar).deep_copy()
+                sliced = next(self._grammars_used) >= WITHOUT_SLICES
+                matcher = self._matcher(params.text_grammar, sliced).deep_copy()
                 parts[option] = Grammar(matcher, self._ends, self._vocabulary, option)
             if len(parts) == 1 and not (ends and params.min_new_tokens):
                 return next(iter(parts.values()))
@@ -149,5 +156,5 @@ class ConstraintFactory:
                 return True
         return False
 
-    def _compile(self, grammar: tuple[str, str]) -> LLMatcher:
-        return compile_grammar(*grammar, self._ll_tokenizer())
+    def _compile(self, grammar: tuple[str, str], sliced: bool) -> LLMatcher:
+        return compile_grammar(*grammar, self._sliced() if sliced else self._ll_tokenizer())

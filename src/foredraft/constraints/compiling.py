@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 
-__all__ = ["check_grammar", "compile_grammar", "grammar_tokenizer"]
+__all__ = ["check_grammar", "compile_grammar", "grammar_tokenizer", "with_slices"]
 
 # White space between the parts of a JSON text: as people and models write it, but never without an end.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
@@ -42,7 +42,16 @@ class _Vocabulary:
 def grammar_tokenizer(codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
     """Return the tables of a tokenizer for llguidance."""
     wrapped = _Vocabulary(codec, vocabulary, ends)
-    return LLTokenizer(TokenizerWrapper(wrapped), n_vocab=vocabulary)
+    return LLTokenizer(TokenizerWrapper(wrapped), n_vocab=vocabulary, slices=[])
+
+
+def with_slices(tokenizer: LLTokenizer) -> LLTokenizer:
+    """Return the tables with slices: parts of the vocabulary that some states of a grammar allow as a whole.
+
+    A mask within a string of a JSON text then takes 0.1 ms instead of 3 ms, of 262,144 ids, and is the same.
+    Making the slices takes as long as all other tables.
+    """
+    return tokenizer.with_slices(LLTokenizer.general_slices())
 
 
 def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -6,6 +6,7 @@ characters with the same first bytes are a range of code points, which begins an
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 import numpy as np
@@ -65,5 +66,8 @@ def _length(pending: bytes) -> int:
 @lru_cache(1)
 def _words_before() -> npt.NDArray[np.int64]:
     """Return the number of characters of words before each block of 64 code points."""
-    words = np.fromiter((is_word(chr(code)) for code in range(LAST)), dtype=bool, count=LAST)
+    words, every = np.zeros(LAST, dtype=bool), np.arange(LAST, dtype="<u4")
+    # \w is the same as `is_word`, and a million calls would take 0.2 s
+    for run in re.finditer(r"\w+", every.tobytes().decode("utf-32-le", "surrogatepass")):
+        words[slice(*run.span())] = True
     return np.concatenate([[0], np.cumsum(words.reshape(-1, BLOCK).sum(1))])

@@ -22,6 +22,7 @@ from foredraft.constraints.open_characters import is_word
 __all__ = ["BOUNDARY", "PhraseAutomaton", "State", "Symbols"]
 
 BOUNDARY = "\ud800"  # a lone surrogate: no text contains it
+BETWEEN = "\ud802"  # another one, between texts that become symbols in one call
 ROOT = 0
 
 
@@ -34,7 +35,7 @@ class Symbols(dict[int, str]):
     """
 
     def __init__(self, *, ignore_case: bool, whole_words: bool) -> None:
-        super().__init__()
+        super().__init__({ord(BETWEEN): BETWEEN})
         self.ignore_case, self.whole_words = ignore_case, whole_words
 
     def __missing__(self, code: int) -> str:
@@ -51,6 +52,12 @@ class Symbols(dict[int, str]):
     def of(self, text: str) -> str:
         """Return the symbols of a text."""
         return text.translate(self)
+
+    def of_each(self, texts: Seq[str]) -> list[str]:
+        """Return the symbols of each of several texts, one or more."""
+        if not self.ignore_case and not self.whole_words:
+            return [*texts]
+        return BETWEEN.join(texts).translate(self).split(BETWEEN)
 
     def pattern(self, phrase: str) -> str:
         """Return the symbols that a text with the phrase contains."""

@@ -13,6 +13,7 @@ may end with an open character, which shows nothing.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,8 @@ EAGER = (
     64  # phrases below a node from which on its ranges are looked up at once: a millisecond has about 1,000
 )
 OTHER = "\ud801"  # stands for every symbol that no pattern has: they all lead to the same node
+CODES, CODE_BITS = 0x110000, 21  # of symbols: those of Unicode's characters
+PRESORTED, IN_A_KEY = 2, 3  # numbers by which streams are sorted before they are compared; symbols in each
 FAR = 4  # tokens from which on the end of a text is far: an open character lacks three at most
 
 Ids = npt.NDArray[np.int64]
@@ -53,28 +56,30 @@ class TokenMasks:
         self.automaton, self.table = automaton, table
         size = len(table.texts)
         closing = automaton.symbols.whole_words
-        decoded = [automaton.decoded(b"", text) for text in table.texts]
-        streams = [symbols for symbols, _ in decoded]
+        characters, pending = table.decoded
+        streams = automaton.symbols.of_each(characters)
+        opening: dict[tuple[str, bytes], list[int]] = {}
+        for id, rest in pending.items():
+            opening.setdefault((streams[id], rest), []).append(id)
+        self._opening = {key: np.array(ids, dtype=np.int64) for key, ids in opening.items()}
         if closing:
             for id in table.ends:
                 streams[id] = BOUNDARY
-        opening: dict[tuple[str, bytes], list[int]] = {}
-        for id, (symbols, pending) in enumerate(decoded):
-            if pending:
-                opening.setdefault((symbols, pending), []).append(id)
-        self._opening = {key: np.array(ids, dtype=np.int64) for key, ids in opening.items()}
-        self._order = np.array(sorted(range(size), key=streams.__getitem__), dtype=np.int64)
-        self._sorted = [streams[id] for id in self._order]
+        codes, ends = _codes(streams)
+        order = sorted(_nearly_sorted(codes, ends), key=streams.__getitem__)
+        self._order = np.array(order, dtype=np.int64)
+        self._sorted = [streams[id] for id in order]
         self._within = np.zeros(size, dtype=bool)  # a phrase lies within the token
         self._within_last = np.zeros(size, dtype=bool)  # or between its beginning and the end of the text
         shortest = min(map(len, automaton.patterns)) - closing
-        for id, stream in enumerate(streams):
+        for id in _where_patterns_may_begin(codes, ends, automaton.patterns):
+            stream = streams[id]
             if len(stream) < shortest:
                 continue
             self._within[id] = automaton.completes(ROOT, stream)
             if closing:
                 self._within_last[id] = automaton.completes(ROOT, stream + automaton.end_symbols)
-        self._silent = np.array([not text for text in table.texts])
+        self._silent = table.silent.numpy()
         self._ranges: dict[tuple[int, bool], Ids] = {}
         self._masks: dict[tuple[State, int], Tensor] = {}
         self._named = self._named_by_patterns()
@@ -250,6 +255,43 @@ class TokenMasks:
             return 0, 0
         text = remainder[:-1]
         return bisect_left(self._sorted, text), bisect_right(self._sorted, text)
+
+
+def _codes(streams: list[str]) -> tuple[npt.NDArray[np.uint32], Ids]:
+    """Return the codes of all symbols of streams, one stream after the other, and where each one ends [V]."""
+    codes = np.frombuffer("".join(streams).encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    return codes, np.cumsum(np.fromiter(map(len, streams), dtype=np.int64, count=len(streams)))
+
+
+def _nearly_sorted(codes: npt.NDArray[np.uint32], ends: Ids) -> list[int]:
+    """Return all ids by the first symbols of their streams, then by id; the rest of a sort is short."""
+    at, keys = np.concatenate([[0], ends[:-1]]), list[Ids]()
+    padded = np.concatenate([codes.astype(np.int64) + 1, [0]])
+    for _ in range(PRESORTED):
+        key = np.zeros(len(ends), dtype=np.int64)
+        for _ in range(IN_A_KEY):
+            key = key << CODE_BITS | np.where(at < ends, padded[np.minimum(at, len(codes))], 0)
+            at = at + 1
+        keys.append(key)
+    ids: list[int] = np.lexsort(keys[::-1]).tolist()
+    return ids
+
+
+def _where_patterns_may_begin(codes: npt.NDArray[np.uint32], ends: Ids, patterns: Seq[str]) -> list[int]:
+    """Return the ids whose streams may hold a pattern: its first symbol, followed by its second one if any.
+
+    Few do, and only these need a walk through the automaton.
+    """
+    firsts = np.zeros(CODES, dtype=bool)
+    firsts[[ord(pattern[0]) for pattern in patterns]] = True
+    at = np.flatnonzero(firsts[codes])
+    if min(map(len, patterns)) > 1:
+        at = at[at + 1 < len(codes)]
+        begun = codes[at].astype(np.int64) << CODE_BITS | codes[at + 1]
+        wanted = {ord(pattern[0]) << CODE_BITS | ord(pattern[1]) for pattern in patterns}
+        at = at[np.isin(begun, [*wanted])]
+    ids: list[int] = np.unique(np.searchsorted(ends, at, side="right")).tolist()
+    return ids
 
 
 def _spans(automaton: PhraseAutomaton) -> list[tuple[int, int]]:

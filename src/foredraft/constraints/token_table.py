@@ -10,6 +10,7 @@ import codecs
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,26 @@ class TokenTable:
         return cls(tuple(texts), ends)
 
     @cached_property
+    def decoded(self) -> tuple[list[str], dict[int, bytes]]:
+        """The characters that each id completes where a text begins with it, [V], and what it leaves open.
+
+        That is the bytes of an incomplete character, of each id that ends with one.
+        """
+        decoded = [codecs.utf_8_decode(text, "replace", False) for text in self.texts]
+        pending = {
+            id: text[used:]
+            for id, (text, (_, used)) in enumerate(zip(self.texts, decoded, strict=True))
+            if used < len(text)
+        }
+        return [characters for characters, _ in decoded], pending
+
+    @cached_property
+    def silent(self) -> Tensor:
+        """Whether an id adds no text, [V] bool."""
+        lengths = np.fromiter(map(len, self.texts), dtype=np.int64, count=len(self.texts))
+        return torch.from_numpy(lengths == 0)
+
+    @cached_property
     def continuing(self) -> list[int]:
         """Ids whose text begins with a continuation byte."""
         return [id for id, text in enumerate(self.texts) if text and text[0] in CONTINUATION]
@@ -84,12 +105,18 @@ class TokenTable:
     @cached_property
     def speaks(self) -> Tensor:
         """Whether an id adds text and is no end, [V] bool."""
-        return torch.tensor([bool(text) and id not in self.ends for id, text in enumerate(self.texts)])
+        return ~self.silent & ~self._is_end
 
     @cached_property
     def idle(self) -> Tensor:
         """Whether an id adds no text and is no end, [V] bool: a text of such tokens stands still."""
-        return torch.tensor([not text and id not in self.ends for id, text in enumerate(self.texts)])
+        return self.silent & ~self._is_end
+
+    @cached_property
+    def _is_end(self) -> Tensor:
+        marks = torch.zeros(len(self.texts), dtype=torch.bool)
+        marks[[id for id in self.ends if id < len(self.texts)]] = True
+        return marks
 
     def without_idle(self, mask: Tensor) -> Tensor:
         """Return the allowed tokens [V] bool, without the idle ones where no token that adds text is allowed.

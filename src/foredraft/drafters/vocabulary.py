@@ -61,7 +61,7 @@ class VocabularyMap:
         cls, target: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], device: torch.device
     ) -> VocabularyMap | None:
         """Return the map between two vocabularies of one tokenizer; None where they are equal."""
-        if sizes[0] == sizes[1] and target.fingerprint == draft.fingerprint:
+        if sizes[0] == sizes[1] and target.has_ids_of(draft):
             return None
         draft_vocab = draft.inner.get_vocab()
         pairs = (
@@ -87,7 +87,9 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
     the ordinary tokens of either one are shared; as many merges are shared, in the same order; and shared
     tokens have the same bytes. Ids may differ.
     """
-    if target.fingerprint == draft.fingerprint:
+    if not _may_share(target, draft):
+        return False
+    if target.has_ids_of(draft):
         return True
     contents = [json.loads(tokenizer.inner.to_str()) for tokenizer in (target, draft)]
     models = [content["model"] for content in contents]
@@ -105,6 +107,17 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
     if len(shared) < SHARED * most or not _same_merges(models, (1 - SHARED) * most):
         return False
     return _same_bytes((target, draft), tokens, shared)
+
+
+def _may_share(target: Tokenizer, draft: Tokenizer) -> bool:
+    """Return whether two vocabularies can share enough tokens, by their sizes alone.
+
+    The comparison of all tokens takes seconds where vocabularies are large.
+    """
+    sizes = [tokenizer.inner.get_vocab_size() for tokenizer in (target, draft)]
+    added = [len(tokenizer.inner.get_added_tokens_decoder()) for tokenizer in (target, draft)]
+    most_ordinary = max(size - count for size, count in zip(sizes, added, strict=True))
+    return min(sizes) >= SHARED * most_ordinary
 
 
 def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -145,7 +158,7 @@ def _same_bytes(
 
 def _stand_in(draft: Tokenizer, size: int) -> int:
     """Return the id of the draft model's unknown token, or else of its first special one, below `size`."""
-    unknown = json.loads(draft.inner.to_str())["model"].get("unk_token")
+    unknown = getattr(draft.inner.model, "unk_token", None)
     id = draft.inner.token_to_id(unknown) if isinstance(unknown, str) else None
     if id is not None and id < size:
         return int(id)

@@ -102,11 +102,9 @@ def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoin
     folders = [resolve(str(options.model), options.revision, options.report, weights=weights)]
     if options.draft is not None:
         folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
-    tokenizers = _tokenizer_folder(options.tokenizer), None
     dtype = None if options.dtype is None else DTYPES[str(options.dtype)]
-    target, *rest = (
-        _read(folder, dtype, tokenizer) for folder, tokenizer in zip(folders, tokenizers, strict=False)
-    )
+    target = _read(folders[0], dtype, _tokenizer_folder(options.tokenizer))
+    rest = [_read(folder, dtype, like=target.tokenizer) for folder in folders[1:]]
     if options.weights is not None:
         if target.spec.quantisation is not None:
             raise ConfigError(
@@ -136,13 +134,21 @@ def _tokenizer_folder(given: str | Path | None) -> Path | None:
     return Path(given)
 
 
-def _read(folder: Path, dtype: torch.dtype | None, tokenizer_folder: Path | None) -> Checkpoint:
-    """Read a checkpoint; its tokenizer comes from another folder where one is given."""
+def _read(
+    folder: Path,
+    dtype: torch.dtype | None,
+    tokenizer_folder: Path | None = None,
+    like: Tokenizer | None = None,
+) -> Checkpoint:
+    """Read a checkpoint; its tokenizer comes from another folder where one is given.
+
+    Where it is equal to the tokenizer `like`, its tables are not read again.
+    """
     spec = ModelSpec.from_folder(folder)
     if spec.ignored:
         ignored = ", ".join(spec.ignored)
         logger.info("%s: ignored, because transformers does not read it: %s", _named(folder, CONFIG), ignored)
-    tokenizer = Tokenizer.from_folder(tokenizer_folder or folder, spec.vocab_size)
+    tokenizer = Tokenizer.from_folder(tokenizer_folder or folder, spec.vocab_size, like=like)
     if tokenizer is None:
         check_vocabulary(folder)
     else:

@@ -8,12 +8,12 @@ therefore uses this codec, which gives the exact bytes or nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
 import tokenizers
 
-from foredraft.model.tokenizer import Tokenizer, has_decoder, token_bytes
+from foredraft.model.kept_bytes import kept_bytes
+from foredraft.model.tokenizer import Tokenizer, token_bytes
 
 __all__ = ["ByteCodec", "characters"]
 
@@ -32,16 +32,12 @@ class ByteCodec:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        content = json.loads(tokenizer.inner.to_str())
         within = range(tokenizer.model_vocab_size)
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] in within]
         self._tokenizer = tokenizer
-        # a copy that encodes the names of special tokens, and of tokens beyond the model's ids, as plain text
-        self._literal = tokenizers.Tokenizer.from_str(json.dumps(content))
-        self._literal.encode_special_tokens = True
-        self._byte_level = has_decoder("ByteLevel", content.get("decoder"))
+        self._literal = _literal(tokenizer)
         self._context = self.encode("a")
-        self._before = tokenizer.text(self._context, skip_special=False)
+        self._tokens_before = [str(tokenizer.inner.id_to_token(id)) for id in self._context]
+        self._before = tokenizer.text_of(self._tokens_before)
         self._bytes: dict[int, bytes | None] = {}
         self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
         self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]
@@ -55,12 +51,10 @@ class ByteCodec:
 
     def table(self, size: int) -> list[bytes]:
         """Return the bytes of the ids from 0 to `size` - 1; an id that has none adds no byte."""
-        missing = [id for id in range(size) if id not in self._bytes]
-        if not self._byte_level and missing:  # decoded at once: a call for each would take seconds
-            texts = [[*self._context, id] for id in missing]
-            for id, after in zip(missing, self._tokenizer.texts(texts, skip_special=False), strict=True):
-                self._bytes[id] = self._look_up(id, after)
-        return [self.of(id) or b"" for id in range(size)]
+        if any(id not in self._bytes for id in range(size)):
+            found = kept_bytes(self._tokenizer, size, lambda: map(self._look_up, range(size)))
+            self._bytes.update(enumerate(found))
+        return [self._bytes[id] or b"" for id in range(size)]
 
     def join(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of ids, up to the first id that has none."""
@@ -116,18 +110,17 @@ class ByteCodec:
             place += len(part)
         return ids
 
-    def _look_up(self, id: int, after: str | None = None) -> bytes | None:
-        """Return the bytes of an id; `after` is the text of the context and the id, decoded where None."""
+    def _look_up(self, id: int) -> bytes | None:
+        """Return the bytes of an id, as `of` does."""
         token = self._tokenizer.inner.id_to_token(id)
         if token is None or id in self._tokenizer.special:
             return None
-        if self._byte_level:
+        if self._tokenizer.byte_level:
             return token_bytes(token)
-        byte = self._tokenizer.byte(id)
+        byte = self._tokenizer.byte_of(token)
         if byte is not None:
             return byte
-        if after is None:
-            after = self._tokenizer.text([*self._context, id], skip_special=False)
+        after = self._tokenizer.text_of([*self._tokens_before, token])
         return after[len(self._before) :].encode() if after.startswith(self._before) else None
 
 
@@ -137,6 +130,21 @@ def characters(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         return data[: error.start].decode()
+
+
+def _literal(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer that reads names of special tokens, and of tokens beyond the model's, as plain text.
+
+    It shares the tables of the given one, which would take seconds to copy.
+    """
+    inner, added = tokenizer.inner, tokenizer.inner.get_added_tokens_decoder()
+    literal = tokenizers.Tokenizer(inner.model)
+    for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (part := getattr(inner, step)) is not None:
+            setattr(literal, step, part)
+    literal.add_tokens([added[id] for id in sorted(added) if id < tokenizer.model_vocab_size])
+    literal.encode_special_tokens = True
+    return literal
 
 
 def _before(ids: list[int], text: list[int]) -> list[int]:

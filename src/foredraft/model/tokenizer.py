@@ -19,6 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ class Tokenizer:
         chat: The chat templates; None if the checkpoint has none.
         model_vocab_size: The number of ids of the model; added tokens may have ids beyond it, which the model
             can neither read nor generate.
-        fingerprint: A hash that two tokenizers share if their ids mean the same.
+        special: The ids of the special tokens, which decoding leaves out by default.
+        byte_level: Whether tokens are spelt in the characters of `BYTE_LEVEL`.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Tokenizer:
         inner: tokenizers.Tokenizer,
         chat: ChatTemplate | None = None,
         model_vocab_size: int | None = None,
+        *,
+        digest: str | None = None,
     ) -> None:
         """Wrap a tokenizer of the library, whose truncation and padding are switched off.
 
@@ -64,25 +68,31 @@ class Tokenizer:
             inner: The tokenizer of the library.
             chat: Its chat templates.
             model_vocab_size: The number of ids of the model; None is no limit.
+            digest: That of its file; None where it has none.
         """
         inner.no_truncation()
         inner.no_padding()
-        content = json.loads(inner.to_str())
-        self._inner = inner
+        self._inner, self._digest = inner, digest
         self.chat = chat
         self.model_vocab_size = sys.maxsize if model_vocab_size is None else model_vocab_size
-        self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
-        self._byte_fallback = has_decoder("ByteFallback", content.get("decoder"))
-        self._byte_level = has_decoder("ByteLevel", content.get("decoder"))
-        self.fingerprint = _fingerprint(content)
+        self.special = frozenset(
+            id for id, token in inner.get_added_tokens_decoder().items() if token.special
+        )
+        self._decoder = inner.decoder
+        decoder = None if self._decoder is None else json.loads(self._decoder.__getstate__())
+        self.byte_level = has_decoder("ByteLevel", decoder)
+        self._byte_fallback = has_decoder("ByteFallback", decoder)
 
     @classmethod
-    def from_folder(cls, path: Path, model_vocab_size: int | None = None) -> Tokenizer | None:
+    def from_folder(
+        cls, path: Path, model_vocab_size: int | None = None, *, like: Tokenizer | None = None
+    ) -> Tokenizer | None:
         """Return the tokenizer of a checkpoint folder; None if it has no `tokenizer.json`.
 
         Args:
             path: The folder.
             model_vocab_size: The number of ids of the model; None is no limit.
+            like: Another folder's. Where both files are equal, its tables serve here, too.
 
         Raises:
             CheckpointError: A file of the tokenizer is broken, or two of them contradict each other.
@@ -91,13 +101,32 @@ class Tokenizer:
         if not file.is_file():
             return None
         try:
-            inner = tokenizers.Tokenizer.from_file(str(file))
+            content = file.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            if like is not None and like.digest == digest:
+                inner = like.inner
+            else:
+                inner = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"{file} is not a readable tokenizer ({str(error)[:MOST_SHOWN]})", remedy=DOWNLOAD_AGAIN
             ) from error
         _check_added(inner, file)
-        return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size)
+        return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size, digest=digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything about the tokenizer: of its file, or else of its content."""
+        return self._digest or hashlib.sha256(self._inner.to_str().encode()).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that two tokenizers share if their ids mean the same; a large one takes seconds."""
+        return _fingerprint(json.loads(self._inner.to_str()))
+
+    def has_ids_of(self, other: Tokenizer) -> bool:
+        """Return whether the ids of both tokenizers mean the same."""
+        return self.digest == other.digest or self.fingerprint == other.fingerprint
 
     @property
     def size(self) -> int:
@@ -114,11 +143,6 @@ class Tokenizer:
     def inner(self) -> tokenizers.Tokenizer:
         """The tokenizer of the library, for reading its tables; it must not be changed."""
         return self._inner
-
-    @property
-    def special(self) -> frozenset[int]:
-        """The ids of the special tokens, which decoding leaves out by default."""
-        return frozenset(self._special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with the special tokens that the post-processor adds unless disabled.
@@ -169,22 +193,26 @@ class Tokenizer:
         if invalid_at(text) is not None:
             return None
         id = self._inner.token_to_id(text)
-        return id if id in self._special else None
+        return id if id in self.special else None
 
     def is_visible(self, id: int, skip_special: bool) -> bool:
         """Return whether the id reaches the decoder: it has a token, and is not skipped as special."""
-        return not (skip_special and id in self._special) and self.has(id)
+        return not (skip_special and id in self.special) and self.has(id)
 
     def byte(self, id: int) -> bytes | None:
         """Return the byte of a byte token such as <0x0A>; None for any other id."""
-        if not self._byte_fallback:
+        return self.byte_of(self._inner.id_to_token(id) or "") if self._byte_fallback else None
+
+    def byte_of(self, token: str) -> bytes | None:
+        """Return the byte of a byte token, given by its name; None for any other token."""
+        if not self._byte_fallback or not token.startswith("<0x"):
             return None
-        match = BYTE.fullmatch(self._inner.id_to_token(id) or "")
+        match = BYTE.fullmatch(token)
         return bytes.fromhex(match[1]) if match else None
 
     def ends_mid_character(self, ids: Iterable[int]) -> bool:
         """Return whether the bytes of visible ids end within a character, which later ids may complete."""
-        if not self._byte_level:
+        if not self.byte_level:
             return False
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for id in ids:
@@ -196,10 +224,10 @@ class Tokenizer:
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
         return text
 
-    def texts(self, several: list[list[int]], skip_special: bool) -> list[str]:
-        """Return the text of each list of ids, as `text` does."""
-        texts: list[str] = self._inner.decode_batch(several, skip_special_tokens=skip_special)
-        return texts
+    def text_of(self, tokens: list[str]) -> str:
+        """Return the text of tokens given by their names, as `text` does for ids."""
+        text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+        return text
 
 
 class Detokenizer:
@@ -391,12 +419,17 @@ def _byte_level_table() -> dict[str, int]:
 
 
 BYTE_LEVEL = _byte_level_table()
+NO_BYTE = 0x100  # beyond every byte, so that Latin-1 cannot encode it
+# code of each character -> byte, for `str.translate`; no other character becomes a byte
+TO_BYTES = dict.fromkeys(range(256), NO_BYTE) | {ord(each): byte for each, byte in BYTE_LEVEL.items()}
 
 
 def token_bytes(token: str) -> bytes:
     """Return the bytes of a token of a byte-level vocabulary; an added token may be plain text instead."""
-    values = [BYTE_LEVEL.get(character) for character in token]
-    return token.encode() if None in values else bytes(byte for byte in values if byte is not None)
+    try:
+        return token.translate(TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
 
 
 def _fingerprint(content: dict[str, Any]) -> str:

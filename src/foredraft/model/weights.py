@@ -303,7 +303,11 @@ class _Builder:
         """Return the norm `name` of `size` values, by default those of a hidden state."""
         weight = self.tensors.load({f"{name}.weight": (size or self.spec.hidden_size,)})
         offset = self.spec.norm_offset
-        return RMSNorm(weight.float() + 1.0 if offset else weight, self.spec.norm_eps, offset)
+        if offset:
+            weight = weight.float()
+            if not weight.is_meta:  # there a sum would import PyTorch's compiler, which takes seconds
+                weight = weight + 1.0
+        return RMSNorm(weight, self.spec.norm_eps, offset)
 
     def embedding(self, head: Product) -> Tensor | RowSource:
         """Return the embedding: the head itself, where they are tied and the head can give its rows."""

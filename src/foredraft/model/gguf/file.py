@@ -15,7 +15,6 @@ import os
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ MAX_DEPTH = 4  # arrays within each other; files have one
 MOST_VALUES = 2**24  # values of an array: as many as a vocabulary may have tokens
 MOST_TEXT = 2**24  # bytes of a text
 BUFFER = 2**20  # bytes that are read at a time
+LENGTH = struct.Struct("<Q")  # of a text, in front of it
 # kind of a tensor -> values in a block, bytes of a block
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
@@ -231,9 +231,44 @@ class GGUFFile:
 
     def _text(self) -> str:
         size: int = self._number("Q")
-        if MOST_TEXT < size <= self.size - self._at:
-            raise self.error(f"has a text of {size} bytes, more than any model has", DOWNLOAD_AGAIN)
+        self._check_text(size)
         return self._take(size).decode("utf-8")
+
+    def _check_text(self, size: int, read: int = 0) -> None:
+        """Check the length of a text, of whose bytes and of what follows it `read` bytes were read."""
+        if size > self.size - self._at + read:
+            raise IndexError
+        if size > MOST_TEXT:
+            raise self.error(f"has a text of {size} bytes, more than any model has", DOWNLOAD_AGAIN)
+
+    def _texts(self, count: int) -> list[str]:
+        """Return the next texts, or none where lists are not kept.
+
+        They are cut out of large blocks: a vocabulary with its merges has a million.
+        """
+        texts, block, at = list[str](), b"", 0
+        for _ in range(count):
+            if len(block) - at < LENGTH.size:
+                block, at = self._more(block[at:], LENGTH.size), 0
+            [size] = LENGTH.unpack_from(block, at)
+            at += LENGTH.size
+            if size > min(len(block) - at, MOST_TEXT):
+                self._check_text(size, len(block) - at)
+                block, at = self._more(block[at:], size), 0
+            if self._lists:
+                texts.append(str(block[at : at + size], "utf-8"))
+            at += size
+        self._at -= len(block) - at
+        self._file.seek(self._at)
+        return texts
+
+    def _more(self, block: bytes, least: int) -> bytes:
+        """Return a block with further bytes of the file, `least` in all; IndexError where it ends before."""
+        further = self._file.read(max(least, BUFFER))
+        self._at += len(further)
+        if len(block) + len(further) < least:
+            raise IndexError
+        return block + further
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in NUMBERS:
@@ -256,6 +291,7 @@ class GGUFFile:
             format = f"<{count}{NUMBERS[kind]}"
             taken = self._take(struct.calcsize(format))
             return list(struct.unpack(format, taken)) if self._lists else []
-        read: Callable[[], Any] = self._text if kind == STRING else lambda: self._value(kind, depth + 1)
-        values = (read() for _ in range(count))
+        if kind == STRING:
+            return self._texts(count)
+        values = (self._value(kind, depth + 1) for _ in range(count))
         return list(values) if self._lists else list(deque(values, maxlen=0))

@@ -74,8 +74,9 @@ def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
             f"has a vocabulary of kind {shortened(model)}, which is not supported"
             " (gpt2, llama and gemma4 are)"
         )
-    _check(content)
-    return Vocabulary(json.dumps(content, ensure_ascii=False), _config(metadata, tokens))
+    text = json.dumps(content, ensure_ascii=False)
+    _check(text, content["added_tokens"])
+    return Vocabulary(text, _config(metadata, tokens))
 
 
 def _with_merges(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
@@ -197,8 +198,11 @@ def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[list[st
     """
     found = []
     for token, id in vocabulary.items():
-        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
+        known = [
+            (left, right)
+            for at in range(1, len(token))
+            if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
+        ]
         known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         found += [(scores[id], pair) for pair in known]
     found.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
@@ -291,15 +295,15 @@ def _template(metadata: dict[str, Any], tokens: list[str], *, adds_bos: bool) ->
     }
 
 
-def _check(content: dict[str, Any]) -> None:
-    """Check that the library reads a tokenizer, and gives every added token its id."""
+def _check(text: str, added: list[dict[str, Any]]) -> None:
+    """Check that the library reads the text of a tokenizer, and gives every added token its id."""
     try:
-        read = tokenizers.Tokenizer.from_str(json.dumps(content))
+        read = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise UnreadableVocabularyError(
             f"has a vocabulary that makes no tokenizer ({str(error)[:MOST_SHOWN]})"
         ) from error
-    for token in content["added_tokens"]:
+    for token in added:
         if read.token_to_id(token["content"]) != token["id"]:
             raise UnreadableVocabularyError(
                 f"has a vocabulary in which {shortened(token['content'])} has more than one id"

@@ -1,0 +1,111 @@
+"""What constraints make of a whole vocabulary at once, against its definition token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+import foredraft.constraints as constraints
+from foredraft.constraints import ConstraintFactory
+from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer, with_slices
+from foredraft.constraints.grammar import Grammar
+from foredraft.constraints.open_characters import BLOCK, LAST, is_word, words_within
+from foredraft.constraints.phrases import BOUNDARY, ROOT, PhraseAutomaton, Symbols
+from foredraft.constraints.token_masks import TokenMasks
+from foredraft.constraints.token_table import TokenTable
+from foredraft.decode.params import SamplingParams
+from foredraft.model.byte_codec import ByteCodec
+from tests.support import alphabets
+
+OPTIONS = st.tuples(st.booleans(), st.booleans())
+WORDS = st.text(st.sampled_from("abAß _.\0\U0001f642いろ"), min_size=1, max_size=9)
+LONG = [b"aaaaaaab", b"aaaaaaaa", b"aaaaaaa", b"aaaaaa\0", "aaaaaaaいろ".encode()]  # equal at the beginning
+PARTS = [b"", b"\xe3", b"\x81\x84", b"a\xe3\x81", b"\xff", b"\0", *LONG]
+TOKENS = st.lists(st.one_of(WORDS.map(str.encode), st.sampled_from(PARTS)), min_size=1, max_size=30)
+
+
+@given(tokens=TOKENS, phrases=st.lists(WORDS, min_size=1, max_size=4), options=OPTIONS)
+@settings(max_examples=300)
+def test_a_vocabulary_is_sorted_and_searched_as_its_tokens_are(
+    tokens: list[bytes], phrases: list[str], options: tuple[bool, bool]
+) -> None:
+    ignore_case, whole_words = options
+    automaton = PhraseAutomaton(phrases, Symbols(ignore_case=ignore_case, whole_words=whole_words), ("x",))
+    masks = TokenMasks(automaton, TokenTable(tuple(tokens), frozenset([0])))
+    decoded = [automaton.decoded(b"", text) for text in tokens]
+    streams = [symbols for symbols, _ in decoded]
+    if whole_words:
+        streams[0] = BOUNDARY
+    order = sorted(range(len(tokens)), key=streams.__getitem__)
+    assert masks._order.tolist() == order
+    assert masks._sorted == [streams[id] for id in order]
+    assert masks._within.tolist() == [automaton.completes(ROOT, each) for each in streams]
+    closed = [automaton.completes(ROOT, each + automaton.end_symbols) for each in streams]
+    assert (masks._within | masks._within_last).tolist() == closed
+    opening = {(decoded[id][0], decoded[id][1]) for id in range(len(tokens)) if decoded[id][1]}
+    assert masks._opening.keys() == opening
+
+
+@given(tokens=TOKENS)
+def test_what_tokens_add_is_known_of_all_at_once(tokens: list[bytes]) -> None:
+    table, ends = TokenTable(tuple(tokens), frozenset([0, 10**6])), {0}
+    assert table.speaks.tolist() == [bool(text) and id not in ends for id, text in enumerate(tokens)]
+    assert table.idle.tolist() == [not text and id not in ends for id, text in enumerate(tokens)]
+
+
+@given(texts=st.lists(st.text(max_size=4), min_size=1, max_size=9), options=OPTIONS)
+def test_symbols_of_several_texts_are_those_of_each(texts: list[str], options: tuple[bool, bool]) -> None:
+    ignore_case, whole_words = options
+    symbols = Symbols(ignore_case=ignore_case, whole_words=whole_words)
+    assert symbols.of_each(texts) == [symbols.of(text) for text in texts]
+
+
+def test_characters_of_words_are_counted_as_they_are_one_by_one() -> None:
+    words = np.array([is_word(chr(code)) for code in range(LAST)]).reshape(-1, BLOCK).sum(1)
+    counted = [words_within(range(start, start + BLOCK)) for start in range(0, LAST, BLOCK)]
+    assert counted == words.tolist()
+
+
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string", "maxLength": 9}}}'
+)
+TEXT = '{"a": "The target checks", "b": "all to"}'
+
+
+@pytest.mark.parametrize("name", alphabets.KINDS)
+def test_masks_with_slices_are_those_without(name: str) -> None:
+    codec, size, ends = ByteCodec(alphabets.make(name)), 600, frozenset([2])
+    plain = grammar_tokenizer(codec, size, ends)
+    for option, text in (("json_schema", SCHEMA), ("regex", '.*"b": "[a-z ]{1,30}"}')):
+        one, other = (
+            Grammar(compile_grammar(option, text, each), ends, size, option)
+            for each in (plain, with_slices(plain))
+        )
+        for token in codec.spell(TEXT):
+            masks = one.mask(), other.mask()
+            assert masks[0] is not None and masks[1] is not None and torch.equal(*masks)
+            one.advance(token)
+            other.advance(token)
+
+
+def test_slices_are_made_for_the_second_sequence_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sequence of a process does not wait for them."""
+    tokenizer, made = alphabets.make("byte-level"), []
+
+    def note(tables: LLTokenizer) -> LLTokenizer:
+        made.append(tables)
+        return with_slices(tables)
+
+    monkeypatch.setattr(constraints, "with_slices", note)
+    factory = ConstraintFactory(tokenizer, 384, frozenset([2]))
+    make = factory.maker([1], SamplingParams(regex="[a-z]+", max_new_tokens=9))
+    make()
+    assert not made
+    make()
+    factory.maker([1], SamplingParams(regex="[0-9]+", max_new_tokens=9))()
+    assert len(made) == 1
+    assert isinstance(factory._matcher(("regex", "[0-9]+"), True), LLMatcher)
