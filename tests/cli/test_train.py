@@ -51,7 +51,7 @@ def test_an_adapter_is_kept_and_found_by_name(
 ) -> None:
     assert main(command(models, "adapter", data)) == 0
     printed = capsys.readouterr().out
-    assert "done after 6 steps" in printed and "use it with --drafter kangaroo;" in printed
+    assert "done after 6 steps" in printed and "so only --drafter kangaroo uses it;" in printed
     generate = [
         "generate",
         "def accept",
