@@ -41,7 +41,8 @@ def test_tune_runs_to_its_end(smollm2: Path, tmp_path: Path) -> None:
 
 def test_train_makes_an_adapter(smollm2: Path, tmp_path: Path) -> None:
     adapter, data = tmp_path / "adapter", written(tmp_path / "texts.jsonl", "text")
-    options = ["--data", data, "--steps", "20", "--out", str(adapter)]
+    size = ["--length", "256", "--step-tokens", "1024", "--steps", "8", "--warm-up", "1"]
+    options = ["--data", data, *size, "--validate-every", "4", "--out", str(adapter)]
     assert main(["train", "adapter", "--model", str(smollm2), *options]) == 0
     command = ["generate", "--model", str(smollm2), "--adapter", str(adapter), "--drafter", "kangaroo"]
     assert main([*command, "--temperature", "0", "def f(x):"]) == 0
