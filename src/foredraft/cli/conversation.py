@@ -17,7 +17,8 @@ from foredraft.cli.job import Job, Run, stream
 from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, last_line
-from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.errors import RequestError
+from foredraft.model.prompt_form import chat_ids
 
 if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
@@ -51,19 +52,7 @@ class Conversation:
         Raises:
             ConfigError: The model has no tokenizer or no chat template.
         """
-        if tokenizer is None:
-            raise ConfigError(
-                "needs a tokenizer, but the model's folder has no tokenizer.json",
-                option="chat",
-                remedy="add the file, or leave the option out",
-            )
-        if tokenizer.chat is None:
-            raise ConfigError(
-                "needs a chat template, but the model has none",
-                option="chat",
-                remedy=("leave it out, or give ", Option("model"), " a model trained for chat"),
-            )
-        return tokenizer.encode_chat([*self._system, *self.turns, _message("user", text)])
+        return chat_ids(tokenizer, [*self._system, *self.turns, _message("user", text)])
 
     def add(self, text: str, reply: str) -> None:
         """Add a user message and its reply."""
