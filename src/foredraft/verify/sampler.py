@@ -18,6 +18,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM, Output
+from foredraft.model.freed import release_freed
 from foredraft.model.runner import Runner
 
 __all__ = ["BATCH", "TARGET", "TREE_WIDTHS", "WIDTHS", "Sampler", "SamplingCase"]
@@ -108,4 +109,5 @@ class Sampler:
                 outputs = self.llm.generate([case.prompt], params, n=size, trace=trace)
             self._drawn, self._seconds = self._drawn + size, self._seconds + time.perf_counter() - start
             yield outputs
+            release_freed()
             count -= size
