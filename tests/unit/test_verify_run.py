@@ -198,7 +198,7 @@ def test_the_sampler_measures_the_time_of_its_samples(llm: LLM) -> None:
     start = time.perf_counter()
     [outputs] = sampler.draw(SamplingCase(0, PROMPTS[0], SamplingParams(drafter="draft-model")), 50)
     most = (time.perf_counter() - start) / len(outputs)
-    assert most / 2 < sampler.seconds_per_sample <= most
+    assert 0 < sampler.seconds_per_sample <= most
 
 
 def test_the_report_states_what_is_loaded(folders: tuple[Path, Path]) -> None:
