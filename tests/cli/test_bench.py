@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from foredraft import LLM
 from foredraft.bench import forward_costs, machine, run
 from foredraft.bench.contender import Timing
 from foredraft.bench.contenders import resolve_policies
@@ -26,8 +28,10 @@ from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions
 from foredraft.cli.progress import STAGES
 from foredraft.kinds import POLICIES
+from foredraft.model.tokenizer import Tokenizer
 from tests.support.command import without_progress
 
+TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 QUICK = {"--new-tokens": "4", "--repeats": "1", "--methods": "lookup,draft-model", "--device": "cpu"}
 
 
@@ -90,6 +94,26 @@ def test_stdout_is_one_json_document(words: Words, tmp_path: Path, capfd: pytest
     assert report.bandwidth is not None
     assert re.match(r"read: float32 sum, \d threads?,", report.bandwidth.method)
     assert report.options["methods"] == ["lookup", "draft-model"] and report.options["batch"] == [1, 2]
+
+
+def test_prompts_become_chats_on_request(
+    words: Words,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(models / "big", tmp_path / "chat"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    encode, given = LLM.encode, list[Any]()
+    monkeypatch.setattr(LLM, "encode", lambda self, prompts: given.append(prompts) or encode(self, prompts))
+    command = words.command(model=str(folder), prompts="1", repeats="1")
+    assert main([*command, "--chat", "--json"]) == 0
+    assert document(capsys.readouterr().out)["options"]["chat"] is True
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    message = {"role": "user", "content": "def accept(draft, p):"}
+    assert [tokenizer.encode_chat([message])] in given
 
 
 def test_stdout_has_a_table_without_json(words: Words, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from foredraft.cli import main
 from foredraft.kernels.compilation import library
 from foredraft.loading import capacity
+from tests.support.checkpoints import save_checkpoint
 from tests.support.quantising import KINDS, quantise
 
 
@@ -111,3 +114,17 @@ def test_a_quantised_model_is_shown_with_its_format(
     assert json.loads(line)["models"][0]["quantisation"] == "gptq, 4 bits in groups of 32"
     [line] = shown(capsys, str(models / "big"), "--json")
     assert json.loads(line)["models"][0]["quantisation"] is None
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+def test_a_row_that_is_left_out_has_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the embedding is most of a model, coding the head alone takes more memory than sharing it."""
+    tied = save_checkpoint(
+        tmp_path / "tied", dtype=torch.bfloat16, vocab_size=2048, hidden_size=64, tie_word_embeddings=True
+    )
+    capsys.readouterr()  # saving tells its progress
+    text = "\n".join(shown(capsys, str(tied)))
+    assert "weights with --weights int8" not in text
+    assert re.search(
+        r"^--weights int8 would take [\d.e-]+ GiB, no less than bfloat16: an embedding", text, re.M
+    )

@@ -139,3 +139,29 @@ def test_what_cannot_be_honoured_is_refused(
         code, _, told = run(capsys, *words)
         assert code == 2 and says in told and told.count("\n") == 1, told
     assert (mine / "letter.txt").read_text() == "dear" and not (tmp_path / "x").exists()
+
+
+def test_a_copy_has_the_parameters_of_the_original(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its head is a coded copy of the embedding, where that was tied, and no further weights."""
+    assert run(capsys, "--model", model, "--weights", "int4", "--out", tmp_path / "few", *FLOAT32)[0] == 0
+    counts = []
+    for name in (model, tmp_path / "few"):
+        assert main(["info", str(name), "--json", "--device", "cpu"]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["models"][0]["parameters"])
+    assert counts[0] == counts[1]
+
+
+def test_data_is_what_tune_takes_as_prompts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(
+        f'{{"prompt": {json.dumps(TEXT[:80])}}}\n{{"prompt": {json.dumps(TEXT[:40])}, "id": 1}}\n'
+    )
+    code, told, errors = run(
+        capsys, "--model", model, "--out", tmp_path / "few", "--data", data, *FLOAT32, "--json"
+    )
+    assert code == 0, errors
+    assert json.loads(told)["quality"]["tokens"] > 0

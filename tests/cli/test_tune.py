@@ -16,8 +16,10 @@ from foredraft.bench.forward_costs import measure_costs
 from foredraft.cli import main
 from foredraft.cli.progress import STAGES, ProgressLines
 from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
+from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Runner
-from foredraft.tune import finals
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.tune import calibration, finals
 from foredraft.tune import run as run_module
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.exit_costs import ExitCosts
@@ -26,6 +28,7 @@ from foredraft.tune.records import Finalist
 from tests.support.checkpoints import save_pair
 from tests.support.command import without_progress
 
+TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 QUICK = (
     *("--tokens", "48", "--trials", "16", "--sampler", "random", "--max-draft", "3"),
     *("--new-tokens", "6", "--repeats", "1"),
@@ -178,6 +181,49 @@ def test_calibration_texts_fit_when_few_prompts_are_left(
     report = document(capsys)
     assert report["tokens"] >= 100
     assert report["importance"] == {}, "one trial is too few"
+
+
+def test_fewer_tokens_than_asked_for_are_told(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "MIN_TOKENS", 40)
+    assert main(with_options(command, "--tokens", "90000", "--trials", "4")) in (0, 1)
+    report = document(capsys)
+    assert 40 <= report["tokens"] < 90_000
+    assert any(
+        note.startswith(
+            f"The prompts give {report['tokens']:,} calibration tokens without repetition, of the 90,000"
+        )
+        for note in report["notes"]
+    )
+    assert all(one["skips"] != str(Skips()) for one in report["finalists"])
+
+
+def test_prompts_become_chats_on_request(
+    command: list[str],
+    big: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(big, tmp_path / "chat"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    hold_out, given = run_module.hold_out, []
+    monkeypatch.setattr(run_module, "hold_out", lambda prompts: given.append(prompts) or hold_out(prompts))
+    chat = with_options(command, "--trials", "1", "--system", "Be brief.")
+    chat[2] = str(folder)
+    assert main([*chat, "--chat"]) in (0, 1)
+    options = document(capsys)["options"]
+    assert (options["chat"], options["system"]) == (True, "Be brief.")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    system, user = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "def accepta(draft, p, q)"},
+    )
+    assert given[0][0] == tokenizer.encode_chat([system, user])
+    assert main(chat) == 2
+    assert "--system has no effect without --chat" in capsys.readouterr().err
 
 
 def test_no_plan_is_written_if_none_wins(

@@ -22,6 +22,7 @@ from foredraft import LLM, Output, demo
 from foredraft.cli import main
 from foredraft.cli.optional_values import name_defaults
 from foredraft.drafters.lookup import Lookup
+from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.defects import DEFECTS
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import COMMAND, foredraft, without_progress
@@ -50,6 +51,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["verify", "--model", str(big), "--draft", str(small)]
 
 
+@pytest.fixture(scope="module")
+def chat_pair(pair: list[str]) -> list[str]:
+    """The target with a chat template, and the draft model."""
+    folder = Path(shutil.copytree(pair[2], Path(pair[2]).parent / "chat"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}<assistant>"
+    )
+    return ["verify", "--model", str(folder), *pair[3:]]
+
+
 @pytest.fixture
 def substituted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the third token of every drafted output at temperature 0."""
@@ -74,24 +85,26 @@ def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_a_lossless_pair_passes(pair: list[str]) -> None:
-    done = foredraft(*pair, *TEXTS, *QUICK)
+    done = foredraft(*pair, *TEXTS, *QUICK[:2], "--detect", "0.1", *QUICK[4:])
     assert (done.returncode, without_progress(done.stderr)) == (0, [])
     assert done.stderr.startswith("foredraft: Importing PyTorch\n")
     header, *rest = done.stdout.splitlines()
     assert header.startswith(
-        f"Target {pair[2]}, float32 on cpu; drafter draft-model ({pair[4]}), policy fixed;"
+        f"Target {pair[2]}, float32 on cpu; drafter auto (lookup, draft-model ({pair[4]})), policy auto;"
     )
     assert re.search(r"foredraft \S+, PyTorch \S+, Python \S+, ", header)
     texts = ("T=0", "T=0 penalties=0.9/-2/0.5", "T=1, coupled with seeds")
     texts += ("T=0.9 min-p=0.02 penalties=0.9/-2/0.5, coupled with seeds",)
-    for first, text in zip((1, 5, 9, 13), texts, strict=True):
+    for first, text in zip((1, 7, 13, 19), texts, strict=True):
         assert rest[first] == (
             f"New tokens at {text}, compared with plain decoding of one prompt at a time: 4 prompts, 24 tokens"
         )
-        assert [line.strip() for line in rest[first + 1 : first + 4]] == [
-            "draft-model, one at a time: 4 of 4 identical",
+        assert [line.strip() for line in rest[first + 1 : first + 6]] == [
+            "auto, one at a time: 4 of 4 identical",
             "none, in a batch: 4 of 4 identical",
-            "draft-model, in a batch: 4 of 4 identical",
+            "auto, in a batch: 4 of 4 identical",
+            "auto, drafting always, one at a time: 4 of 4 identical",
+            "auto, drafting always, in a batch: 4 of 4 identical",
         ]
     controls = [line.split() for line in rest if "none (control)" in line]
     assert [line[-1] for line in controls] == ["ok"] * 3
@@ -103,7 +116,8 @@ def test_a_lossless_pair_passes(pair: list[str]) -> None:
         done.stdout,
     )
     assert "FAILED" not in done.stdout
-    assert "seed 3" in done.stdout and "\x1b" not in done.stdout
+    assert "seed 3; drafting always, lookup and draft-model in turns" in done.stdout
+    assert "\x1b" not in done.stdout
     assert re.search(
         r"fails with probability 0\.9 or more if the total variation .* is 0\.\d{4} or more\.", done.stdout
     )
@@ -122,7 +136,7 @@ def test_the_json_document_has_every_field(pair: list[str], capsys: pytest.Captu
     assert [identity["passed"] for identity in found["identities"]] == [True] * 4
     assert [test["samples"] for test in found["tests"]] == [20] * 3 + [1] * 6
     assert [len(test["positions"]) for test in found["tests"]] == [4] * 3 + [0] * 6
-    assert [each["position"] for each in found["power_by_position"]] == [0, 1, 2]
+    assert found["power_by_position"] == []  # 20 samples test no position
     assert found["tests"][2]["setting"]["min_p"] > 0
 
 
@@ -131,13 +145,52 @@ def test_a_divergence_fails_and_is_printed_with_its_margin(
 ) -> None:
     assert main([*pair, *TEXTS, *FEW]) == 1
     out = capsys.readouterr().out
-    assert "draft-model, in a batch: 0 of 4 identical" in out and "none, in a batch: 4 of 4 identical" in out
+    assert "auto, in a batch: 0 of 4 identical" in out and "none, in a batch: 4 of 4 identical" in out
     assert re.search(
-        r"prompt 2, draft-model, one at a time, new token 2: token 0 instead of token \d+; the target's two most"
+        r"prompt 2, auto, one at a time, new token 2: token 0 instead of token \d+; the target's two most"
         r" likely tokens there are \d+ \(logit \S+\) and \d+ \(logit \S+\), margin \S+",
         out,
     )
     assert out.splitlines()[-1] == "FAILED: the output differs from plain decoding's, or a request failed."
+
+
+def test_a_policy_that_always_drafts_is_tested_as_it_is(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *TEXTS, *FEW, "--policy", "fixed"]) == 3
+    out = capsys.readouterr().out
+    assert f"drafter draft-model ({pair[4]}), policy fixed;" in out and "drafting always" not in out
+
+
+def test_the_summary_names_no_distance_of_a_position_without_tokens(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *TEXTS, *FEW]) == 3
+    out = capsys.readouterr().out
+    assert "too few" in out and "1.000 at draft position" not in out
+    assert re.search(r"^Weak evidence: too few tokens for a test of position \d and .*;", out, re.MULTILINE)
+
+
+def test_prompts_become_chats_on_request(
+    chat_pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    encode = LLM.encode
+    monkeypatch.setattr(LLM, "encode", lambda self, prompts: seen.append(prompts) or encode(self, prompts))
+    assert main([*chat_pair, "Viktor", *FEW, "--chat", "--system", "Be brief.", "--json"]) == 3
+    about = document(capsys)["about"]
+    assert (about["chat"], about["system_message"]) == (True, "Be brief.")
+    tokenizer = Tokenizer.from_folder(Path(chat_pair[2]))
+    assert tokenizer is not None
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Viktor"}]
+    assert seen[-1] == [tokenizer.encode_chat(messages)]
+
+
+def test_a_chat_without_a_template_is_refused(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, "Viktor", *FEW, "--chat"]) == 2
+    assert "--chat needs a chat template, but the model has none" in capsys.readouterr().err
+    assert main([*pair, "Viktor", *FEW, "--system", "Be brief."]) == 2
+    assert "--system has no effect without --chat; add --chat, or leave it out" in capsys.readouterr().err
 
 
 def test_too_few_samples_are_inconclusive(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +283,7 @@ def test_prompts_come_from_a_file(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
 ) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    pair = [*pair, "--policy", "fixed"]  # how much `auto` drafts is a matter of time
     assert main([*pair, "--prompts", str(tmp_path / name), *FEW, "--json"]) == 3
     from_file = document(capsys)
     assert main([*pair, "def accept", "Viktor", "x", *FEW, "--json"]) == 3

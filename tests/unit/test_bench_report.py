@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import itertools
 import re
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from foredraft.bench import plots as plots_module
 from foredraft.bench.plots import plots
 from foredraft.bench.records import (
     Bandwidth,
@@ -131,9 +133,13 @@ class Page(HTMLParser):
             self.rows[-1][-1] += f" ({data})"
 
     def cells(self, place: int) -> dict[str, str]:
-        """Return the cells of the place-th line of figures, by column."""
-        (head, *rows) = [one for one in self.rows if len(one) > 2]
-        return dict(zip(head, rows[place], strict=True))
+        """Return the cells of the place-th method in all tables of methods, by column."""
+        found: dict[str, str] = {}
+        lines = [one for one in self.rows if len(one) > 2]
+        for at, head in enumerate(lines):
+            if head[0] == "method":
+                found |= dict(zip(head, lines[at + 1 + place], strict=True))
+        return found
 
 
 def verdicts(text: str) -> list[tuple[str, str]]:
@@ -177,6 +183,24 @@ class TestDoubts:
         assert sentence in Page(page(stepping)).text
 
 
+def test_no_label_of_an_axis_covers_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    svg = plots_module.svg
+    monkeypatch.setattr(plots_module, "svg", lambda figure, name: drawn.append(figure) or svg(figure, name))
+    widths = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17)
+    passes = tuple(Cost(rows, 1.1, spread(0.0055)) for rows in widths)
+    with plots_module.style():
+        plots_module.plots(report(costs=(replace(report().costs[0], verifying=passes),)))
+        for figure in drawn:
+            figure.canvas.draw()
+            for axes in figure.axes:
+                for axis in (axes.xaxis, axes.yaxis):
+                    boxes = [tick.get_window_extent() for tick in axis.get_ticklabels() if tick.get_text()]
+                    pairs = itertools.combinations(boxes, 2)
+                    assert not any(one.overlaps(other) for one, other in pairs), axis.get_label_text()
+    assert len(drawn) >= 4
+
+
 class TestFigures:
     def test_a_row_shows_the_records_figures(self) -> None:
         shown = Page(usual_page()).cells(1)
@@ -201,6 +225,18 @@ class TestFigures:
             "share of bandwidth": "37%",
             "peak memory, MiB": "77",
         }
+
+    def test_no_table_is_wider_than_a_screen(self) -> None:
+        """Of 1,300 pixels a page uses 1,184: for 14 columns, narrow ones, and the names of the methods."""
+        peers = {name: spread(2.0) for name in ("transformers", "transformers-draft", "llama.cpp")}
+        wide = report(
+            rows=(
+                row("tables", "plain", 1.0, over_single=2.0),
+                drafted("tables", "lookup", 2.6, over_peers=peers),
+            )
+        )
+        heads = re.findall(r"<thead>.*?</thead>", page(wide), re.DOTALL)
+        assert len(heads) == 2 and all(head.count("<th ") <= 14 for head in heads)
 
     def test_a_missing_figure_is_a_dash(self) -> None:
         shown = Page(usual_page()).cells(3)
@@ -227,10 +263,10 @@ class TestFigures:
     def test_a_contender_without_figures_shows_its_note(self) -> None:
         assert ["llama.cpp", "decodes at batch size 1 only"] in Page(usual_page()).rows
 
-    def test_each_batch_size_has_a_table(self) -> None:
+    def test_each_batch_size_has_its_tables(self) -> None:
         eight = tuple(replace(one, batch=8, over_single=4.2) for one in report().rows)
         both = page(report(rows=report().rows + eight))
-        assert both.count("<table>") == 2
+        assert both.count("<table>") == 4
         assert "<td>4.20</td>" in both
         assert "over batch 1" not in usual_page()
 
@@ -250,7 +286,7 @@ class TestPolicies:
     def test_a_table_by_policy_follows_the_table_by_method(self) -> None:
         found = Page(page(by_policy()))
         heads = [place for place, cells in enumerate(found.rows) if cells[0] in ("method", "policy")]
-        assert [found.rows[place][0] for place in heads] == ["method", "policy"]
+        assert [found.rows[place][0] for place in heads] == ["method", "method", "policy"]
         by_method, lines = found.rows[: heads[1]], found.rows[heads[1] + 1 :]
         assert by_method == Page(usual_page()).rows[: len(by_method)]
         assert lines[0] == ["draft-model on tables"]

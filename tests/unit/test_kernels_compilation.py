@@ -250,3 +250,18 @@ def test_a_model_without_kernels_compiles_none(
 
 def stop_loading(*_: Any, **__: Any) -> None:
     raise ConfigError("loading stopped")
+
+
+def test_a_compiler_that_fails_on_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The assembler names its file, and the command has dozens of words: the line has the reason alone."""
+    full = "Fatal error: can't write 120 bytes to section .text of x.o: 'No space left on device'"
+    script = (
+        f'case "$*" in *{tmp_path / "cache"}*-c*|*-c*{tmp_path / "cache"}*) echo "/tmp/cc.s: Assembler messages:" >&2;'
+        f' echo "{full}" >&2; exit 1;; esac; exec cc "$@"'
+    )
+    monkeypatch.setenv("CC", str(program(tmp_path, script)))
+    assert start_again() is not None  # compiled for this process alone
+    [told] = [record.getMessage() for record in caplog.records if "cannot hold them" in record.getMessage()]
+    assert told == f"the kernels are compiled at every start: the cache cannot hold them ({full})"

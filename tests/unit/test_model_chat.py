@@ -231,10 +231,20 @@ def test_variables_are_passed_to_the_template(folders: Path, name: str, variable
     assert (plain == changed) is inert
 
 
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_lists_that_the_template_does_not_read_are_refused_by_name(folders: Path, name: str) -> None:
+    """transformers drops them, and the model never hears of the tools."""
+    thinking = ours(folders / "thinking")
+    with pytest.raises(RequestError, match=f"the chat template does not read '{name}'; leave it out"):
+        thinking.encode_chat([USER], **{name: [WEATHER]})
+    for empty in (None, []):
+        assert thinking.encode_chat([USER], **{name: empty}) == thinking.encode_chat([USER])
+
+
 def test_tool_calls_and_results_render_as_in_transformers(folders: Path) -> None:
     result = {"role": "tool", "content": "3", "name": "add"}
-    for name in ("thinking", "tools"):
-        assert_alike(folders / name, [USER, CALL, result], tools=[WEATHER])
+    assert_alike(folders / "thinking", [USER, CALL, result])
+    assert_alike(folders / "tools", [USER, CALL, result], tools=[WEATHER])
     assert "null" not in ours(folders / "tools").chat.render([USER, CALL])  # type: ignore[union-attr]
 
 
@@ -294,13 +304,15 @@ def test_templates_are_read_from_files_and_from_the_config(tmp_path: Path) -> No
     write(several / "additional_chat_templates/rag.jinja", "rag")
     for folder, plain, tools in (
         (listed, "plain", "tools 1"),
-        (filed, "file ü", "file ü"),
+        (filed, "file ü", None),  # it reads no tools
         (several, "file", "tools"),
     ):
-        assert_alike(folder, [USER]), assert_alike(folder, [USER], tools=[WEATHER])
+        assert_alike(folder, [USER])
         chat = ours(folder).chat
-        assert chat is not None
-        assert (chat.render([USER]), chat.render([USER], tools=[WEATHER])) == (plain, tools)
+        assert chat is not None and chat.render([USER]) == plain
+        if tools is not None:
+            assert_alike(folder, [USER], tools=[WEATHER])
+            assert chat.render([USER], tools=[WEATHER]) == tools
     nameless = save(tmp_path / "nameless", {"rag": "rag", "tool_use": "tools"})
     with pytest.raises(
         RequestError, match="has chat templates named rag, tool_use, but none named default; put"

@@ -25,6 +25,7 @@ from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
 from foredraft.tune import exit_costs, plan_costs
 from foredraft.tune.calibration import (
+    MIN_TOKENS,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
@@ -81,10 +82,15 @@ def test_calibration_texts_are_the_models_own_and_reproducible(llm: LLM, tempera
 def test_samples_of_one_prompt_differ(llm: LLM) -> None:
     found = write_calibration_texts(llm, PROMPTS[:2], 700, 1.0, silent)
     assert len(found.texts) > 2 and len({text.ids for text in found.texts}) == len(found.texts)
+
+
+def test_a_search_works_with_the_tokens_that_the_prompts_give(llm: LLM) -> None:
+    few = write_calibration_texts(llm, PROMPTS, 99_999, 0.9, silent)
+    assert MIN_TOKENS <= few.tokens < 99_999
     with pytest.raises(
         ConfigError, match="tokens is 9999, but the prompts give .* without repetition; give more prompts"
     ):
-        write_calibration_texts(llm, PROMPTS[:2], 9999, 0.0, silent)
+        write_calibration_texts(llm, PROMPTS[:1], 9999, 0.0, silent)
 
 
 def test_calibration_texts_are_cut_before_they_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

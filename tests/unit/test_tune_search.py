@@ -25,6 +25,7 @@ from foredraft.tune.exit_costs import ExitCosts
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.plan_costs import PlanCosts
+from foredraft.tune.records import Trial
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage, optuna, sqlalchemy
 from tests.support.searching import (
@@ -337,6 +338,12 @@ def test_importance_finds_the_sub_layers_that_matter(monkeypatch: pytest.MonkeyP
     assert set(sorted(shares, key=shares.__getitem__)[-2:]) == {"attention.0", "mlp.0"}
     assert best_trials(found.trials(), 3)[0].predicted == max(trial.predicted for trial in found.trials())
     assert len({trial.skips for trial in best_trials(found.trials(), 5)}) == 5
+
+
+def test_a_plan_that_leaves_nothing_out_is_no_finalist_but_of_a_copy() -> None:
+    trials = [Trial(0, str(Skips()), 1.4, 2, (1.5,)), Trial(1, "skip:attn=1", 1.2, 2, (1.5,))]
+    assert [trial.number for trial in best_trials(trials, 3)] == [1]
+    assert [trial.number for trial in best_trials(trials, 3, of_copy=True)] == [0, 1]
 
 
 POSTGRES = (

@@ -11,7 +11,7 @@ import torch
 
 import foredraft
 from foredraft import LLM, SamplingParams
-from foredraft.verify.cells import Cells
+from foredraft.verify.cells import Branch, Cells, most_cells
 from foredraft.verify.plain_target import PlainTarget
 from tests.support import distributions
 from tests.support.checkpoints import save_checkpoint
@@ -108,3 +108,33 @@ def test_the_argmax_is_plain_decodings_token(llm: LLM, plain: PlainTarget, promp
     [output] = llm.generate([prompt], params)
     for i, token in enumerate(output.token_ids):
         assert int(plain.logits(prompt, output.token_ids[:i]).argmax()) == token
+
+
+def test_of_equally_likely_tokens_the_smallest_ids_are_separate() -> None:
+    tied = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.3, 0.0], dtype=torch.float64)
+    branch = Branch.of(tied, 3)
+    assert list(branch.separate) == [4, 1, 2]
+    assert branch.rest == pytest.approx(0.3)
+    assert [branch.allows(token) for token in range(6)] == [True] * 5 + [False]
+    assert list(Branch.of(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64), 3).separate) == [1]
+
+
+def test_cells_keep_no_table_of_the_vocabulary() -> None:
+    """A vocabulary of today has 262,144 tokens, and a verification builds the cells of dozens of prompts."""
+    size = 50_000
+    spread = torch.full((size,), 1 / size, dtype=torch.float64)
+    whole = Cells.of(lambda prefix: spread, (3, 2, 1, 1))
+    held = sum(branch.possible.nbytes for branch in whole.branches.values() if branch.possible is not None)
+    assert held == 0
+    truncated = spread.index_fill(0, torch.arange(50, size), 0.0) * (size / 50)
+    few = Cells.of(lambda prefix: truncated, (3, 2, 1, 1))
+    assert all(
+        branch.possible is not None and branch.possible.nbytes <= size for branch in few.branches.values()
+    )
+    assert few.of_sample([60, 0, 0, 0]) is None and whole.of_sample([60, 0, 0, 0]) is not None
+
+
+@pytest.mark.parametrize("widths", [(2, 1, 1, 1), (3, 2), (1,)], ids=str)
+def test_most_cells_is_the_number_of_cells_where_all_tokens_are_possible(widths: tuple[int, ...]) -> None:
+    spread = torch.full((9,), 1 / 9, dtype=torch.float64)
+    assert len(Cells.of(lambda prefix: spread, widths).probabilities) == most_cells(widths)

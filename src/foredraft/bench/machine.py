@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +18,7 @@ import foredraft
 from foredraft.bench.records import Bandwidth
 from foredraft.loading.memory import free_memory
 from foredraft.model.device import synchronise
+from foredraft.model.freed import release_freed
 
 __all__ = ["LoadWatch", "Memory", "bandwidth", "machine"]
 
@@ -130,9 +129,7 @@ class Memory:
 
         Otherwise the next program could reuse freed memory and would seem to need less.
         """
-        gc.collect()
-        with suppress(OSError, AttributeError, TypeError):  # malloc_trim exists in the GNU C library only
-            ctypes.CDLL(None).malloc_trim(0)
+        release_freed()
         return self.held()
 
     @contextmanager

@@ -5,6 +5,7 @@ Contract: a plot without figures is left out. The same records give the same byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = ["Plot", "plots"]
 DASHED = {"color": INK, "linewidth": 1, "linestyle": "--"}
 OVER_PLAIN = "speed-up over plain decoding"
 HOW_TO_READ = "Medians and quartiles over the counted prompts; the dashed line is plain decoding."
+LABEL_SHARE = 0.07  # of an axis: a label of two digits and the space beside it
 PARTS = {"draft": "drafting", "verify": "verifying", "rest": "rest"}  # field of RoundTime -> label
 
 
@@ -154,7 +156,8 @@ def _costs(costs: Sequence[Costs]) -> Plot | None:
         )
     ticks = sorted({cost.rows for one in costs for cost in one.verifying})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    labelled = _apart(ticks)
+    axes.set_xticks(labelled, [str(tick) for tick in labelled])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of each sequence in one forward")
@@ -271,6 +274,15 @@ def _ratios(
     axes.set_yticks(range(len(groups)), groups)
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.grid(axis="x")
+
+
+def _apart(ticks: Sequence[int]) -> list[int]:
+    """Return ticks of a logarithmic axis whose labels do not touch, the largest one included."""
+    kept = [*ticks[-1:]]
+    for tick in reversed(ticks[:-1]):
+        if math.log(kept[0] / tick) >= LABEL_SHARE * math.log(ticks[-1] / ticks[0]):
+            kept.insert(0, tick)
+    return kept
 
 
 def _compared(report: Report, batch: int) -> list[Row]:

@@ -35,7 +35,7 @@ def page(report: Report) -> str:
         tables=[
             table
             for batch in sorted({row.batch for row in report.rows})
-            for table in (_methods_table(report, batch), _policies_table(report, batch))
+            for table in (*_methods_tables(report, batch), _policies_table(report, batch))
             if table.groups
         ],
         plots=plots(report),
@@ -195,10 +195,18 @@ class Table:
     groups: dict[str, list[Line]]
 
 
-def _methods_table(report: Report, batch: int) -> Table:
+def _methods_tables(report: Report, batch: int) -> list[Table]:
+    """Return two tables of the methods: one of all figures would be wider than a screen."""
     rows = [row for row in report.methods if row.batch == batch]
+    lines = [(row.workload, row.contender, row) for row in rows]
+    speeds = _table(f"Every method on every workload, batch {batch}", "method", _speed_columns(rows), lines)
+    drafts = _table(f"Drafts and predictions, batch {batch}", "method", _draft_columns(), lines)
+    return [speeds, drafts] if drafts.columns else [speeds]
+
+
+def _speed_columns(rows: Sequence[Row]) -> Columns:
     peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers or {}))
-    columns: Columns = {
+    return {
         "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
         "over plain": lambda row: _spread(row.speedup, ".2f"),
         "identical": _identical,
@@ -207,6 +215,13 @@ def _methods_table(report: Report, batch: int) -> Table:
         **{f"over {peer}": _over(peer) for peer in peers},
         "over batch 1": lambda row: Cell(_number(row.over_single, ".2f")),
         "over plain, all prompts": lambda row: _spread(row.speedup_all, ".2f"),
+        "prefill, s": lambda row: _spread(row.prefill_seconds, ".3f"),
+        "peak memory, MiB": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f")),
+    }
+
+
+def _draft_columns() -> Columns:
+    return {
         "predicted": lambda row: _spread(row.predicted, ".2f"),
         "measured ÷ predicted": lambda row: _spread(row.measured_over_predicted, ".2f"),
         "host overhead o": lambda row: _spread(row.overhead, ".2f"),
@@ -215,12 +230,8 @@ def _methods_table(report: Report, batch: int) -> Table:
         "draft length": lambda row: _drafting(row, "mean_draft_length"),
         "ceiling": lambda row: _ceiling(row.ceiling),
         "ceiling at α = 1": lambda row: _ceiling(row.perfect),
-        "prefill, s": lambda row: _spread(row.prefill_seconds, ".3f"),
         "share of bandwidth": lambda row: Cell(_number(row.bandwidth_share, ".0%")),
-        "peak memory, MiB": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f")),
     }
-    lines = [(row.workload, row.contender, row) for row in rows]
-    return _table(f"Every method on every workload, batch {batch}", "method", columns, lines)
 
 
 def _policies_table(report: Report, batch: int) -> Table:

@@ -29,6 +29,7 @@ from foredraft.loading.low_bit import DEFAULT_COPY
 from foredraft.loading.policies import check_settings
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
+from foredraft.model.prompt_form import AS_IT_IS, PromptForm
 from foredraft.model.runner import Runner
 
 __all__ = ["bench"]
@@ -42,6 +43,7 @@ def bench(
     *,
     model: str | None = None,
     truncate: Literal["left"] | None = None,
+    form: PromptForm = AS_IT_IS,
     progress: Progress = lambda stage, done, total: None,
     spelling: Callable[[Option], str] = python_spelling,
     **loading: Any,
@@ -53,6 +55,7 @@ def bench(
         options: What to measure.
         model: Folder or hub id of the target; None for the demo pair.
         truncate: "left" drops the oldest tokens of a prompt that is too long.
+        form: How prompts become token ids.
         progress: Called with (stage, done, total).
         spelling: How the report's notes spell an option.
         **loading: Further options of `foredraft.load`.
@@ -69,8 +72,8 @@ def bench(
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
     if any(name in DRAFTERS and DRAFTERS[name].needs_copy for name in options.methods or ()):
         loading = {**loading, "draft_weights": loading.get("draft_weights") or DEFAULT_COPY}
-    llm, loaded_bytes = _load(workloads, options, {"model": model} | loading, progress)
-    prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
+    llm, loaded_bytes = _load(workloads, form, options, {"model": model} | loading, progress)
+    prompts = {w.name: _encoded(llm, w, form, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, loading)
     context = _context(llm, folders, prompts, options, loading)
     models = _models(llm, folders)
@@ -96,7 +99,7 @@ def bench(
         )
         costs, rows, finished = _measure(measurement, prompts)
         return Report(
-            options=_effective_options(llm, prompts, options, model, loading),
+            options=_effective_options(llm, prompts, options, model, loading) | asdict(form),
             machine=machine(context.device) | {"highest_load": watch.highest} | _versions(lineup),
             models=models,
             bandwidth=speed,
@@ -203,7 +206,11 @@ def _context(
 
 
 def _load(
-    workloads: Sequence[Workload], options: Options, loading: dict[str, Any], progress: Progress
+    workloads: Sequence[Workload],
+    form: PromptForm,
+    options: Options,
+    loading: dict[str, Any],
+    progress: Progress,
 ) -> tuple[LLM, int]:
     """Load the models for the longest prompt and the largest batch; return also the bytes that they added."""
     largest = max(options.batch)
@@ -221,8 +228,8 @@ def _load(
             raise ConfigError(
                 "a workload is text, but this model's folder has no tokenizer.json", remedy="add one"
             )
-        texts = (text for workload in workloads for text in workload.prompts)
-        return largest, max(len(tokenizer.encode(text)) for text in texts) + options.new_tokens
+        texts = [text for workload in workloads for text in workload.prompts]
+        return largest, form.longest(tokenizer, texts) + options.new_tokens
 
     def show(stage: str, done: int, total: int) -> None:
         if stage != "prefill":  # drawing a progress bar within a timed run would slow that run down
@@ -235,9 +242,10 @@ def _load(
 
 
 def _encoded(
-    llm: LLM, workload: Workload, new_tokens: int, truncate: Literal["left"] | None
+    llm: LLM, workload: Workload, form: PromptForm, new_tokens: int, truncate: Literal["left"] | None
 ) -> list[list[int]]:
-    return [llm._fitting(ids, new_tokens, truncate) for ids in llm.encode(list(workload.prompts))]
+    applied = form.applied(llm.tokenizer, list(workload.prompts))
+    return [llm._fitting(ids, new_tokens, truncate) for ids in llm.encode(applied)]
 
 
 def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:

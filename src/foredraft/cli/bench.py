@@ -16,7 +16,7 @@ from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.interrupt import Raised
 from foredraft.cli.layout import table, with_weights
-from foredraft.cli.measuring import BenchOptions
+from foredraft.cli.measuring import BenchOptions, PromptOptions
 from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import started
@@ -33,6 +33,7 @@ def bench(
     benchmark: BenchOptions = BenchOptions(),
     model: ModelOptions = ModelOptions(),
     drafting: DraftingOptions = DraftingOptions(),
+    prompting: PromptOptions = PromptOptions(),
     output: DocumentOptions = DocumentOptions(),
 ) -> int:
     """Time decoding methods and other programs on the same prompts, and report which outputs are identical.
@@ -41,7 +42,7 @@ def bench(
     of tokens. A ratio is the median of the ratios within the turns. Prompts whose plain output repeats itself
     do not count.
     """
-    options = options_of(benchmark, drafting)
+    options, form = options_of(benchmark, drafting), prompting.form
     check_places(out=output.out, html=benchmark.html)
     from foredraft.bench.workload import load_workloads
 
@@ -58,6 +59,7 @@ def bench(
                 options,
                 model=model.model,
                 truncate=model.truncate,
+                form=form,
                 progress=bars.show,
                 spelling=as_flag,
                 **load_options(model, drafting),

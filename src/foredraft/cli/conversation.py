@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.errors import RequestError
 from foredraft.files import replacing
+from foredraft.model.prompt_form import chat_ids
 
 if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
@@ -38,19 +39,7 @@ class Conversation:
         Raises:
             ConfigError: The model has no tokenizer or no chat template.
         """
-        if tokenizer is None:
-            raise ConfigError(
-                "needs a tokenizer, but the model's folder has no tokenizer.json",
-                option="chat",
-                remedy="add the file, or leave the option out",
-            )
-        if tokenizer.chat is None:
-            raise ConfigError(
-                "needs a chat template, but the model has none",
-                option="chat",
-                remedy=("leave it out, or give ", Option("model"), " a model trained for chat"),
-            )
-        return tokenizer.encode_chat([*self._system, *self.turns, _message("user", text)])
+        return chat_ids(tokenizer, [*self._system, *self.turns, _message("user", text)])
 
     def add(self, text: str, reply: str) -> None:
         """Add a user message and its reply."""

@@ -35,6 +35,7 @@ from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds import RULES, default_drafter, unused_options
 from foredraft.kinds.compatibility import check_effects
+from foredraft.model.prompt_form import PromptForm
 from foredraft.unicode import invalid_at
 
 if TYPE_CHECKING:
@@ -183,10 +184,7 @@ def check_request(
         if getattr(sampling, option) is not None and not output.json and output.out is None:
             raise _needs(option, "json")
     check_places(out=output.out, trace=output.trace)
-    if chat.system is not None and not chat.chat:
-        raise _needs("system", "chat")
-    if chat.system is not None:
-        check_text("the system message", chat.system)
+    PromptForm(chat.chat, chat.system)  # refuses a system message without a chat
     if interactive:
         check_conversation(sampling, output)
 

@@ -106,8 +106,14 @@ def memory(found: Inspection, width: int | None) -> list[str]:
         for model in models
         for format, size in model.expanded_bytes.items()
     ]
+    left_out = [
+        f"--weights {name} would take {in_gib(size)} GiB, no less than {models[0].dtype}: an embedding"
+        " beside a coded head, and weights that no kernel here reads as codes, stay as they are."
+        for name, bits in BITS.items()
+        if (size := models[0].larger_bytes.get(bits)) is not None
+    ]
     header = "GiB", *(model.role for model in models)
-    return [*table([header, *rows, cache], width), *note * coded, *expanded]
+    return [*table([header, *rows, cache], width), *left_out, *note * coded, *expanded]
 
 
 def in_gib(size: int) -> str:

@@ -15,13 +15,14 @@ from cyclopts import Group, Parameter, Token
 
 from foredraft.bench.contenders import CONTENDERS
 from foredraft.bench.options import Options as BenchDefaults
-from foredraft.cli.options import bullets, common
+from foredraft.cli.options import CHAT, Flag, bullets, common
+from foredraft.model.prompt_form import PromptForm
 from foredraft.tune.options import Options as TuneDefaults
 from foredraft.tune.options import SamplerName
 from foredraft.verify import Options as VerifyDefaults
 from foredraft.verify.defects import ALL, DEFAULT, DEFECTS
 
-__all__ = ["BenchOptions", "TuneOptions", "VerifyOptions"]
+__all__ = ["BenchOptions", "PromptOptions", "TuneOptions", "VerifyOptions"]
 
 VERIFYING = Group("Verifying", sort_key=3)
 BENCHMARK = Group("Benchmark", sort_key=3)
@@ -45,6 +46,26 @@ DEFECT_HELP = bullets({name: defect.summary for name, defect in DEFECTS.items()}
 CONTENDER_HELP = bullets({name: kind.summary for name, kind in CONTENDERS.items()})
 
 
+@Parameter(name="*", group=CHAT)
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How the prompts of a measurement become token ids."""
+
+    chat: Annotated[Flag, common(CHAT)] = False
+    """Send each prompt as a user message in the model's chat template, as generate --chat does."""
+    system: str | None = None
+    """With --chat: the system message."""
+
+    @property
+    def form(self) -> PromptForm:
+        """The form of the prompts.
+
+        Raises:
+            ConfigError: There is a system message but no chat, or it is not valid text.
+        """
+        return PromptForm(self.chat, self.system)
+
+
 @Parameter(name="*", group=VERIFYING)
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
@@ -55,9 +76,9 @@ class VerifyOptions:
     """Maximum number of new tokens of each text that is compared token for token."""
     samples: int | None = None
     """Samples per full chi-square test. Default: as many as --detect needs."""
-    detect: Annotated[float, common(VERIFYING)] = VERIFY.detect
+    detect: Annotated[float | None, common(VERIFYING)] = VERIFY.detect
     """Total variation distance between the sampled and the target's distribution that each full test must
-    detect."""
+    detect. Default: 0.03, or 0.05 or 0.1 where so many samples would take more than three minutes here."""
     seed: int | None = None
     """Random seed, for reproducible samples. Default: a fresh one, which the report shows."""
     self_test: Annotated[

@@ -161,8 +161,7 @@ class DraftingOptions(DraftModelOptions):
     policy: Annotated[
         PolicyName | None,
         Parameter(
-            help=f"Decides the draft length.\n\n{POLICY_HELP}\nDefault: {next(iter(POLICIES))};"
-            " of verify, fixed.",
+            help=f"Decides the draft length.\n\n{POLICY_HELP}\nDefault: {next(iter(POLICIES))}.",
             show_choices=False,
         ),
     ] = None

@@ -49,7 +49,8 @@ def quantise(
     weights
         Bits of the linear layers and the head, in groups of 32.
     data
-        Files of text, JSON Lines or Parquet to compare the models on; the card then says what was lost.
+        Files of text, of prompts, JSON Lines or Parquet to compare the models on; the card then says what was
+        lost.
     json_output
         Print one JSON document instead of text.
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Raised
 from foredraft.cli.layout import table
-from foredraft.cli.measuring import TuneOptions
+from foredraft.cli.measuring import PromptOptions, TuneOptions
 from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import started
@@ -34,6 +34,7 @@ def tune(
     *,
     tuning: TuneOptions = TuneOptions(),
     model: ModelOptions = ModelOptions(),
+    prompting: PromptOptions = PromptOptions(),
     output: DocumentOptions = DocumentOptions(),
 ) -> int:
     """Search the layers that this model can leave out while it drafts for itself, and keep the best plan.
@@ -43,7 +44,7 @@ def tune(
     turns with plain decoding; the plan is kept only if it wins. An interrupted search continues where it
     stopped.
     """
-    given = asdict(tuning)
+    given, form = asdict(tuning), prompting.form
     options = Options(**{name: given[name] for name in given if name not in ("prompts", "plan_out", "html")})
     refuse_empty(prompts=tuning.prompts, storage=tuning.storage, model=model.model)
     files = {"plan_out": tuning.plan_out, "out": output.out, "html": tuning.html}
@@ -63,6 +64,7 @@ def tune(
                 model=model.model,
                 plan_out=tuning.plan_out,
                 truncate=model.truncate,
+                form=form,
                 progress=bars.show,
                 **load_options(model, DraftingOptions()),
             )

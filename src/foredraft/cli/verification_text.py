@@ -10,6 +10,7 @@ from foredraft.verify.defects import DEFECTS
 
 if TYPE_CHECKING:
     from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, Report
+    from foredraft.verify.records import TextRun
 
 __all__ = ["Names", "defect_name", "lines"]
 
@@ -28,6 +29,7 @@ COLUMNS = (
     "accepted",
     "",
 )
+ALWAYS = "drafting always"  # of runs in which every round drafts
 POSITIONS = ("position", "tokens", "corrected", "chi2", "df", "p-value", "detects", "if corrected", "")
 
 
@@ -52,15 +54,22 @@ def lines(report: Report, names: Names, width: int | None = None) -> list[str]:
 def header(report: Report, names: Names) -> str:
     """Return one line on what was tested, and on which machine."""
     about = report.about
-    draft = f" ({names['draft']})" if names["draft"] and DRAFTERS[about["drafter"]].needs_draft else ""
-    draft = f" ({about['plan']})" if about["plan"] else draft
+    drafters = ", ".join(described(name, about["plan"], names["draft"]) for name in about["drafters"])
+    drafters = drafters if about["drafters"] == [about["drafter"]] else f"{about['drafter']} ({drafters})"
     return (
         f"Target {names['model']}, {with_weights(about['dtype'], about['weights'])} on {about['device']}"
-        f"{'' if about['deterministic'] else ', not deterministic'}; drafter {about['drafter']}{draft}"
+        f"{'' if about['deterministic'] else ', not deterministic'}; drafter {drafters}"
         f"{', greedy' if about['greedy_drafts'] else ''}, policy {about['policy']}; up to"
         f" {about['max_batch']} sequences in a batch; {about['threads']} threads; foredraft"
         f" {about['foredraft']}, PyTorch {about['torch']}, Python {about['python']}, {about['system']}"
     )
+
+
+def described(drafter: str, plan: str | None, draft: str | None) -> str:
+    """Return a drafter with the plan or the draft model that it drafts with."""
+    if DRAFTERS[drafter].needs_plan and plan is not None:
+        return f"{drafter} ({plan})"
+    return f"{drafter} ({draft})" if DRAFTERS[drafter].needs_draft and draft is not None else drafter
 
 
 def identity_lines(identity: Identity) -> list[str]:
@@ -70,16 +79,17 @@ def identity_lines(identity: Identity) -> list[str]:
         f"New tokens at {identity.setting}{rule}, compared with plain decoding of one prompt at a time:"
         f" {identity.prompts} prompts, {identity.tokens} tokens"
     ]
-    for name, batched in identity.runs:
-        same = identity.prompts - identity.diverged(name, batched)
-        found.append(f"  {name}, {mode(batched)}: {same} of {identity.prompts} identical")
+    for run in identity.runs:
+        same = identity.prompts - identity.diverged(run)
+        found.append(f"  {described_run(run)}: {same} of {identity.prompts} identical")
     found += [f"  {divergence_line(divergence)}" for divergence in identity.divergences]
     return found + [f"  failed: {error}" for error in identity.errors]
 
 
-def mode(batched: bool) -> str:
+def described_run(run: TextRun) -> str:
     """Return how a run decoded its prompts."""
-    return "in a batch" if batched else "one at a time"
+    always = f", {ALWAYS}" if run.always else ""
+    return f"{run.drafter}{always}, {'in a batch' if run.batched else 'one at a time'}"
 
 
 def divergence_line(found: Divergence) -> str:
@@ -90,7 +100,7 @@ def divergence_line(found: Divergence) -> str:
 
     seed = "" if found.seed is None else f", seed {found.seed}"
     return (
-        f"prompt {found.prompt}, {found.drafter}, {mode(found.batched)}{seed}, new token {found.position}:"
+        f"prompt {found.prompt}, {described_run(found.run)}{seed}, new token {found.position}:"
         f" {name(found.found)} instead of {name(found.expected)}; the target's two most likely tokens there"
         f" are {found.best[0]} (logit {found.logits[0]:.6g}) and {found.best[1]} (logit"
         f" {found.logits[1]:.6g}), margin {found.margin:.3g}"
@@ -103,10 +113,19 @@ def test_lines(report: Report, width: int | None) -> list[str]:
     return [
         f"Chi-square tests of the joint distribution of {first.tokens} sampled tokens against the target's"
         f" exact one: {len(report.tests)} tests, each at level {first.level:.2g}, as the tests by position"
-        f" ({report.family_level:g} together), seed {report.seed}",
+        f" ({report.family_level:g} together), seed {report.seed}{in_turns(report)}",
         *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)], width, keys=4)],
         *[f"  failed: {error}" for test in report.tests for error in test.errors],
     ]
+
+
+def in_turns(report: Report) -> str:
+    """Return a clause on the drafters of the samples, where the policy chooses among several."""
+    always = any(run.always for run in report.identities[0].runs)
+    turns = (
+        f", {' and '.join(report.about['drafters'])} in turns" if len(report.about["drafters"]) > 1 else ""
+    )
+    return f"; {ALWAYS}{turns}" if always else ""
 
 
 def row(test: DistributionTest) -> tuple[str, ...]:
@@ -153,7 +172,7 @@ def position_lines(report: Report, width: int | None) -> list[str]:
 
 def position_row(position: DraftPosition) -> tuple[str, ...]:
     """Return a position's cells of the table; positions count from 1."""
-    tested, corrected = position.degrees > 0, position.corrections > 0
+    tested, corrected = position.tested, position.corrections > 0
     return (
         "bonus" if position.bonus else str(position.position + 1),
         str(position.tokens),
@@ -163,7 +182,7 @@ def position_row(position: DraftPosition) -> tuple[str, ...]:
         f"{position.p_value:.2g}" if tested else "-",
         f"{position.detectable:.4f}" if tested else "-",
         f"{position.detectable_correction:.4f}" if tested and corrected else "-",
-        ("ok" if position.passed else "FAILED") if tested else "too few",
+        "FAILED" if position.failed else "ok" if tested else "too few",
     )
 
 

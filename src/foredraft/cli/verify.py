@@ -17,7 +17,7 @@ from foredraft.bench.workload import prompt_of
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
 from foredraft.cli.generate import check_drafting_options, drafter_name, read_prompt, refuse_lossy
-from foredraft.cli.measuring import VerifyOptions
+from foredraft.cli.measuring import PromptOptions, VerifyOptions
 from foredraft.cli.options import DocumentOptions, DraftOptions, ModelOptions, OutputOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import started
@@ -29,6 +29,7 @@ from foredraft.verify.defects import ALL, DEFECTS
 from foredraft.verify.options import no_drafter
 
 if TYPE_CHECKING:
+    from foredraft.model.prompt_form import PromptForm
     from foredraft.model.tokenizer import Tokenizer
     from foredraft.verify import Report
     from foredraft.verify.report import Verdict
@@ -43,6 +44,7 @@ def verify(
     verifying: VerifyOptions = VerifyOptions(),
     model: ModelOptions = ModelOptions(),
     drafting: DraftOptions = DraftOptions(),
+    prompting: PromptOptions = PromptOptions(),
     output: DocumentOptions = DocumentOptions(),
 ) -> int:
     """Verify that the drafter does not change the output.
@@ -62,15 +64,16 @@ def verify(
     check_places(out=output.out)
     if drafter_name(drafting, model) == "none":
         raise no_drafter()
+    form = prompting.form
     prompts = read_prompts(texts, verifying.prompts, model.model)
-    reports = run(prompts, options_of(verifying, drafting), model, drafting)
+    reports = run(prompts, form, options_of(verifying, drafting), model, drafting)
     names: Names = {
         "model": model.model or "demo",
         "draft": drafting.draft or ("demo" if not model.model else None),
     }
     documents = [report.as_dict() for report in reports]
     for document in documents:
-        document["about"] = names | document["about"]
+        document["about"] = names | {"chat": form.chat, "system_message": form.system} | document["about"]
     several = {"verdict": overall(reports), "self_tests": documents}
     with suppress(BrokenPipeError):  # the exit code is the verdict, even if the reader closed the pipe
         write_report(
@@ -91,7 +94,7 @@ def overall(reports: Sequence[Report]) -> Verdict:
 
 
 def run(
-    prompts: list[str], each: Sequence[Options], model: ModelOptions, drafting: DraftOptions
+    prompts: list[str], form: PromptForm, each: Sequence[Options], model: ModelOptions, drafting: DraftOptions
 ) -> list[Report]:
     """Load the models with room for the verification, and run it with each of the options."""
     bars = started()
@@ -101,19 +104,18 @@ def run(
     from foredraft.verify.sampler import BATCH
 
     def needs(tokenizer: Tokenizer | None, defaults: object) -> tuple[int, int]:
-        lengths = [] if tokenizer is None else [len(tokenizer.encode(prompt)) for prompt in prompts]
-        return BATCH, max(lengths, default=0) + max_new_tokens(each[0])
+        longest = 0 if tokenizer is None else form.longest(tokenizer, prompts)
+        return BATCH, longest + max_new_tokens(each[0])
 
     def show_loading(stage: str, done: int, total: int) -> None:
         if stage != "prefill":  # it would flicker between the checks' own stages
             bars.show(stage, done, total)
 
     try:
-        # The default policy would be free not to draft at all; "fixed" always drafts.
-        load = {"policy": "fixed"} | load_options(model, drafting)
-        llm = load_for(needs, model.model, **load, progress=show_loading)
+        llm = load_for(needs, model.model, **load_options(model, drafting), progress=show_loading)
+        applied = form.applied(llm.tokenizer, prompts)
         return [
-            run_checks(llm, prompts, options, truncate=model.truncate, progress=bars.show) for options in each
+            run_checks(llm, applied, options, truncate=model.truncate, progress=bars.show) for options in each
         ]
     finally:
         bars.clear()

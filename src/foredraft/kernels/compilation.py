@@ -92,8 +92,7 @@ def _library_or_reason() -> ctypes.CDLL | str:
     try:
         return _compiled(command)
     except (OSError, subprocess.SubprocessError) as error:
-        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-        return f"the kernels cannot be compiled ({_first_error(output or str(error))})"
+        return f"the kernels cannot be compiled ({_reason(error)})"
 
 
 def _no_compiler_because() -> str:
@@ -130,7 +129,8 @@ def _compiled(command: list[str]) -> ctypes.CDLL:
     built = _built_elsewhere(command)
     if failed is not None:
         told = logging.INFO if isinstance(failed, NotPrivateError) else logging.WARNING  # the cache told it
-        logger.log(told, "the kernels are compiled at every start: the cache cannot hold them (%s)", failed)
+        reason = _reason(failed)
+        logger.log(told, "the kernels are compiled at every start: the cache cannot hold them (%s)", reason)
     return built
 
 
@@ -158,7 +158,9 @@ def open_library(path: Path) -> ctypes.CDLL:
     return opened
 
 
-def _first_error(text: str) -> str:
-    """Return the first line of a compiler's output that names an error."""
-    errors = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["unknown"]
+def _reason(error: Exception) -> str:
+    """Return why the compiler or the system failed, on one line: of a compiler's output, the first error."""
+    output = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    lines = (output or str(error)).splitlines()
+    errors = [line for line in lines if "error" in line.lower()] or lines or ["unknown"]
     return errors[0].strip()

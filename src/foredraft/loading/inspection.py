@@ -67,6 +67,7 @@ class ModelInfo:
         weight_bytes: Bits of a weight -> bytes of all weights on this device, with the copies that the
             products need. Of a quantised model, 32 and 16 are the bits of the dtype. Of a target that is not
             quantised, 8 and 4 are there where option weights saves memory.
+        larger_bytes: The same for the bits with which it would save none.
         expanded_bytes: Format -> bytes of its weights, of formats whose weights are expanded to the dtype.
         cache_bytes: Bytes of the keys and values of `CACHED_TOKENS` tokens.
     """
@@ -85,6 +86,7 @@ class ModelInfo:
     tokenizer: bool
     weights_checked: bool
     weight_bytes: Mapping[int, int]
+    larger_bytes: Mapping[int, int]
     expanded_bytes: Mapping[str, int]
     cache_bytes: int
 
@@ -232,10 +234,12 @@ def _model_info(
         8 * dtype.itemsize: weight_memory(replace(checkpoint, dtype=dtype), device)
         for dtype in (torch.float32, half)
     }
+    larger: dict[int, int] = {}
     if role == "target" and spec.quantisation is None:
         fewer = {bits: weight_memory(replace(checkpoint, bits=bits), device) for bits in BITS.values()}
         whole = sizes[8 * checkpoint.dtype.itemsize]
-        sizes |= {bits: size for bits, size in fewer.items() if size < whole}
+        larger = {bits: size for bits, size in fewer.items() if size >= whole}
+        sizes |= {bits: size for bits, size in fewer.items() if bits not in larger}
     return ModelInfo(
         role=role,
         name=None if name is None else str(name),
@@ -251,6 +255,7 @@ def _model_info(
         tokenizer=checkpoint.tokenizer is not None,
         weights_checked=checked,
         weight_bytes=sizes,
+        larger_bytes=larger,
         expanded_bytes=expanded_memory(checkpoint, device),
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
     )

@@ -32,7 +32,8 @@ REASONING = (
     "reasoning",
 )  # keys for a message's reasoning; the first one present counts
 # Variables that a template may leave unread without an error.
-STANDARD = {"tools", "documents", "add_generation_prompt", *SPECIAL}
+STANDARD = {"add_generation_prompt", *SPECIAL}
+LISTS = {"tools", "documents"}  # refused where they hold something that the template does not read
 # Options of `apply_chat_template` that are not template variables, with the remedy for each.
 FORMATS = "padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs".split()
 NOT_VARIABLES: dict[str, Text] = {
@@ -95,8 +96,8 @@ class ChatTemplate:
             **variables: Further variables; the template must read each of them.
 
         Raises:
-            RequestError: A message or a variable is not plain, the template does not read a variable, refuses
-                the messages, or fails.
+            RequestError: A message or a variable is not plain, the template does not read a variable (tools
+                and documents included, where there are any), refuses the messages, or fails.
         """
         for name in variables.keys() & NOT_VARIABLES.keys():
             raise RequestError(f"{name} is not a variable of a chat template", remedy=NOT_VARIABLES[name])
@@ -114,7 +115,10 @@ class ChatTemplate:
                 f"the chat template cannot be rendered with these messages ({_line(error)})",
                 remedy=f"change the messages, or put another {FILE} into the model's folder",
             ) from error
-        _check_variables(variables, read)
+        chosen = (
+            {"tools"} if TOOL_USE in self.templates else set()
+        )  # tools have chosen a template of their own
+        _check_variables([*variables, *(name for name in LISTS - chosen if given[name])], read)
         if invalid_at(text) is not None:
             raise RequestError(
                 "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
@@ -150,7 +154,7 @@ def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
     """Check that the template reads every given variable, since it would ignore the others."""
     for name in given:
         if name not in STANDARD | read:
-            others = sorted(read - STANDARD - {"messages"})
+            others = sorted(read - STANDARD - LISTS - {"messages"})
             shown = ", ".join(others) or "only the standard ones"
             raise RequestError(
                 f"the chat template does not read {name!r}",

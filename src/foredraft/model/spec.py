@@ -29,6 +29,8 @@ from foredraft.model.rope import Rope
 __all__ = ["ModelSpec", "Rope", "with_dtype"]
 
 CONFIG = "config.json"
+# Key of checkpoints that `foredraft quantise` writes; other programs ignore it.
+HEAD_COPIES = "head_copies_embedding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class ModelSpec:
     post_norms: bool = False  # the output of each sub-layer has a norm of its own
     head_norms: bool = False  # queries and keys are normed per head before rotation
     window_rope: Rope | None = None  # of windowed layers
+    head_copies: bool = False  # the head is a coded copy of the embedding, so its weights are no further ones
     quantisation: Quantisation | None = None  # how the checkpoint stores the weights of linear layers
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that change nothing, as "key = value"
 
@@ -117,6 +120,7 @@ class ModelSpec:
             **fields,
             eos_token_ids=_eos(read, generation_config, family.eos),
             bos_token_id=_bos(read, generation_config, family.bos),
+            head_copies=read.flag(HEAD_COPIES, default=False),
             quantisation=read_quantisation(read),
         )
         if spec.head_dim == 2 and any(spec.rope_of(window).kind == "dynamic" for window in spec.windows):

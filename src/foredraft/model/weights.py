@@ -209,10 +209,10 @@ def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the number of a model's weights; a tied head counts once."""
+    """Return the number of a model's weights; a head that is the embedding, or a coded copy, counts once."""
     counter = _SizeCounter(torch.device("meta"), torch.float32)  # a device on which nothing is packed
     build_decoder(spec, counter)
-    return counter.values
+    return counter.values - (spec.vocab_size * spec.hidden_size if spec.head_copies else 0)
 
 
 def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:

@@ -54,7 +54,8 @@ def quantise_checkpoint(
         model: A folder, a GGUF file or a hub id; None is the demo target.
         weights: "int4" or "int8".
         out: The folder to write.
-        data: Files of text to compare the models on, as `foredraft train` reads them.
+        data: Files of text to compare the models on, as `foredraft train` reads them; a "prompt" alone is a
+            text, too, as in a file of prompts.
         **load: Of the arguments of `foredraft.load`: revision, dtype.
 
     Raises:
@@ -96,7 +97,7 @@ def _documents(checkpoint: Checkpoint, data: Sequence[Path]) -> list[Any]:
             remedy="give the model's folder, with its tokenizer.json",
         )  # fmt: skip
     length = min(LENGTH, checkpoint.spec.max_positions)
-    return Reader(checkpoint.tokenizer, None, length).corpus(data).documents
+    return Reader(checkpoint.tokenizer, None, length, prompts_count=True).corpus(data).documents
 
 
 def _card(model: str, weights: str, quality: Quality | None) -> str:

@@ -1,6 +1,7 @@
 """Write a quantised checkpoint: "pack-quantized" weights of compressed-tensors, which other programs load.
 
-The linear layers and the head are coded; a head that was tied to the embedding becomes a tensor of its own.
+The linear layers and the head are coded; a head that was tied to the embedding becomes a tensor of its own,
+and the config says so.
 Every other tensor, and every other file of the folder, is copied, except the record of a GGUF file, because
 the new checkpoint has weights of its own. One tensor is in memory at a time, beside the file that is being
 filled.
@@ -25,7 +26,7 @@ from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
-from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
+from foredraft.model.spec import CONFIG, HEAD_COPIES, ModelSpec, with_dtype
 from foredraft.model.weights import read_tensors
 
 __all__ = ["write_quantised"]
@@ -68,7 +69,7 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
     else:
         save_file(filled, out / SINGLE, {"format": "pt"})
     config = with_dtype(read_json(source / CONFIG), dtype) | {"tie_word_embeddings": False}
-    config["quantization_config"] = _scheme(bits, plain)
+    config |= {HEAD_COPIES: spec.tied, "quantization_config": _scheme(bits, plain)}
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return total
 

@@ -156,7 +156,8 @@ def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
 
 def _reads(spec: ModelSpec) -> int:
     """Return the weights that a step reads: all but an embedding that is not the head, too."""
-    return parameter_count(spec) - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
+    once = spec.tied or spec.head_copies
+    return parameter_count(spec) - (0 if once else spec.vocab_size * spec.hidden_size)
 
 
 def _write(place: Path, target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

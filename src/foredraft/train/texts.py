@@ -54,6 +54,7 @@ class Reader:
         eos: Ends a response; None: nothing does.
         length: Tokens of a document at most.
         skip_bad_lines: Leave lines and rows out that hold no document, and count them.
+        prompts_count: A "prompt" without a "response" is a text, all of which counts.
         option: The option that names the files, for errors.
     """
 
@@ -64,10 +65,11 @@ class Reader:
         length: int,
         *,
         skip_bad_lines: bool = False,
+        prompts_count: bool = False,
         option: str = "data",
     ) -> None:
         self.tokenizer, self.eos, self.length = tokenizer, eos, length
-        self.skip_bad_lines, self.option = skip_bad_lines, option
+        self.skip_bad_lines, self.prompts_count, self.option = skip_bad_lines, prompts_count, option
         self.skipped = 0
 
     def corpus(self, files: Sequence[Path]) -> Corpus:
@@ -128,11 +130,16 @@ class Reader:
                 case {"prompt": str(prompt), "response": str(response)}:
                     return self._exchange(prompt, response)
                 case {"text": str(text)}:
-                    ids = self.tokenizer.encode(text)
-                    return ids, [True] * len(ids)
+                    return self._whole(text)
+                case {"prompt": str(text)} if self.prompts_count:
+                    return self._whole(text)
         except RequestError as error:
             raise BadRecordError(f"cannot be read: {error}") from error
         raise BadRecordError(f"is no object with {SHAPES}")
+
+    def _whole(self, text: str) -> tuple[list[int], list[bool]]:
+        ids = self.tokenizer.encode(text)
+        return ids, [True] * len(ids)
 
     def _exchange(self, prompt: str, response: str) -> tuple[list[int], list[bool]]:
         before = self.tokenizer.encode(prompt)

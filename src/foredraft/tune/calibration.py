@@ -20,6 +20,7 @@ from foredraft.llm import LLM
 from foredraft.ngrams import repeated
 
 __all__ = [
+    "MIN_TOKENS",
     "CalibrationText",
     "CalibrationTexts",
     "calibration_prompt_count",
@@ -34,6 +35,8 @@ HELD_OUT_EVERY = 4  # one prompt in four is held out
 MIN_HELD_OUT = 6
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 64, 256  # bounds of the new tokens asked of one prompt
 MIN_TEXT_TOKENS = 16  # shorter texts are dropped: they hold few whole drafts
+# Tokens that a search needs at least: on fewer, chance decides between plans of nearly the same speed.
+MIN_TOKENS = 512
 MAX_SAMPLES = 8  # samples of one prompt at a temperature above 0
 
 
@@ -119,10 +122,10 @@ def write_calibration_texts(
     temperature: float,
     progress: Callable[[str, int, int], None],
 ) -> CalibrationTexts:
-    """Let the target write texts with `tokens` new tokens or more in total.
+    """Let the target write texts with `tokens` new tokens or more in total, or as many as the prompts give.
 
     Raises:
-        ConfigError: The prompts do not give that many new tokens.
+        ConfigError: The prompts give fewer than `MIN_TOKENS` new tokens, and than `tokens`.
         RequestError: The generation of a text failed.
     """
     texts: list[CalibrationText] = []
@@ -134,7 +137,10 @@ def write_calibration_texts(
         done += text.new_tokens
         progress("calibrate", min(done, tokens), tokens)
         if done >= tokens:
-            return CalibrationTexts(tuple(texts), temperature)
+            break
+    if done >= min(tokens, MIN_TOKENS):
+        progress("calibrate", done, done)  # the prompts give no more
+        return CalibrationTexts(tuple(texts), temperature)
     raise ConfigError(
         f"but the prompts give {done} new tokens without repetition",
         option="tokens",

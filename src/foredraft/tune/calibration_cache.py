@@ -15,7 +15,7 @@ import foredraft
 from foredraft import user_cache
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import CalibrationText, CalibrationTexts
+from foredraft.tune.calibration import MIN_TOKENS, CalibrationText, CalibrationTexts
 
 __all__ = ["CalibrationCache"]
 
@@ -32,7 +32,7 @@ class CalibrationCache:
         hash: Hash of the model (`plan_files.model_hash`).
         llm: The model.
         prompts: Token ids of the prompts that the texts continue.
-        tokens: New tokens of all texts, at least.
+        tokens: New tokens of all texts, at least, unless the prompts give fewer.
         temperature: Temperature of the texts.
     """
 
@@ -70,7 +70,7 @@ class CalibrationCache:
             sound = all(map(self._sound, texts))
         except (ValueError, LookupError, TypeError):  # not what `_keep` writes
             return None
-        return found if sound and found.tokens >= self.tokens else None
+        return found if sound and found.tokens >= min(self.tokens, MIN_TOKENS) else None
 
     def _sound(self, text: CalibrationText) -> bool:
         ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from foredraft import demo
 from foredraft.bench.machine import LoadWatch, machine
@@ -19,6 +19,7 @@ from foredraft.llm import LLM
 from foredraft.loading import load_for
 from foredraft.loading.policies import longest_draft
 from foredraft.model.hub import resolve
+from foredraft.model.prompt_form import AS_IT_IS, PromptForm
 from foredraft.model.runner import Runner
 from foredraft.profiling.timing import replaced
 from foredraft.tune.calibration import (
@@ -48,6 +49,7 @@ from foredraft.tune.teacher_forced import TeacherForced
 
 __all__ = ["tune"]
 
+Prompts: TypeAlias = Sequence[str] | Sequence[list[int]]  # texts, or the token ids of chats
 CALIBRATION_BATCH = 8  # calibration texts generated in one batch
 STUDY_FORMAT = 3  # version of what a study holds; a study of another version is not resumed
 
@@ -59,6 +61,7 @@ def tune(
     model: str | None = None,
     plan_out: Path | None = None,
     truncate: Literal["left"] | None = None,
+    form: PromptForm = AS_IT_IS,
     progress: Progress = silent,
     **loading: Any,
 ) -> Report:
@@ -73,6 +76,7 @@ def tune(
         model: Folder or hub id, as `foredraft.load` takes it. None: the demo target.
         plan_out: A file for the plan, beside the one in the cache folder.
         truncate: "left" drops the oldest tokens of a prompt that is too long.
+        form: How prompts become token ids.
         progress: Receives the progress of each stage.
         loading: Further arguments of `foredraft.load`.
 
@@ -91,11 +95,12 @@ def tune(
     folder = _resolve(model, loading)
     hash = model_hash(folder)
     with stages("load"):
-        llm = _load(folder, prompts, options, loading, watch)
+        llm = _load(folder, prompts, form, options, loading, watch)
     target = _Target(model or "demo", folder, hash, llm)
-    run = _Run(target, options, storage, stages, watch)
+    run = _Run(target, options, form, storage, stages, watch)
     max_draft = longest_draft(options.max_draft, options.max_draft, target.runner)
-    ids, held_out = hold_out(_encode(llm, prompts, options, truncate))
+    applied = form.applied(llm.tokenizer, prompts)
+    ids, held_out = hold_out(_encode(llm, applied, options, truncate))
     with stages("calibrate"):
         calibration = run.calibrate(ids)
         teacher_forced = TeacherForced(
@@ -163,6 +168,7 @@ class _Run:
 
     target: _Target
     options: Options
+    form: PromptForm
     storage: StudyStorage
     stages: _Stages
     progress: LoadWatch
@@ -226,8 +232,12 @@ class _Run:
             return (), False
         try:
             with self.stages("decode"):
-                best = best_trials(result.trials, self.options.finalists)
                 llm, drafting = self.target.llm, self.target.drafting
+                best = best_trials(
+                    result.trials, self.options.finalists, of_copy=self.options.draft_weights is not None
+                )
+                if not best:  # the empty plan alone was tried
+                    return (), True
                 found = decode_finalists(llm, best, held_out, self.options, self.progress, drafting)
                 return tuple(found), True
         except KeyboardInterrupt:
@@ -242,13 +252,18 @@ class _Run:
         notes, files, unwritten = list[str | None](), list[str](), list[str]()
         if result.exhausted is not None:
             notes.append(f"All {result.exhausted} plans of this model were tried, so the search ended early.")
+        if result.tokens < options.tokens:
+            notes.append(
+                f"The prompts give {result.tokens:,} calibration tokens without repetition, of the"
+                f" {options.tokens:,} asked for; more prompts make the predictions better."
+            )
         if winner is not None:
             notes.append(replaced_plan_note(target.hash, options.draft_weights))
             plan = make_plan_file(finalists[winner], target.name, target.hash, target.llm, options)
             files, unwritten = save_plan(plan, plan_out)
         else:
             notes.append(remaining_plan_note(target.hash, finalists, options.draft_weights))
-        shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm)}
+        shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm)} | asdict(self.form)
         return Report(
             model=target.name,
             model_hash=target.hash,
@@ -287,7 +302,12 @@ def _resolve(model: str | None, loading: dict[str, Any]) -> Path:
 
 
 def _load(
-    folder: Path, prompts: Sequence[str], options: Options, loading: dict[str, Any], progress: Progress
+    folder: Path,
+    prompts: Sequence[str],
+    form: PromptForm,
+    options: Options,
+    loading: dict[str, Any],
+    progress: Progress,
 ) -> LLM:
     def needs(tokenizer: Any, defaults: Any) -> tuple[int, int]:
         """Return the rows and positions that the search needs."""
@@ -295,7 +315,7 @@ def _load(
             raise ConfigError(
                 "the model has no tokenizer.json, which text prompts need", remedy="add the file"
             )
-        longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
+        longest = form.longest(tokenizer, prompts)
         return min(CALIBRATION_BATCH, len(prompts)), longest + _new_tokens(options, prompts)
 
     def without_prefill(stage: str, done: int, total: int) -> None:
@@ -307,7 +327,7 @@ def _load(
 
 
 def _encode(
-    llm: LLM, prompts: Sequence[str], options: Options, truncate: Literal["left"] | None
+    llm: LLM, prompts: Prompts, options: Options, truncate: Literal["left"] | None
 ) -> list[list[int]]:
     """Return the prompts' token ids, with room left for the new tokens of all stages.
 
@@ -316,7 +336,7 @@ def _encode(
     """
     room = _new_tokens(options, prompts)
     encoded = []
-    for ids in llm.encode(list(prompts)):
+    for ids in llm.encode(prompts):
         try:
             encoded.append(llm._fitting(ids, room, truncate))
         except RequestError as error:
@@ -324,18 +344,19 @@ def _encode(
     return encoded
 
 
-def _new_tokens(options: Options, prompts: Sequence[str]) -> int:
+def _new_tokens(options: Options, prompts: Prompts) -> int:
     """Return the most new tokens that any stage asks of a prompt."""
     return max(options.new_tokens, _calibration_tokens(options, prompts))
 
 
-def _calibration_tokens(options: Options, prompts: Sequence[str]) -> int:
+def _calibration_tokens(options: Options, prompts: Prompts) -> int:
     """Return the new tokens that are asked of a prompt for a calibration text."""
-    return new_tokens_per_prompt(options.tokens, calibration_prompt_count(len(set(prompts))))
+    different = len(set(map(tuple, prompts)))
+    return new_tokens_per_prompt(options.tokens, calibration_prompt_count(different))
 
 
 def _too_long(
-    llm: LLM, length: int, options: Options, prompts: Sequence[str], truncate: Literal["left"] | None
+    llm: LLM, length: int, options: Options, prompts: Prompts, truncate: Literal["left"] | None
 ) -> RequestError:
     """Return the error for a prompt of `length` tokens, with the remedies that help."""
     room = _new_tokens(options, prompts)

@@ -254,11 +254,21 @@ class Search:
         return Skips.parse(skips).plan(self.layers)
 
 
-def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
-    """Return the trials of the `count` best different plans, the best first."""
+def best_trials(trials: Sequence[Trial], count: int, *, of_copy: bool = False) -> list[Trial]:
+    """Return the trials of the `count` best different plans, the best first.
+
+    A plan that leaves nothing out is the target itself as its own drafter, which can only lose, so it is no
+    finalist, except of a copy in few bits, which is fast because of its bits.
+
+    Args:
+        trials: Completed trials.
+        count: Plans to return at most.
+        of_copy: The plans are those of a copy in few bits.
+    """
     by_plan: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda trial: (-trial.predicted, trial.number)):
-        by_plan.setdefault(trial.skips, trial)
+        if of_copy or Skips.parse(trial.skips) != Skips():
+            by_plan.setdefault(trial.skips, trial)
     return list(by_plan.values())[:count]
 
 

@@ -3,7 +3,8 @@
 At every position, the most likely tokens given the prefix are *separate*, and all others together are the
 *rest*. A cell is a full continuation of separate tokens, or a shorter prefix of them followed by the rest.
 Only prefixes of separate tokens need the target's distribution, so a handful of forwards gives exact
-probabilities.
+probabilities. Of a distribution only the separate tokens' probabilities are kept, and which tokens are
+impossible: with the vocabularies of today, the distributions of all prompts would take gigabytes.
 """
 
 from __future__ import annotations
@@ -12,12 +13,55 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["Cells", "NextToken"]
+__all__ = ["Branch", "Cells", "NextToken", "most_cells"]
 
 Prefix = tuple[int, ...]
 NextToken = Callable[[Prefix], Tensor]  # prefix -> distribution of the next token, [V] float64 on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What is kept of the distribution of the token after a prefix.
+
+    Attributes:
+        separate: The separate tokens, the most likely first, and their probabilities.
+        rest: Probability of all others together.
+        possible: [V] bool, tokens of a probability above 0; None where all are.
+    """
+
+    separate: dict[int, float]
+    rest: float
+    possible: Tensor | None
+
+    @classmethod
+    def of(cls, distribution: Tensor, width: int) -> Branch:
+        """Return the branch with `width` separate tokens, or fewer where fewer are possible."""
+        # Of equally likely tokens, the smallest ids are separate, whatever order `topk` gives them.
+        least = distribution.topk(min(width, len(distribution))).values[-1]
+        likely = (distribution >= least.clamp_min(torch.finfo(distribution.dtype).tiny)).nonzero()[:, 0]
+        order = distribution[likely].argsort(descending=True, stable=True)[:width]
+        separate = {int(token): float(distribution[token]) for token in likely[order]}
+        others = distribution.clone()
+        others[list(separate)] = 0.0
+        possible = distribution > 0
+        return cls(separate, float(others.sum()), None if possible.all() else possible)
+
+    def allows(self, token: int) -> bool:
+        return self.possible is None or bool(self.possible[token])
+
+
+def most_cells(widths: Sequence[int]) -> int:
+    """Return the number of cells, where no token is impossible.
+
+    Examples:
+        >>> most_cells((2, 1, 1, 1))
+        9
+    """
+    prefixes = [math.prod(widths[:length]) for length in range(len(widths) + 1)]
+    return sum(prefixes)  # the rest after each shorter prefix, and each full continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +70,12 @@ class Cells:
 
     Attributes:
         probabilities: Probability of each cell, above 0; they sum to 1.
-        branches: Prefix -> distribution of the next token, [V].
-        separate: Prefix -> its separate next tokens, the most likely first.
+        branches: Prefix -> what is kept of the distribution of the next token.
         index: (prefix, whether the rest follows it) -> number of the cell.
     """
 
     probabilities: list[float]
-    branches: dict[Prefix, Tensor]
-    separate: dict[Prefix, list[int]]
+    branches: dict[Prefix, Branch]
     index: dict[tuple[Prefix, bool], int]
 
     @classmethod
@@ -44,7 +86,7 @@ class Cells:
             next_token: Distribution of the token after a prefix.
             widths: Number of separate tokens at each position; continuations have len(widths) tokens.
         """
-        cells = cls([], {}, {}, {})
+        cells = cls([], {}, {})
         cells._grow((), 1.0, next_token, widths)
         return cells
 
@@ -52,16 +94,11 @@ class Cells:
         if len(prefix) == len(widths):
             self._add(prefix, False, probability)
             return
-        distribution = self.branches[prefix] = next_token(prefix)
-        order = distribution.argsort(descending=True, stable=True)
-        width = widths[len(prefix)]
-        rest = float(distribution[order[width:]].sum())
-        if rest > 0:
-            self._add(prefix, True, probability * rest)
-        likely = [token for token in order[:width].tolist() if distribution[token] > 0]
-        self.separate[prefix] = likely
-        for token in likely:
-            self._grow((*prefix, token), probability * float(distribution[token]), next_token, widths)
+        branch = self.branches[prefix] = Branch.of(next_token(prefix), widths[len(prefix)])
+        if branch.rest > 0:
+            self._add(prefix, True, probability * branch.rest)
+        for token, share in branch.separate.items():
+            self._grow((*prefix, token), probability * share, next_token, widths)
 
     def _add(self, prefix: Prefix, rest: bool, probability: float) -> None:
         self.index[prefix, rest] = len(self.probabilities)
@@ -70,25 +107,23 @@ class Cells:
     def of_sample(self, tokens: Sequence[int]) -> int | None:
         """Return the cell of a continuation, or None if the target gives it probability 0."""
         prefix: Prefix = ()
-        while (distribution := self.branches.get(prefix)) is not None:
+        while (branch := self.branches.get(prefix)) is not None:
             token = tokens[len(prefix)]
-            if distribution[token] == 0:
+            if not branch.allows(token):
                 return None
-            if token not in self.separate[prefix]:
+            if token not in branch.separate:
                 return self.index[prefix, True]
             prefix = (*prefix, token)
         return self.index[prefix, False]
 
     def next_probabilities(self, prefix: Prefix) -> list[float]:
         """Return the probability of each separate token after a prefix, and last that of the rest."""
-        distribution, likely = self.branches[prefix], self.separate[prefix]
-        rest = distribution.clone()
-        rest[likely] = 0.0
-        return [*distribution[likely].tolist(), float(rest.sum())]
+        branch = self.branches[prefix]
+        return [*branch.separate.values(), branch.rest]
 
     def next_cell(self, prefix: Prefix, token: int) -> int:
         """Return the place of the token after a prefix in `next_probabilities`."""
-        likely = self.separate[prefix]
+        likely = list(self.branches[prefix].separate)
         return likely.index(token) if token in likely else len(likely)
 
     @property

@@ -7,7 +7,7 @@ Expected probabilities come from plain forwards of the target: nothing is estima
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.decode.stats import Stats
@@ -48,22 +48,32 @@ class DistributionPlan:
 
 @dataclass(slots=True)
 class _Counts:
-    """The samples of a test, counted by cell and by draft position."""
+    """The samples of a test, counted by cell and by draft position.
+
+    Nothing of a single sample is kept. Even a small object that stays holds the pages around it, which the
+    next round's tables over the vocabulary can then not use: thousands of them cost gigabytes.
+    """
 
     cells: Cells
     positions: PositionCounts
     by_cell: list[int] = field(init=False)
-    stats: list[Stats] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    samples: int = 0
+    stats: Stats = field(default_factory=Stats)
+    errors: set[str] = field(default_factory=set)
     impossible: int = 0
 
     def __post_init__(self) -> None:
         self.by_cell = [0] * len(self.cells.probabilities)
 
-    def add(self, output: Output) -> None:
-        self.stats.append(output.stats)
+    def add(self, outputs: Sequence[Output]) -> None:
+        self.samples += len(outputs)
+        self.stats = Stats.merge([self.stats, *(output.stats for output in outputs)])
+        for output in outputs:
+            self._count(output)
+
+    def _count(self, output: Output) -> None:
         if output.error:
-            self.errors.append(output.error)
+            self.errors.add(output.error)
         elif (cell := self.cells.of_sample(output.token_ids)) is None:
             self.impossible += 1
         else:
@@ -95,15 +105,13 @@ def run_test(
     counts = _Counts(cells, PositionCounts(tree, len(WIDTHS) - 1))
     progress(0, size)
     for outputs in sampler.draw(case, size, trace=plan.by_position):
-        for output in outputs:
-            counts.add(output)
-        progress(len(counts.stats), size)
+        counts.add(outputs)
+        progress(counts.samples, size)
     result = chi_square.pearson(counts.by_cell, cells.probabilities, size)
     if len(cells.probabilities) == 1:
         detectable = chi_square.detectable_probability(size, POWER)
     else:
         detectable = chi_square.detectable_distance(size, result.cells - 1, plan.level, POWER)
-    total = Stats.merge(counts.stats)
     return DistributionTest(
         prompt=case.number,
         drafter=case.params.drafter or "none",
@@ -119,9 +127,9 @@ def run_test(
         level=plan.level,
         detectable=detectable,
         impossible=counts.impossible,
-        drafted=total.drafted,
-        accepted=total.accepted,
-        drafted_at=tuple(total.drafted_at),
+        drafted=counts.stats.drafted,
+        accepted=counts.stats.accepted,
+        drafted_at=tuple(counts.stats.drafted_at),
         positions=tuple(counts.positions.tests(plan.level, POWER)) if plan.by_position else (),
-        errors=tuple(dict.fromkeys(counts.errors)),
+        errors=tuple(sorted(counts.errors)),
     )

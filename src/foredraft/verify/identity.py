@@ -1,25 +1,26 @@
 """Token identity: every output must equal plain decoding of the same prompt alone.
 
 At temperature 0 the tokens are a function of the prompt. Under the `coupled` rule they are a function of
-prompt and seed at any temperature, so a seeded text is compared in the same way. Three runs are compared with
-plain decoding of one prompt at a time: the drafter on one prompt at a time, plain decoding in a batch, and
-the drafter in a batch. A divergence is reported with the target's margin between its two most likely tokens
-at that position, and is a failure however small the margin.
+prompt and seed at any temperature, so a seeded text is compared in the same way. The runs of `text_runs` are
+compared with plain decoding of one prompt at a time. A divergence is reported with the target's margin
+between its two most likely tokens at that position, and is a failure however small the margin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.scores import likeliest
 from foredraft.llm import LLM, Output
+from foredraft.verify.always import drafting_always
 from foredraft.verify.plain_target import PlainTarget
-from foredraft.verify.records import Divergence, Identity
+from foredraft.verify.records import Divergence, Identity, TextRun
 from foredraft.verify.settings import Setting
 
-__all__ = ["TextPlan", "compare_tokens"]
+__all__ = ["TextPlan", "compare_tokens", "text_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,21 @@ class TextPlan:
         return [params.replace(seed=seed, acceptance="coupled") for seed in self.seeds]
 
 
+def text_runs(drafter: str, *, chooses: bool) -> tuple[TextRun, ...]:
+    """Return the runs that are compared with plain decoding of one prompt at a time.
+
+    The drafter runs on one prompt at a time and in a batch, and plain decoding in a batch. A policy that
+    drafts only where it pays may hardly draft, so under it the drafter runs again, drafting in every round.
+
+    Args:
+        drafter: Its name.
+        chooses: The policy is such a policy.
+    """
+    always = [TextRun(drafter, batched, always=True) for batched in (False, True)]
+    own = (TextRun(drafter, False), TextRun("none", True), TextRun(drafter, True))
+    return (*own, *always) if chooses else own
+
+
 def compare_tokens(
     llm: LLM, plain: PlainTarget, plan: TextPlan, drafter: str, progress: Callable[[int, int], None]
 ) -> Identity:
@@ -58,32 +74,34 @@ def compare_tokens(
         drafter: Name of the drafter.
         progress: Called as (outputs done, outputs in all).
     """
-    runs = ((drafter, False), ("none", True), (drafter, True))
+    runs = text_runs(drafter, chooses=llm._engine.policy.uses_costs)
     done, total = 0, len(plan.prompts) * (1 + len(runs))
 
-    def generate(name: str, batched: bool) -> list[Output]:
+    def generate(run: TextRun) -> list[Output]:
         nonlocal done
-        requests = list(zip(plan.prompts, plan.params(name), strict=True))
+        requests = list(zip(plan.prompts, plan.params(run.drafter), strict=True))
         outputs: list[Output] = []
-        for group in [requests] if batched else [[request] for request in requests]:
+        for group in [requests] if run.batched else [[request] for request in requests]:
             # A single prompt runs beside a copy of itself, so that the batch has two rows.
-            rows = [*group, *group] if batched and len(group) == 1 else group
+            rows = [*group, *group] if run.batched and len(group) == 1 else group
             outputs += llm.generate([prompt for prompt, _ in rows], [own for _, own in rows])[: len(group)]
             done += len(group)
             progress(done, total)
         return outputs
 
-    expected = generate("none", False)
+    expected = generate(TextRun("none", False))
     divergences: list[Divergence] = []
     errors = [f"prompt {i}: {output.error}" for i, output in enumerate(expected) if output.error]
     drafted = 0
-    for name, batched in runs:
-        for i, (want, got) in enumerate(zip(expected, generate(name, batched), strict=True)):
+    for run in runs:
+        with drafting_always(llm._engine) if run.always else nullcontext():
+            outputs = generate(run)
+        for i, (want, got) in enumerate(zip(expected, outputs, strict=True)):
             drafted += got.stats.drafted
             if got.error:
-                errors.append(f"prompt {i}, {name}: {got.error}")
+                errors.append(f"prompt {i}, {run.drafter}: {got.error}")
             elif not want.error and got.token_ids != want.token_ids:
-                divergences.append(_divergence(plain, plan, (i, name, batched), want, got))
+                divergences.append(_divergence(plain, plan, i, run, want, got))
     return Identity(
         setting=plan.setting,
         acceptance=None if plan.seeds is None else "coupled",
@@ -97,17 +115,15 @@ def compare_tokens(
 
 
 def _divergence(
-    plain: PlainTarget, plan: TextPlan, run: tuple[int, str, bool], want: Output, got: Output
+    plain: PlainTarget, plan: TextPlan, i: int, run: TextRun, want: Output, got: Output
 ) -> Divergence:
-    """Return the first difference of two outputs; run: prompt, drafter and whether it is batched."""
-    i, name, batched = run
+    """Return the first difference of a run's output of prompt `i` from the expected one."""
     at = _first_difference(want.token_ids, got.token_ids)
     logits = plain.logits(plan.prompts[i], want.token_ids[:at])
     first, second = likeliest(logits, 2).tolist()
     return Divergence(
         prompt=i,
-        drafter=name,
-        batched=batched,
+        run=run,
         seed=None if plan.seeds is None else plan.seeds[i],
         position=at,
         expected=want.token_ids[at] if at < len(want.token_ids) else None,

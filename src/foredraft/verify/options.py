@@ -8,7 +8,9 @@ from foredraft.errors import ConfigError, Option
 from foredraft.verify.defects import DEFECTS
 from foredraft.verify.settings import RULES, Rule
 
-__all__ = ["Options", "no_drafter"]
+__all__ = ["DISTANCES", "Options", "no_drafter"]
+
+DISTANCES = (0.03, 0.05, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class Options:
     Attributes:
         tokens: Maximum number of new tokens of each text that is compared token for token.
         samples: Samples per full chi-square test; None takes as many as `detect` needs.
-        detect: Total variation distance that each full test of the drafter must detect.
+        detect: Total variation distance that each full test of the drafter must detect; None takes the
+            smallest of `DISTANCES` whose samples take a few minutes here, and the largest on slow machines.
         seed: Random seed of the samples; None draws one.
         acceptance: The acceptance rule to test; None tests both lossless rules.
         self_test: Name of a defect to plant, which the checks must find; None plants none.
@@ -29,7 +32,7 @@ class Options:
 
     tokens: int = 32
     samples: int | None = None
-    detect: float = 0.03
+    detect: float | None = None
     seed: int | None = None
     acceptance: Rule | None = None
     self_test: str | None = None
@@ -39,7 +42,7 @@ class Options:
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ConfigError(option=option, value=value, remedy="give 1 or more")
-        if not 0 < self.detect < 1:
+        if self.detect is not None and not 0 < self.detect < 1:
             raise ConfigError(
                 option="detect",
                 value=self.detect,

@@ -84,7 +84,6 @@ class PositionCounts:
                 bonus=position == len(self._tokens) - 1,
                 tokens=tested,
                 corrections=corrected,
-                seen=corrections.total(),
                 degrees=degrees,
                 statistic=statistic,
                 p_value=survival(statistic, degrees),

@@ -111,9 +111,9 @@ def choose_stand_in(
     ]
     cells = [Cells.of(plain.next_token(case.prompt, params), TREE_WIDTHS) for case in cases]
     best: _Probed | None = None
-    for drafter, temperature in _stand_ins(sampler, params.drafter):
+    for stand_in_params, temperature in _stand_ins(sampler, params):
         for case in sorted(cases, key=lambda case: -cells[case.number].entropy):
-            stand_in = replace(case, params=replace(params, drafter=drafter), draft_temperature=temperature)
+            stand_in = replace(case, params=stand_in_params, draft_temperature=temperature)
             probed = _probe(sampler, stand_in, cells[case.number])
             if best is None or probed.fewest > best.fewest:
                 best = probed
@@ -122,16 +122,16 @@ def choose_stand_in(
     return None if best is None else best.case
 
 
-def _stand_ins(sampler: Sampler, own: str | None) -> Iterator[tuple[str | None, float]]:
-    """Yield drafters and draft temperatures; own: the name of the drafter."""
-    for drafter in (own, TARGET):
-        if sampler.draws(drafter):
-            yield from ((drafter, temperature) for temperature in DRAFT_TEMPERATURES)
-        elif drafter == TARGET and sampler.has(TARGET):
-            yield (
-                TARGET,
-                1.0,
-            )  # drafts are greedy, and the target often draws another token than the likeliest
+def _stand_ins(sampler: Sampler, own: SamplingParams) -> Iterator[tuple[SamplingParams, float]]:
+    """Yield parameters with a drafter, and draft temperatures; own: those of the drafter as it is."""
+    target = own.replace(drafter=TARGET)
+    for params in (own, target):
+        if sampler.draws(params):
+            yield from ((params, temperature) for temperature in DRAFT_TEMPERATURES)
+        elif (
+            params is target
+        ):  # drafts are greedy, and the target often draws another token than the likeliest
+            yield params, 1.0
 
 
 def _probe(sampler: Sampler, case: SamplingCase, cells: Cells) -> _Probed:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from foredraft.verify.settings import Rule, Setting
 
-__all__ = ["DistributionTest", "Divergence", "DraftPosition", "Identity"]
+__all__ = ["DistributionTest", "Divergence", "DraftPosition", "Identity", "TextRun"]
+
+
+class TextRun(NamedTuple):
+    """One run over the prompts of a comparison of texts.
+
+    Attributes:
+        drafter: Its drafter; "none" is plain decoding.
+        batched: It decodes all prompts in one batch.
+        always: Every round drafts, although the policy would draft only where it pays.
+    """
+
+    drafter: str
+    batched: bool
+    always: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +30,7 @@ class Divergence:
 
     Attributes:
         prompt: Number of the prompt.
-        drafter: The run's drafter; "none" is plain decoding.
-        batched: The run decoded all prompts in one batch.
+        run: The run that differs.
         seed: Of the text; None at temperature 0.
         position: Position among the new tokens, from 0.
         expected: Plain decoding's token; None if its text had ended.
@@ -28,8 +41,7 @@ class Divergence:
     """
 
     prompt: int
-    drafter: str
-    batched: bool
+    run: TextRun
     seed: int | None
     position: int
     expected: int | None
@@ -42,6 +54,12 @@ class Divergence:
         """Logit difference between the target's two most likely tokens."""
         return self.logits[0] - self.logits[1]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the divergence for JSON."""
+        figures = asdict(self) | {"margin": self.margin}
+        del figures["run"]
+        return figures | self.run._asdict()
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -52,7 +70,7 @@ class Identity:
         acceptance: "coupled" for seeded texts; None at temperature 0, where the rules agree.
         prompts: Number of prompts.
         tokens: Plain decoding's new tokens over all prompts.
-        runs: (drafter, batched) of each run that was compared, over every prompt.
+        runs: The runs that were compared, each over every prompt.
         drafted: Drafted tokens over all runs.
         divergences: First difference of every output that differs.
         errors: Requests that failed.
@@ -62,7 +80,7 @@ class Identity:
     acceptance: Rule | None
     prompts: int
     tokens: int
-    runs: tuple[tuple[str, bool], ...]
+    runs: tuple[TextRun, ...]
     drafted: int
     divergences: tuple[Divergence, ...]
     errors: tuple[str, ...]
@@ -74,23 +92,23 @@ class Identity:
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison for JSON, with its verdict."""
         figures = asdict(self) | {"passed": self.passed}
-        figures["runs"] = [{"drafter": name, "batched": batched} for name, batched in self.runs]
-        figures["divergences"] = [asdict(each) | {"margin": each.margin} for each in self.divergences]
+        figures["runs"] = [run._asdict() for run in self.runs]
+        figures["divergences"] = [each.as_dict() for each in self.divergences]
         return figures
 
-    def diverged(self, drafter: str, batched: bool) -> int:
+    def diverged(self, run: TextRun) -> int:
         """Return the number of prompts on which a run differs."""
-        return sum((d.drafter, d.batched) == (drafter, batched) for d in self.divergences)
+        return sum(found.run == run for found in self.divergences)
 
     @property
     def drafter_diverged(self) -> bool:
         """Whether a run of the drafter differs."""
-        return any(d.drafter != "none" for d in self.divergences)
+        return any(found.run.drafter != "none" for found in self.divergences)
 
     @property
     def control_diverged(self) -> bool:
         """Whether plain decoding in a batch differs."""
-        return any(d.drafter == "none" for d in self.divergences)
+        return any(found.run.drafter == "none" for found in self.divergences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +120,7 @@ class DraftPosition:
         bonus: It is the bonus token after a draft that was accepted whole, wherever that ended.
         tokens: Tokens that were tested: the accepted ones and the corrections, or the bonus tokens.
         corrections: How many of them are corrections.
-        seen: Corrections, those after texts that are too rare to be tested included.
-        degrees: Degrees of freedom.
+        degrees: Degrees of freedom; 0 where there were too few tokens for a test.
         statistic: Pearson's statistic, summed over the texts before.
         p_value: Its p-value.
         level: Significance level.
@@ -115,7 +132,6 @@ class DraftPosition:
     bonus: bool
     tokens: int
     corrections: int
-    seen: int
     degrees: int
     statistic: float
     p_value: float
@@ -128,8 +144,18 @@ class DraftPosition:
         return min(1.0, self.detectable * self.tokens / self.corrections) if self.corrections else 1.0
 
     @property
+    def tested(self) -> bool:
+        """Whether there were tokens enough for a test."""
+        return self.degrees > 0
+
+    @property
+    def failed(self) -> bool:
+        return self.p_value < self.level
+
+    @property
     def passed(self) -> bool:
-        return self.p_value >= self.level
+        """Whether there was a test, and it found nothing."""
+        return self.tested and not self.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +217,19 @@ class DistributionTest:
 
     @property
     def passed(self) -> bool:
-        return self.joint_passed and all(position.passed for position in self.positions)
+        """Whether no test failed. Of a position that was not tested nothing is known (`Report.doubts`)."""
+        return self.joint_passed and not any(position.failed for position in self.positions)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the test for JSON, with its verdicts."""
         figures = asdict(self) | {"control": self.control, "passed": self.passed}
         figures["positions"] = [
-            asdict(each) | {"detectable_correction": each.detectable_correction, "passed": each.passed}
+            asdict(each)
+            | {
+                "detectable_correction": each.detectable_correction,
+                "tested": each.tested,
+                "passed": each.passed,
+            }
             for each in self.positions
         ]
         return figures

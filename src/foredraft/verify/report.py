@@ -54,21 +54,36 @@ class Report:
     def best_by_position(self) -> list[DraftPosition]:
         """For each draft position, the test that detects the smallest distance of the corrections there.
 
-        Positions that no draft reaches are left out, and so are bonus tokens, which no draft is judged by.
+        Positions without a corrected token that was tested are left out (`doubts` names them), and so are
+        bonus tokens, which no draft is judged by.
         """
-        return [min(tests, key=lambda each: each.detectable_correction) for tests in self._draft_positions]
+        tested = [[each for each in tests if each.corrections] for tests in self._positions]
+        return [
+            min(tests, key=lambda each: each.detectable_correction)
+            for tests in tested
+            if tests and not tests[0].bonus
+        ]
+
+    @property
+    def untested(self) -> list[DraftPosition]:
+        """The draft positions, and the bonus token, of which no test had tokens enough."""
+        return [tests[0] for tests in self._positions if not any(each.tested for each in tests)]
 
     @property
     def corrections_at(self) -> dict[int, int]:
-        """Corrections at each draft position that drafts reach, over all tests."""
-        return {tests[0].position: sum(each.seen for each in tests) for tests in self._draft_positions}
+        """Corrections that were tested at each draft position, over all tests."""
+        return {
+            tests[0].position: sum(each.corrections for each in tests)
+            for tests in self._positions
+            if not tests[0].bonus
+        }
 
     @property
-    def _draft_positions(self) -> list[tuple[DraftPosition, ...]]:
-        """The tests of each draft position that drafts reach."""
+    def _positions(self) -> list[tuple[DraftPosition, ...]]:
+        """The tests of each draft position that drafts reach, and last those of the bonus token."""
         longest = max((len(test.drafted_at) for test in self.tests if test.positions), default=0)
         by_position = zip(*(test.positions for test in self.tests if test.positions), strict=True)
-        return [tests for tests in by_position if not tests[0].bonus and tests[0].position < longest]
+        return [tests for tests in by_position if tests[0].bonus or tests[0].position < longest]
 
     @property
     def doubts(self) -> list[str]:
@@ -82,8 +97,16 @@ class Report:
                 f" {self.detect:g} is required; take more samples, or prompts whose continuation is less"
                 " certain"
             )
+        untested = {each.position for each in self.untested}
+        if untested:
+            names = [
+                "the bonus token" if each.bonus else f"position {each.position + 1}" for each in self.untested
+            ]
+            yield f"too few tokens for a test of {' and '.join(names)}; take more samples, or other prompts"
         blind = [
-            str(position + 1) for position, seen in self.corrections_at.items() if seen < FEWEST_CORRECTIONS
+            str(position + 1)
+            for position, corrected in self.corrections_at.items()
+            if corrected < FEWEST_CORRECTIONS and position not in untested
         ]
         if blind:
             yield (

@@ -17,16 +17,18 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
 from foredraft.model.device import dtype_name
+from foredraft.verify.always import drafting_always
+from foredraft.verify.cells import most_cells
 from foredraft.verify.chi_square import samples_needed
 from foredraft.verify.distribution_tests import POWER, DistributionPlan, run_test
 from foredraft.verify.identity import TextPlan, compare_tokens
-from foredraft.verify.options import Options, no_drafter
+from foredraft.verify.options import DISTANCES, Options, no_drafter
 from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.planting import planted
 from foredraft.verify.prompt_choice import choose_cases, choose_stand_in
 from foredraft.verify.records import DistributionTest, Identity
 from foredraft.verify.report import Report
-from foredraft.verify.sampler import WIDTHS, Sampler, SamplingCase, target_drafter
+from foredraft.verify.sampler import WIDTHS, Sampler, SamplingCase
 from foredraft.verify.settings import GREEDY, GREEDY_PENALISED, PENALISED, SETTINGS
 
 __all__ = ["max_new_tokens", "verify"]
@@ -39,6 +41,7 @@ DEFAULTS = Options()
 # are slow. Under `coupled`, texts are compared token for token with plain decoding's, which finds far smaller
 # differences.
 REDUCED_SHARE = 16
+SECONDS = 180.0  # of all chi-square tests, where the user does not say which distance they must detect
 # Prompts of each comparison of texts beside the first one, which takes all of them.
 TEXTS = 8
 
@@ -59,6 +62,10 @@ def verify(
     follow the target's exact joint distribution, by chi-square tests under each lossless acceptance rule and
     three settings, and under `speculative` the tokens of each draft position too; the joint tests of plain
     decoding are the controls.
+
+    The policy is the loaded one. One that drafts only where it pays might show no draft: its texts are
+    compared once more with every drafter that it may choose drafting in turn, and all samples are drawn so
+    (`always`).
 
     Args:
         llm: The loaded models. The default drafter is verified.
@@ -82,15 +89,16 @@ def verify(
     seed = secrets.randbits(53) if options.seed is None else options.seed
     plain = PlainTarget(llm, max(map(len, encoded)) + new_tokens)
     task = _Task(Sampler(llm, seed), plain, encoded, drafter, options, progress)
-    with planted(llm._engine, options.self_test), target_drafter(llm._engine):
+    with planted(llm._engine, options.self_test):
         identities = _compare_texts(task)
-        tests = _run_tests(task)
+        with drafting_always(llm._engine):
+            tests, detect = _run_tests(task)
     return Report(
         about=_about(llm, drafter),
         seed=seed,
         identities=tuple(identities),
         tests=tuple(tests),
-        detect=options.detect,
+        detect=detect,
         power=POWER,
         family_level=FAMILY_LEVEL,
         planted=options.self_test,
@@ -149,16 +157,25 @@ def _compare_texts(task: _Task) -> list[Identity]:
     ]
 
 
-def _run_tests(task: _Task) -> list[DistributionTest]:
-    """Run a test for each rule and setting, and a control for each setting."""
+def _run_tests(task: _Task) -> tuple[list[DistributionTest], float]:
+    """Run a test for each rule and setting, and a control for each setting.
+
+    Returns:
+        The tests, and the distance that the full ones must detect.
+    """
     plans = _plans(_choose(task), task.drafter, task.options)
-    return [
+    detect = task.options.detect
+    if detect is None:  # the user's own number of samples says nothing of what they are to detect
+        given = task.options.samples is not None
+        detect = DISTANCES[0] if given else _affordable(plans, task.sampler.seconds_per_sample)
+    tests = [
         run_test(
-            task.sampler, task.plain, plan, partial(_sample_count, task.options, plan),
+            task.sampler, task.plain, plan, partial(_sample_count, task.options.samples, detect, plan),
             partial(task.progress, f"Chi-square test {number} of {len(plans)}"),
         )
         for number, plan in enumerate(plans, start=1)
     ]  # fmt: skip
+    return tests, detect
 
 
 def _choose(task: _Task) -> list[SamplingCase]:
@@ -200,20 +217,36 @@ def _plans(cases: Sequence[SamplingCase], drafter: str, options: Options) -> lis
     return plans
 
 
-def _sample_count(options: Options, plan: DistributionPlan, cells: int) -> int:
+def _affordable(plans: Sequence[DistributionPlan], seconds_per_sample: float) -> float:
+    """Return the smallest distance whose samples take `SECONDS` at most, or else the largest.
+
+    The time of the samples that chose the prompts says so, before any test, so the result biases none.
+    """
+
+    def seconds(detect: float) -> float:
+        cells = most_cells(WIDTHS)
+        return seconds_per_sample * sum(_sample_count(None, detect, plan, cells) for plan in plans)
+
+    return next((detect for detect in DISTANCES if seconds(detect) <= SECONDS), DISTANCES[-1])
+
+
+def _sample_count(samples: int | None, detect: float, plan: DistributionPlan, cells: int) -> int:
+    """Return the samples of a test; samples: those that the user asks for in a full one."""
     share = 1 if plan.full else REDUCED_SHARE
-    if options.samples is not None:
-        return max(1, options.samples // share)
-    return -(-samples_needed(options.detect, cells - 1, plan.level, POWER) // share)
+    if samples is not None:
+        return max(1, samples // share)
+    return -(-samples_needed(detect, cells - 1, plan.level, POWER) // share)
 
 
 def _about(llm: LLM, drafter: str) -> dict[str, Any]:
     """Return what is tested, and on which machine."""
     engine = llm._engine
-    drafting = engine.drafters[drafter]
+    drafters = llm._requests.drafters(SamplingParams(drafter=drafter))
+    plans = [engine.drafters[name] for name in drafters]
     return {
         "drafter": drafter,
-        "plan": str(drafting.skips) if isinstance(drafting, LayerSkip) else None,
+        "drafters": list(drafters),
+        "plan": next((str(each.skips) for each in plans if isinstance(each, LayerSkip)), None),
         "policy": engine.policy.name,
         "greedy_drafts": engine.greedy_drafts,
         "dtype": dtype_name(engine.cache.dtype),

@@ -1,12 +1,13 @@
 """The sampler: draws continuations of one prompt, with a seed of its own for every call to the model.
 
-`target_drafter` lends the engine one drafter more: the target itself. At a draft temperature its drafts are
-as often right and wrong as a test needs them, whatever drafter the user has.
+For the samples of a stand-in, the engine gets one drafter more: the target itself. At a draft temperature its
+drafts are as often right and wrong as a test needs them, whatever drafter the user has.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM, Output
+from foredraft.model.freed import release_freed
 from foredraft.model.runner import Runner
 
-__all__ = ["BATCH", "TARGET", "TREE_WIDTHS", "WIDTHS", "Sampler", "SamplingCase", "target_drafter"]
+__all__ = ["BATCH", "TARGET", "TREE_WIDTHS", "WIDTHS", "Sampler", "SamplingCase"]
 
 # Separate tokens at each position of a sample (`cells`). More cells need more samples: these widths make 9
 # cells; two tokens at each position make 31, and need 1.5 times the samples for the same distance. Four
@@ -29,7 +31,9 @@ WIDTHS = (2, 1, 1, 1)
 # apart, so that more of the tokens at later positions count.
 TREE_WIDTHS = (3, 2, 1, 1)
 TARGET = "target"  # name of the target as its own drafter
-BATCH = 512  # samples per `generate` call; progress is reported, and the seed changes, between calls
+# Samples per `generate` call. Progress is reported, and the seed changes, between calls. What a call holds of
+# its samples is freed at its end; more calls would read the prompt more often.
+BATCH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +54,17 @@ class SamplingCase:
 
 
 @contextmanager
-def target_drafter(engine: Engine) -> Iterator[None]:
-    """Let requests name the target as their drafter within the context.
-
-    A policy that needs the costs of every drafter knows none of this one; under it, nothing is added.
-    """
-    if engine.policy.uses_costs:
-        yield
-        return
-    assert isinstance(engine.target, Runner)
-    engine.drafters[TARGET] = LayerSkip(engine.target, engine.cache, Skips())
+def _changed(engine: Engine, case: SamplingCase) -> Iterator[None]:
+    """Change the drafter as a case has it within the context."""
+    engine.draft_temperature = case.draft_temperature
+    if case.params.drafter == TARGET:  # only then: "auto" stands for all drafters that the engine has
+        assert isinstance(engine.target, Runner)
+        engine.drafters[TARGET] = LayerSkip(engine.target, engine.cache, Skips())
     try:
         yield
     finally:
-        del engine.drafters[TARGET]
+        engine.drafters.pop(TARGET, None)
+        engine.draft_temperature = 1.0
 
 
 class Sampler:
@@ -77,19 +78,25 @@ class Sampler:
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm = llm
         self._seeds: Iterator[int] = itertools.count(seed)
+        self._drawn, self._seconds = 0, 0.0
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Mean time of the samples that were drawn so far."""
+        return self._seconds / max(1, self._drawn)
 
     def next_seed(self) -> int:
         """Return a seed that no other call takes."""
         return next(self._seeds)
 
-    def has(self, drafter: str) -> bool:
-        """Return whether the engine has this drafter."""
-        return drafter in self.llm._engine.drafters
-
-    def draws(self, drafter: str | None) -> bool:
-        """Return whether the drafter draws from a q, which a draft temperature changes."""
+    def draws(self, params: SamplingParams) -> bool:
+        """Return whether a drafter of these samples draws from a q, which a draft temperature changes."""
         engine = self.llm._engine
-        return isinstance(engine.drafters.get(drafter or ""), Stepper) and not engine.greedy_drafts
+        if engine.greedy_drafts:
+            return False
+        if params.drafter == TARGET:
+            return True
+        return any(isinstance(engine.drafters[name], Stepper) for name in self.llm._requests.drafters(params))
 
     def draw(self, case: SamplingCase, count: int, *, trace: bool = False) -> Iterator[list[Output]]:
         """Yield `count` samples, up to `BATCH` at a time; `trace` records their rounds."""
@@ -97,10 +104,10 @@ class Sampler:
         while count > 0:
             size = min(count, BATCH)
             params = replace(case.params, max_new_tokens=len(WIDTHS), seed=self.next_seed(), ignore_eos=True)
-            engine.draft_temperature = case.draft_temperature
-            try:
+            start = time.perf_counter()
+            with _changed(engine, case):
                 outputs = self.llm.generate([case.prompt], params, n=size, trace=trace)
-            finally:
-                engine.draft_temperature = 1.0
+            self._drawn, self._seconds = self._drawn + size, self._seconds + time.perf_counter() - start
             yield outputs
+            release_freed()
             count -= size
