@@ -13,7 +13,7 @@ from foredraft.cli import main
 from foredraft.cli.commands import app
 from foredraft.cli.constraint_options import ConstraintOptions
 from foredraft.cli.help import EXAMPLES
-from foredraft.cli.measuring import BenchOptions, TuneOptions, VerifyOptions
+from foredraft.cli.measuring import BenchOptions, PromptOptions, TuneOptions, VerifyOptions
 from foredraft.cli.optional_values import name_defaults
 from foredraft.cli.options import (
     ChatOptions,
@@ -37,10 +37,10 @@ GROUPS: dict[str, tuple[type[Any], ...]] = {
         ChatOptions,
         OutputOptions,
     ),
-    "bench": (BenchOptions, ModelOptions, DraftingOptions, DocumentOptions),
-    "tune": (TuneOptions, ModelOptions, DocumentOptions),
+    "bench": (BenchOptions, PromptOptions, ModelOptions, DraftingOptions, DocumentOptions),
+    "tune": (TuneOptions, PromptOptions, ModelOptions, DocumentOptions),
     "info": (TargetOptions, DraftModelOptions, DocumentOptions),
-    "verify": (VerifyOptions, ModelOptions, DraftOptions, DocumentOptions),
+    "verify": (VerifyOptions, PromptOptions, ModelOptions, DraftOptions, DocumentOptions),
 }
 MOST_LINES, MOST_OPTIONS = 60, 10  # of a page of --help on a terminal of 80 columns
 

@@ -440,13 +440,16 @@ class _Unshared(dict[Any, Any]):
 
 
 class SolitaryAuto(Auto):
-    """The cost model where a request's decisions depend on that request alone."""
+    """The cost model where a request's decisions depend on that request alone, and on no clock."""
 
     _gained = property(lambda self: 0.0, lambda self, ms: None)  # type: ignore[assignment]
 
     def __init__(self, max_draft: int, table: CostTable) -> None:
         super().__init__(max_draft, table)
         self._pool = _Unshared()
+
+    def took(self, seconds: float) -> None:
+        """Learn nothing, so that a path can be replayed."""
 
 
 def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:

@@ -51,7 +51,7 @@ CONTENDER_HELP = bullets({name: kind.summary for name, kind in CONTENDERS.items(
 class PromptOptions:
     """How the prompts of a measurement become token ids."""
 
-    chat: Annotated[Flag, common(CHAT)] = False
+    chat: Flag = False
     """Send each prompt as a user message in the model's chat template, as generate --chat does."""
     system: str | None = None
     """With --chat: the system message."""
