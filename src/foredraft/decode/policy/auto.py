@@ -143,7 +143,7 @@ class Auto(Policy):
         self._settle()
         draws = any(row.sequence.params.temperature > 0 for row in rows)
         self.table = self._costs(draws, len(rows))
-        self._rows = sum(not row.idle for row in rows)
+        self._rows, self._reads = sum(not row.idle for row in rows), []
         if self.table.clock.wants_plain:
             for row in rows:
                 _state(row).last = None
@@ -337,7 +337,7 @@ class Auto(Policy):
         self._gained = min(max(self._gained + plain * sum(emitted) / batch - ms, 0.0), LOSS_STEPS * plain)
         for pooled in self._pool.values():
             pooled.waited += 1
-        self._round, self._reads, self._read_loss_ms = [], [], 0.0
+        self._round, self._read_loss_ms = [], 0.0
 
 
 def _state(row: Candidates) -> RequestState:
