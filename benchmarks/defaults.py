@@ -45,7 +45,7 @@ CHAT = "Explain in a few paragraphs why the sky is blue, and why sunsets are red
 
 def prompts_of(llm: LLM) -> dict[str, list[int]]:
     """Return a prompt of every kind, as token ids."""
-    draw, words = random.Random(1), llm.vocabulary_size
+    draw, words = random.Random(1), llm._engine.vocabulary
     return {
         "code": llm.encode(heldout(1))[0],
         "chat": llm.encode([CHAT])[0],
