@@ -382,7 +382,6 @@ STAGE_LINES = tuple(STAGES.values())
         ),
         (["--storage", "what"], "--storage is 'what', which is not a URL"),
         (["--prompts", "/no/such/file"], "--prompts is '/no/such/file', which cannot be read (No such file"),
-        (["--tokens", "99999"], "--tokens is 99999, but the prompts give 1024 new tokens without repetition"),
         (["--plan-out", "/no/such/folder/plan.json"], "--plan-out is '/no/such/folder/plan.json'"),
         (["--html", "-"], "--html is '-', which is stdout, not a file; give a file"),
         (["--out", "-"], "--out is '-', which is stdout, not a file; give --json instead"),
