@@ -1,6 +1,7 @@
 """Two versions of Foredraft beside each other: the same requests, in turns, each version in its own process.
 
-Both versions load the demo target, or the same with padding layers that change nothing (--layers). For every
+Both versions load the demo pair, the target perhaps with padding layers that change nothing (--layers), or
+another model by itself (--model). For every
 prompt and method, the two processes decode one after the other, in an order that alternates; a process that
 waits sleeps. The ratio is the old version's seconds over the new one's, prompts included: 1.02 means that the
 new version is 2 % faster. The lists of tokens must be equal.
@@ -99,11 +100,13 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = str(demo.target_path())
         if options.layers > DEMO_LAYERS:
             model = str(padded_demo(Path(folder) / "target", options.layers))
-        prompts = fluent(foredraft.load(drafter="none"), options.prompts)
+        prompts = fluent(foredraft.load(options.model, drafter="none"), options.prompts)
         loaded = {
             "model": model, "draft": str(demo.draft_path()), "plan": demo_plan(options.layers),
             "new_tokens": options.new_tokens, "policy": options.policy,
         }  # fmt: skip
+        if options.model is not None:
+            loaded |= {"model": options.model, "draft": None, "plan": None}
         old, new = (Version(Path(tree).resolve(), loaded) for tree in (options.old, options.new))
         assert old.package != new.package
         seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -138,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10, help="turns, after a first one")
     parser.add_argument("--layers", type=int, help="of the target, padding included")
+    parser.add_argument("--model", help="a checkpoint in place of the demo pair")
     parser.add_argument("--methods", default=METHODS, help="joined by commas")
     parser.add_argument("--policy", default="fixed", help="of both; fixed drafts 5 tokens")
     parser.add_argument("--name", default="versions")
