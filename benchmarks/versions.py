@@ -1,10 +1,9 @@
 """Two versions of Foredraft beside each other: the same requests, in turns, each version in its own process.
 
 Both versions load the demo pair, the target perhaps with padding layers that change nothing (--layers), or
-another model by itself (--model). For every
-prompt and method, the two processes decode one after the other, in an order that alternates; a process that
-waits sleeps. The ratio is the old version's seconds over the new one's, prompts included: 1.02 means that the
-new version is 2 % faster. The lists of tokens must be equal.
+another model by itself (--model). For every prompt and method, the two processes decode one after the other,
+in an order that alternates; a process that waits sleeps. The ratio is the old version's seconds over the new
+one's, prompts included: 1.02 means that the new version is 2 % faster. The lists of tokens must be equal.
 
     git worktree add ../before <commit>
     python benchmarks/versions.py --old ../before --layers 128
