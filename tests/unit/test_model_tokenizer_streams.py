@@ -294,7 +294,7 @@ def test_the_tokenizers_of_this_module_differ_as_intended() -> None:
     for name, tokenizer in TOKENIZERS.items():
         ids = tokenizer.encode("the 漢", False)
         assert tokenizer.text(ids, True) == "the 漢", name
-        assert (longest_run(tokenizer, ids) == 3) is (not tokenizer._byte_level), name
+        assert (longest_run(tokenizer, ids) == 3) is (not tokenizer.byte_level), name
         assert len(tokenizer.encode("the drafter", False)) < 11
         assert tokenizer.has(tokenizer.encode("x<s>y")[-2]) and "<s>" not in tokenizer.decode(
             tokenizer.encode("x<s>y")
