@@ -119,4 +119,4 @@ def test_a_copy_that_cannot_be_made_is_refused(
     words = ["tune", "--model", str(model), "--prompts", str(prompts), *QUICK]
     assert main([*words, "--no-kernels"]) == 2
     [*_, told] = capsys.readouterr().err.splitlines()
-    assert "--draft-weights is 'int4', which needs Foredraft's kernels" in told
+    assert "--draft-weights is 'int4', but a copy needs Foredraft's kernels: they are off" in told
