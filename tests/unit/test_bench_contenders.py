@@ -437,7 +437,7 @@ def test_contenders_with_the_same_policy_share_its_measured_costs(
     for drafter in ("lookup", "draft-model", "lookup"):
         ForedraftContender(drafter, context.llm, drafter).with_policy(policy).run(PROMPTS[:1], TOKENS)
     assert longest_drafts == [3]
-    assert policy.table.drafts["draft-model"] == {1: (0.5, 0.25)}
+    assert policy.greedy.drafts["draft-model"] == {1: (0.5, 0.25)}
 
 
 def test_a_policy_that_no_contender_can_follow_is_refused(context: BenchContext) -> None:

@@ -287,12 +287,12 @@ class TestPolicies:
         found = Page(page(by_policy()))
         heads = [place for place, cells in enumerate(found.rows) if cells[0] in ("method", "policy")]
         assert [found.rows[place][0] for place in heads] == ["method", "method", "policy"]
-        by_method, lines = found.rows[: heads[1]], found.rows[heads[1] + 1 :]
+        by_method, lines = found.rows[: heads[2]], found.rows[heads[2] + 1 :]
         assert by_method == Page(usual_page()).rows[: len(by_method)]
         assert lines[0] == ["draft-model on tables"]
         assert [cells[0] for cells in lines[1:4]] == ["auto", "fixed", "heuristic"]
         assert [cells[0] for cells in lines[4:6]] == ["lookup on tables", "auto"]
-        head = found.rows[heads[1]]
+        head = found.rows[heads[2]]
         shown = dict(zip(head, lines[2], strict=True))
         assert shown == {
             "policy": "fixed",
