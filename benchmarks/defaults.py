@@ -136,9 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", action="append", default=[], help="a name for it, '=', and a model")
     parser.add_argument("--plan", action="append", default=[])
     parser.add_argument("--adapter", action="store_true")
-    parser.add_argument(
-        "--adapter-target", help="the target's checkpoint folder, where --target is no folder"
-    )
     parser.add_argument("--new-tokens", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--loads", default="0,1", help="busy processes beside")

@@ -197,8 +197,8 @@ def test_a_cost_whose_samples_never_agree_is_not_believed(machine: Machine) -> N
     machine.disturbed = lambda work, count: 1.08**count if work == ("target", 1, 3) else 1.0
     found = measure_profile(engine_of(machine), LONGEST)
     assert not found.believed
-    assert [n for n, _ in found.greedy.passes[1]] == [1, 2, 5, 6]
-    assert found.greedy.verify(1, 3) == pytest.approx(2.2 + 0.5 + 0.2), "on the line between its neighbours"
+    assert [n for n, _ in found.greedy.passes[1]] == [1, 2, 3, 5, 6]
+    assert 2.2 + 0.5 + 0.2 < found.greedy.verify(1, 3) <= found.greedy.verify(1, 5), "the least sample"
     assert machine.ran["target", 1, 3] == 2 * (1 + profile.TURNS[1])
 
 
@@ -616,7 +616,6 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
     ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), doubt=None), test_a_profile_that_is_not_believed_is_not_kept),
     ("a profile is kept though it is not believed", load_profile, kept_though_not_believed, test_a_profile_that_is_not_believed_is_not_kept),
     ("measuring has no budget", measure_profile, during(profile, "BUDGET_SECONDS", inf), test_a_slow_model_goes_on_with_the_costs_of_one_row),
-    ("a single sample counts as none", profile._used_ms, lambda used: lambda samples: used(samples) if len(samples) > 1 else None, test_a_slow_model_goes_on_with_the_costs_of_one_row),
     ("host work ignores the budget", host._host_ms_of, lambda sound: lambda *args: sound(*args[:-1], inf), test_host_work_takes_no_further_round_once_time_is_up),
     ("a late profile is never believed", profile._doubt, lambda doubt: lambda seconds, steady, sound: doubt(seconds, [*steady, seconds < profile.BUDGET_SECONDS], sound), lambda machine: believed_however_late(machine)),
     ("a kept profile is not read", load_profile, during(user_cache, "read", lambda kind, key: None), test_a_kept_profile_is_read_back_without_measuring),

@@ -5,7 +5,7 @@ model, the dtype and the threads, so that a second process starts without measur
 of its samples: on a shared machine samples are too long, never too short. A cost whose two least samples
 disagree is taken again, and not believed if they never agree; a profile with such a cost is not kept, and one
 line in the log says why. Measuring ends after BUDGET_SECONDS: a slow or busy machine goes on with what was
-measured so far, and assumes the rest; of a drafter whose samples scatter it takes the least. What decoding
+measured so far, and assumes the rest; of samples that scatter it takes the least. What decoding
 then takes corrects the costs (`policy.clock`). Measuring only saves time: where it fails, policy `auto`
 decides by assumed costs and every request decodes.
 """
@@ -177,12 +177,13 @@ def measure_profile(
             engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
         )
         _take_turns(meter.turns, 1, LIMIT_STEPS, deadline)
-        ms = {key: _used_ms(samples) for key, samples in meter.seconds.items()}
+        found = {key: steady_seconds(samples) for key, samples in meter.seconds.items()}
+        ms = {key: None if seconds is None else 1e3 * seconds for key, seconds in found.items()}
         least = {key: 1e3 * min(samples) if samples else None for key, samples in meter.seconds.items()}
-        steady += [steady_seconds(samples) is not None for samples in meter.seconds.values()]
+        steady += [seconds is not None for seconds in found.values()]
         plain = 1e3 * min(meter.seconds[1])
-        believed_ms = {width: ms[width] for width in widths}
-        passes[batch] = {1: plain} | {n: cost for n, cost in believed_ms.items() if cost is not None}
+        costs = {width: least[width] if ms[width] is None else ms[width] for width in widths}
+        passes[batch] = {1: plain} | {n: cost for n, cost in costs.items() if cost is not None}
         for name, drafter in engine.drafters.items():
             cost = _draft_cost(ms, name, drafter, longest) or _draft_cost(least, name, drafter, longest)
             if cost is not None:
@@ -232,12 +233,6 @@ def steady_seconds(samples: Sequence[float]) -> float | None:
     return least[0] if len(least) == 2 and least[1] <= AGREEMENT * least[0] else None
 
 
-def _used_ms(samples: Sequence[float]) -> float | None:
-    """Return the least of samples that agree, or a single one, in ms; None where they disagree."""
-    seconds = samples[0] if len(samples) == 1 else steady_seconds(samples)
-    return None if seconds is None else 1e3 * seconds
-
-
 def _take_turns(turns: Turns, unit: object, count: int, deadline: float) -> None:
     """Take turns until every work is steady, for LIMIT_SECONDS, or as long as `count` runs of `unit`.
 
@@ -267,15 +262,20 @@ def _draft_cost(
     """Return (first step, further step) in ms; None where a cost is missing, or steps would be free."""
     if drafter.draft_pass is None:
         return 0.0, 0.0
-    needed = [ms[key] for key in ((name, 1), 2, (name, longest), longest + 1)]
-    if None in needed:
+    one, long = (_beyond(ms, (name, length), length + 1) for length in (1, longest))
+    if one is None:
         return None
-    one_round, one_pass, long_round, long_pass = (cost for cost in needed if cost is not None)
-    first, all_steps = max(0.0, one_round - one_pass), max(0.0, long_round - long_pass)
+    first, all_steps = one, one * longest if long is None else long
     further = max(0.0, all_steps - first) / max(1, longest - 1)
     if further > first:  # the first step also reads the pending token: a sample was disturbed
         first = further = all_steps / longest
     return (first, further) if all_steps else None
+
+
+def _beyond(ms: dict[Any, float | None], round: object, verifying: object) -> float | None:
+    """Return what a round takes beyond its verifying pass, 0 at least; None where one is missing."""
+    whole, part = ms[round], ms[verifying]
+    return None if whole is None or part is None else max(0.0, whole - part)
 
 
 def _assumed(by_width: dict[int, float], longest: int) -> dict[int, float]:

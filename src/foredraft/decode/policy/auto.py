@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeAlias
 
 from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
@@ -125,6 +126,7 @@ class Auto(Policy):
         self.measured = greedy is not None
         self._pool: dict[tuple[Source, bool], Pooled] = {}
         self._round: list[tuple[RequestState, Round]] = []  # the last round, until it is settled
+        self._believed_ms = inf  # what it cost by the costs when it was decided
         self._rows = 0  # that decode in it
         self._read_loss_ms = 0.0  # ms of reading in it that count as loss
         self._reads: list[int] = []  # tokens of texts that drafters read in it, by row
@@ -167,6 +169,8 @@ class Auto(Policy):
         drafters = {name for name, _ in drafted if name is not None}
         if len(drafted) < self._rows or len(drafters) > 1:
             return  # forced tokens, or two drafters: neither tells what one drafter takes
+        # Charged at most as it was believed to cost: that it took longer is corrected, and no bad luck.
+        self._believed_ms = round_ms(self.table, drafted)
         name, told = next(iter(drafters), None), self.table.told
         verifying = told.verify(len(drafted), len(drafted) + sum(count for _, count in drafted))
         ms = round_ms(told, drafted)
@@ -327,7 +331,8 @@ class Auto(Policy):
         if not self._round:
             return
         batch, outcomes = len(self._round), [outcome for _, outcome in self._round]
-        ms = round_ms(self.table, [(each.drafter, each.drafted) for each in outcomes]) + self._read_loss_ms
+        ms = round_ms(self.table, [(each.drafter, each.drafted) for each in outcomes])
+        ms = min(ms, self._believed_ms) + self._read_loss_ms
         plain, emitted = self.table.plain(batch), [1 + each.accepted for each in outcomes]
         smaller = (plain - self.table.plain(1)) / max(1, batch - 1)  # what a row adds to a plain step
         for (state, _), tokens in zip(self._round, emitted, strict=True):
@@ -337,7 +342,7 @@ class Auto(Policy):
         self._gained = min(max(self._gained + plain * sum(emitted) / batch - ms, 0.0), LOSS_STEPS * plain)
         for pooled in self._pool.values():
             pooled.waited += 1
-        self._round, self._read_loss_ms = [], 0.0
+        self._round, self._read_loss_ms, self._believed_ms = [], 0.0, inf
 
 
 def _state(row: Candidates) -> RequestState:
