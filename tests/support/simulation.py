@@ -94,7 +94,7 @@ def simulate(
         rows: The requests.
         clock: What rounds really cost; the table unless given.
         slowdown: By the round's number and its drafter, how many times longer it takes. Where it is given, the
-            policy is told what each round took.
+            simulation tells the policy what each round took.
     """
     clock = clock or table
     sequences: list[Any] = [

@@ -91,7 +91,7 @@ def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.dev
     if target.coded_bits is not None:
         return None
     weights = weight_bytes(target.spec, device, target.dtype)
-    whole = sum(weight_bytes(each.spec, device, each.dtype) for each in checkpoints.all)
+    whole = weights + sum(weight_bytes(each.spec, device, each.dtype) for each in checkpoints.all[1:])
     size = coded_copy_bytes(target.spec, bits)
     if weights < LEAST or SHARE * size > free_memory(device) - whole:
         return None

@@ -168,7 +168,7 @@ class CheckpointTensors:
     def codes(self, shapes: Shapes) -> Iterator[Codes] | None:
         """Return the joined weights as the kernels keep them coded; None where they are to be expanded.
 
-        A weight by itself comes in pieces (`WeightFormat.pieces`), which bounds the memory that a head takes.
+        A weight by itself comes in pieces (`quantisation.pieces`), which bounds the memory that a head takes.
         Weights are expanded that order their columns differently: they share their inputs.
         """
         if coding_of(shapes, self.quantisation) is None or self.device.type == "meta":

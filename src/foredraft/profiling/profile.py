@@ -5,9 +5,9 @@ model, the dtype and the threads, so that a second process starts without measur
 of its samples: on a shared machine samples are too long, never too short. A cost whose two least samples
 disagree is taken again, and not believed if they never agree; a profile with such a cost is not kept, and one
 line in the log says why. Measuring ends after BUDGET_SECONDS: a slow or busy machine goes on with what was
-measured so far, and assumes the rest; of samples that scatter it takes the least. What decoding
-then takes corrects the costs (`policy.clock`). Measuring only saves time: where it fails, policy `auto`
-decides by assumed costs and every request decodes.
+measured so far, and assumes the rest; of samples that scatter it takes the least. What decoding then takes
+corrects the costs (`policy.clock`). Measuring only saves time: where it fails, policy `auto` decides by
+assumed costs and every request decodes.
 """
 
 from __future__ import annotations
@@ -177,15 +177,12 @@ def measure_profile(
             engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
         )
         _take_turns(meter.turns, 1, LIMIT_STEPS, deadline)
-        found = {key: steady_seconds(samples) for key, samples in meter.seconds.items()}
-        ms = {key: None if seconds is None else 1e3 * seconds for key, seconds in found.items()}
-        least = {key: 1e3 * min(samples) if samples else None for key, samples in meter.seconds.items()}
-        steady += [seconds is not None for seconds in found.values()]
+        ms = {key: 1e3 * min(samples) if samples else None for key, samples in meter.seconds.items()}
+        steady += [steady_seconds(samples) is not None for samples in meter.seconds.values()]
         plain = 1e3 * min(meter.seconds[1])
-        costs = {width: least[width] if ms[width] is None else ms[width] for width in widths}
-        passes[batch] = {1: plain} | {n: cost for n, cost in costs.items() if cost is not None}
+        passes[batch] = {1: plain} | {n: known for n in widths if (known := ms[n]) is not None}
         for name, drafter in engine.drafters.items():
-            cost = _draft_cost(ms, name, drafter, longest) or _draft_cost(least, name, drafter, longest)
+            cost = _draft_cost(ms, name, drafter, longest)
             if cost is not None:
                 drafts.setdefault(name, {})[batch] = cost
         for draws in (False, True):

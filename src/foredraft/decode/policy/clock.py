@@ -71,14 +71,16 @@ class Window:
     def add(self, sample: Sample) -> bool:
         """Add a round; return whether the last show a change of load, which forgets those before."""
         self._samples.append(sample)
-        *before, one, two = [sample, *self._samples]
-        known = level(before[1:])
-        changed = known is not None and (
-            min(one, two).ratio > CHANGED * known.ratio or max(one, two).ratio < known.ratio / CHANGED
-        )
-        if changed:
-            self.begin(one, two)
-        return changed
+        if len(self._samples) < 2 * LEAST:
+            return False
+        *before, one, two = self._samples
+        known = level(before)
+        assert known is not None
+        slower = min(one, two).ratio > CHANGED * known.ratio
+        if not slower and max(one, two).ratio >= known.ratio / CHANGED:
+            return False
+        self.begin(one, two)
+        return True
 
     def begin(self, *samples: Sample) -> None:
         """Forget all rounds but the given ones."""
