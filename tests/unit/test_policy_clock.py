@@ -11,7 +11,7 @@ import pytest
 
 from foredraft.decode.policy import Auto
 from foredraft.decode.policy import clock as clock_module
-from foredraft.decode.policy.clock import FADE, Clock, ClockedTable, Pace, Sample, Window
+from foredraft.decode.policy.clock import FADE, TEXT, Clock, ClockedTable, Pace, Sample, Window
 from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.simulation import Row, Simulated, Slowdown, flat, right_with, simulate
 
@@ -68,7 +68,7 @@ def test_a_wrong_table_is_corrected(told: float, step: float, chance: float) -> 
 
 
 def test_a_drafter_that_the_table_says_can_never_pay_is_timed() -> None:
-    found, wanted = requests(1.5, 0.5, 0.8, idle), best(0.5, 0.8)
+    found, wanted = requests(1.5, 0.5, 0.8, idle, 8), best(0.5, 0.8, 8)
     assert found[-1] <= 1.05 * wanted[-1] < 0.95
 
 
@@ -157,7 +157,30 @@ def test_rounds_that_tell_nothing_of_one_drafter_are_not_counted() -> None:
     policy = Auto(LONGEST, flat(drafters=("small", "other")))
     rows = [Row({"small": right_with(1.0)}, 30), Row({"other": right_with(1.0)}, 30)]
     simulate(policy, policy.greedy, rows, slowdown=idle)
-    assert not policy.table.clock.knows("small") and not policy.table.clock.knows("other")
+    found = policy.table.clock.found
+    assert found("small") == found("other") == Sample(1.0)
+
+
+def test_reading_a_text_tells_nothing_of_drafting() -> None:
+    told, clock = flat(0.2), Clock()
+    costs = ClockedTable(told, clock)
+    for drafter, ratio in (("small", 0.2), ("small", 0.2), (None, 1.0), (None, 1.0)):
+        clock.learn(drafter, Sample(ratio, 0.9 if drafter else 0.0), reads=drafter is not None)
+    assert costs.draft("small", 1, 2) == told.draft("small", 1, 2) and clock.misses("small")
+    assert costs.read("small", TEXT) == pytest.approx(told.read("small", TEXT) / 9)
+    assert costs.read("small", TEXT - 1) == told.read("small", TEXT - 1)
+
+
+def test_a_wrong_cost_of_reading_does_not_make_steps_cheap() -> None:
+    """Reading is thought ten times as dear as it is, and steps that never pay are what they are thought to be."""
+    told, real = flat(1.5), flat(1.5)
+    told.reads, real.reads = {"small": 3.0}, {"small": 0.3}
+    policy, drafted = Auto(LONGEST, told), []
+    for seed in range(6):
+        row = Row({"small": right_with(0.8, seed)}, TOKENS, prompt=64)
+        drafted += simulate(policy, told, [row], real, slowdown=idle).rounds
+    assert max(budget for ((_, budget),) in drafted) == 1, "it is timed, and no more"
+    assert policy.table.draft("small", 1, 1) == pytest.approx(1.5)
 
 
 def test_batches_have_clocks_of_their_own() -> None:
@@ -186,7 +209,9 @@ def highest(samples: Any) -> Sample | None:
 
 
 def upside_down(learn: Callable[..., None]) -> Callable[..., None]:
-    return lambda clock, drafter, sample: learn(clock, drafter, sample._replace(ratio=1 / sample.ratio))
+    return lambda clock, drafter, sample, *reads: learn(
+        clock, drafter, sample._replace(ratio=1 / sample.ratio), *reads
+    )
 
 
 def pass_only(draft: Callable[..., float]) -> Callable[..., float]:
@@ -205,6 +230,7 @@ MUTANTS: list[Mutant] = [
     defect("nothing fades", Pace.faded, lambda faded: lambda pace, now: pace.found, test_what_was_found_heals),
     defect("a confirmed finding fades as fast", Pace.renew, lambda renew: lambda pace, now, base, sample: renew(pace, now, base, Sample(0.0)), test_what_is_confirmed_fades_ever_more_slowly),
     defect("drafting in proportion to the round", ClockedTable.draft, pass_only, test_what_a_round_takes_beyond_the_table_is_its_drafting),
+    defect("reading counts as drafting", Clock.learn, lambda learn: lambda clock, drafter, sample, *reads: learn(clock, drafter, sample), test_a_wrong_cost_of_reading_does_not_make_steps_cheap),
     defect("one clock for all batches", Auto._costs, lambda costs: lambda policy, draws, batch: costs(policy, draws, 1), test_batches_have_clocks_of_their_own),
 ]  # fmt: skip
 

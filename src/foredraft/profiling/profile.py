@@ -34,8 +34,9 @@ __all__ = ["Profile", "load_profile", "measure_profile", "steady_seconds", "use_
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5  # of kept profiles; raised when what is measured changes, or the speed of the kernels
+FORMAT = 6  # of kept profiles; raised when what is measured changes, or the speed of the kernels
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
+DRAFT = 4  # tokens of the drafts that are timed, besides drafts of one: long ones take long
 CONTEXT = 256  # tokens of each timed sequence
 ASSUMED_PASS = 2.0  # plain steps: most that the pass over the longest draft costs where samples scatter
 READ = 64  # tokens that a draft model is timed reading
@@ -172,9 +173,10 @@ def measure_profile(
             steady += [False] * len(steady)  # the costs of one row serve
             break
         context = max(2, min(CONTEXT, engine.cache.positions - longest - 1))
-        widths = sorted({*(w for w in WIDTHS if w <= longest + 1), 2, longest + 1})
+        draft = min(DRAFT, longest)
+        widths = sorted({*(w for w in WIDTHS if w <= longest + 1), 2, draft + 1, longest + 1})
         meter = ForwardMeter(
-            engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
+            engine.target, engine.drafters, batch, context, widths=widths, lengths={1, draft}, settle=0.0
         )
         _take_turns(meter.turns, 1, LIMIT_STEPS, deadline)
         ms = {key: 1e3 * min(samples) if samples else None for key, samples in meter.seconds.items()}
@@ -182,7 +184,7 @@ def measure_profile(
         plain = 1e3 * min(meter.seconds[1])
         passes[batch] = {1: plain} | {n: known for n in widths if (known := ms[n]) is not None}
         for name, drafter in engine.drafters.items():
-            cost = _draft_cost(ms, name, drafter, longest)
+            cost = _draft_cost(ms, name, drafter, draft)
             if cost is not None:
                 drafts.setdefault(name, {})[batch] = cost
         for draws in (False, True):
@@ -254,18 +256,21 @@ def _take_turns(turns: Turns, unit: object, count: int, deadline: float) -> None
 
 
 def _draft_cost(
-    ms: dict[Any, float | None], name: str, drafter: Drafter, longest: int
+    ms: dict[Any, float | None], name: str, drafter: Drafter, length: int
 ) -> tuple[float, float] | None:
-    """Return (first step, further step) in ms; None where a cost is missing, or steps would be free."""
+    """Return (first step, further step) in ms; None where a cost is missing, or steps would be free.
+
+    Rounds that draft 1 token and `length` tokens were timed.
+    """
     if drafter.draft_pass is None:
         return 0.0, 0.0
-    one, long = (_beyond(ms, (name, length), length + 1) for length in (1, longest))
+    one, long = (_beyond(ms, (name, drafted), drafted + 1) for drafted in (1, length))
     if one is None:
         return None
-    first, all_steps = one, one * longest if long is None else long
-    further = max(0.0, all_steps - first) / max(1, longest - 1)
+    first, all_steps = one, one * length if long is None else long
+    further = max(0.0, all_steps - first) / max(1, length - 1)
     if further > first:  # the first step also reads the pending token: a sample was disturbed
-        first = further = all_steps / longest
+        first = further = all_steps / length
     return (first, further) if all_steps else None
 
 

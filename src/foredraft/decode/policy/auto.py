@@ -19,7 +19,7 @@ from typing import TypeAlias
 from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
-from foredraft.decode.policy.clock import Clock, ClockedTable, Sample
+from foredraft.decode.policy.clock import LEAST, TEXT, Clock, ClockedTable, Sample
 from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
@@ -76,6 +76,7 @@ class HeldDecision:
     estimate: Estimate | None = None  # of the drafter; None in a plain step
     trial: bool = False  # the drafter is tried although it was not chosen
     alone: bool = False  # it is tried in a batch that drafts nothing otherwise
+    begins: bool = True  # no round of it has ended
     read_loss_ms: float = 0.0  # ms of reading before the first draft that count as loss
     rejected: int = 0  # consecutive drafts so far that were fully rejected
 
@@ -97,8 +98,9 @@ class Estimate:
             pooled.wait = FIRST_WAIT
         elif outcome.accepted and held.alone:
             pooled.wait = 1  # nothing else pays, so it goes on until its estimate is clear
-        else:
+        elif held.begins:
             pooled.wait = min(2 * max(pooled.wait, FIRST_WAIT), LONGEST_WAIT)
+        held.begins = False
 
 
 @dataclass(slots=True)
@@ -172,11 +174,13 @@ class Auto(Policy):
         # Charged at most as it was believed to cost: that it took longer is corrected, and no bad luck.
         self._believed_ms = round_ms(self.table, drafted)
         name, told = next(iter(drafters), None), self.table.told
-        verifying = told.verify(len(drafted), len(drafted) + sum(count for _, count in drafted))
-        ms = round_ms(told, drafted)
-        if name is not None:
-            ms += sum(told.read(name, tokens) for tokens in self._reads)
-        self.table.clock.learn(name, Sample(1e3 * seconds / ms, 1 - verifying / ms))
+        read_ms = 0.0 if name is None else sum(told.read(name, tokens) for tokens in self._reads)
+        if reads := max(self._reads, default=0) >= TEXT:
+            ms, judged_ms = self._believed_ms + read_ms, read_ms
+        else:
+            ms = round_ms(told, drafted) + read_ms
+            judged_ms = ms - told.verify(len(drafted), len(drafted) + sum(count for _, count in drafted))
+        self.table.clock.learn(name, Sample(1e3 * seconds / ms, judged_ms / ms), reads)
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
@@ -210,11 +214,11 @@ class Auto(Policy):
     def _decide_anew(self, rows: Seq[Candidates], keys: Seq[Key], left: float, plain: float) -> None:
         """Make the decision of every row: the most tokens per ms for the batch, within the cap."""
         choices = self._paying(rows, left, plain)
-        loss = self._loss(choices, plain)
-        rounds = min(DECISION_ROUNDS, left // loss) if loss > 0 else DECISION_ROUNDS
         trial = self._try_another(rows, choices, left, plain)
+        loss = self._loss(choices, plain)
+        rounds = left // loss if loss > 0 else DECISION_ROUNDS
         for row, key, choice in zip(rows, keys, choices, strict=True):
-            choice.rounds = 1.0 if trial else max(rounds, 1.0)
+            choice.rounds = max(min(rounds, trial or DECISION_ROUNDS), 1.0)
             _state(row).held[key], _state(row).batch = choice, len(rows)
 
     def _paying(self, rows: Seq[Candidates], left: float, plain: float) -> list[HeldDecision]:
@@ -257,11 +261,12 @@ class Auto(Policy):
 
     def _try_another(
         self, rows: Seq[Candidates], choices: list[HeldDecision], left: float, plain: float
-    ) -> bool:
-        """Plan a trial of a drafter that was not chosen, if one is due; return whether one is.
+    ) -> int:
+        """Plan a trial of a drafter that was not chosen, if one is due; return its rounds, 0 where none is.
 
-        One row tries it. Where no row drafts and the drafter is unknown, as many rows try it as the cap
-        bears, because they share the cost of its draft steps.
+        One row tries it; if it was never judged, for so many rounds that it is, beyond a first that reads a
+        text. Where no row drafts and the drafter is unknown, as many rows try it as the cap bears, because
+        they share the cost of its draft steps.
         """
         drafts, tried = any(choice.decision.budget for choice in choices), None
         for at, row in enumerate(rows):
@@ -279,13 +284,14 @@ class Auto(Policy):
                         break
             if tried and (drafts or self._estimate(row, tried).pooled.acceptance.known):
                 break
-        return tried is not None
+        if tried is None:
+            return 0
+        return 1 + LEAST if self.table.clock.misses(tried) else 1
 
     def _may_pay(self, row: Candidates, name: str) -> bool:
         """Return whether a drafter would pay if it were always right, or was never timed where rounds are."""
-        clock = self.table.clock
         certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
-        return best_length(self.table, 1, certain)[1] > 0 or (clock.runs and not clock.knows(name))
+        return best_length(self.table, 1, certain)[1] > 0 or self.table.clock.misses(name)
 
     def _loss(self, choices: Seq[HeldDecision], plain: float) -> float:
         """Return what a row loses in a round of these choices, in ms, if it gains nothing."""

@@ -19,14 +19,15 @@ from typing import NamedTuple
 
 from foredraft.decode.policy.cost_table import CostTable
 
-__all__ = ["Clock", "ClockedTable", "Sample"]
+__all__ = ["LEAST", "TEXT", "Clock", "ClockedTable", "Sample"]
 
 SAMPLES = 5  # rounds that a level is taken from: two stalls among them do no harm
 LEAST = 2  # rounds from which on there is a level, and rounds that show a change of load
 CHANGED = 1.5  # ratio of levels from which on the load has changed
 FIRST_CHECK, LAST_CHECK = 8, 256  # rounds of drafting between checks by plain rounds; each check doubles them
+TEXT = 16  # unread tokens from which on a drafter reads a text, not what a few rounds wrote
 FADE = 256  # rounds after which a factor that no round confirmed counts as its square root
-DRAFTED = 0.05  # share of a round's cost from which on drafting, not the pass, is what the table has wrong
+PART = 0.05  # share of a round's cost from which on drafting, not the pass, is what the table has wrong
 
 
 class Sample(NamedTuple):
@@ -34,18 +35,18 @@ class Sample(NamedTuple):
 
     Attributes:
         ratio: What it took, over what the table says.
-        drafting: The share of drafting, and of reading for it, in what the table says.
+        part: The share in what the table says of what is judged: of drafting, or of reading a text for it.
     """
 
     ratio: float
-    drafting: float = 0.0
+    part: float = 0.0
 
     @property
-    def of_drafting(self) -> float | None:
-        """What drafting took over what the table says, if the pass took its cost; None where it has none."""
-        if self.drafting < DRAFTED:
+    def of_part(self) -> float | None:
+        """What the part took over what the table says, if the rest took its cost; None where it has none."""
+        if self.part < PART:
             return None
-        return max(0.0, 1 + (self.ratio - 1) / self.drafting)
+        return max(0.0, 1 + (self.ratio - 1) / self.part)
 
 
 NOTHING = Sample(1.0)  # is known: rounds take what the table says
@@ -124,39 +125,38 @@ class Clock:
     def __init__(self) -> None:
         self._now = 0
         self._plain = Window()
-        self._paces: dict[str, Pace] = {}  # by drafter
+        self._paces: dict[tuple[str, bool], Pace] = {}  # by drafter; of rounds in which it reads a text, or not
         self._last: Pace | None = None  # of the drafter that drafted in the last rounds
         self._drafting = 0  # rounds since the last check
         self._check = FIRST_CHECK  # rounds until the next one
         self._checking = 0  # plain rounds that this check still takes
 
     @property
-    def runs(self) -> bool:
-        """Whether rounds are timed."""
-        return self._now > 0
-
-    @property
     def wants_plain(self) -> bool:
         """Whether a plain round is due, because the rounds that draft cannot be judged without one."""
         return self._checking > 0
 
-    def knows(self, drafter: str) -> bool:
-        """Return whether rounds of a drafter were judged."""
-        pace = self._paces.get(drafter)
-        return pace is not None and pace.found is not NOTHING
+    def misses(self, drafter: str) -> bool:
+        """Return whether rounds are timed, but none was judged in which a drafter drafts and reads no text."""
+        return self._now > 0 and self.found(drafter) is NOTHING
 
-    def found(self, drafter: str) -> Sample:
-        """Return what rounds of a drafter take, in plain rounds, over what the table says."""
-        pace = self._paces.get(drafter)
-        return NOTHING if pace is None else pace.faded(self._now)
+    def found(self, drafter: str, reads: bool = False) -> Sample:
+        """Return what rounds of a drafter take, in plain rounds, over what the table says.
 
-    def learn(self, drafter: str | None, sample: Sample) -> None:
+        Args:
+            drafter: Its name.
+            reads: Of rounds in which it first reads a text; their rest costs what is known of it.
+        """
+        pace = self._paces.get((drafter, reads))
+        return NOTHING if pace is None or pace.found is NOTHING else pace.faded(self._now)
+
+    def learn(self, drafter: str | None, sample: Sample, reads: bool = False) -> None:
         """Count a round; drafter: None is a plain one. The unit of ratios is the same for all rounds."""
         self._now += 1
         if drafter is None:
             self._learn_plain(sample)
         else:
-            self._learn_drafting(self._paces.setdefault(drafter, Pace(at=self._now)), sample)
+            self._learn_drafting(self._paces.setdefault((drafter, reads), Pace(at=self._now)), sample)
         if self._last is not None:
             self._judge(self._last)
 
@@ -192,7 +192,7 @@ class ClockedTable:
     """A cost table in which rounds that draft cost what the clock says, in units of its plain steps.
 
     What a round takes beyond the table counts as drafting: in proportion to what the table says of it, or
-    where that is little, as much for every draft.
+    where that is little, as much for every draft. In a round that first reads a text, it counts as reading.
     """
 
     def __init__(self, table: CostTable, clock: Clock) -> None:
@@ -207,11 +207,11 @@ class ClockedTable:
         if not steps:
             return 0.0
         told, found = self.told.draft(drafter, batch, steps), self.clock.found(drafter)
-        if found.of_drafting is not None:
-            return told * found.of_drafting
+        if found.of_part is not None:
+            return told * found.of_part
         return told + (found.ratio - 1) * (told + self.verify(batch, batch + steps))
 
     def read(self, drafter: str, tokens: int) -> float:
         """Return the cost of reading `tokens` tokens before the first draft step, which itself reads one."""
-        factor = self.clock.found(drafter).of_drafting
+        factor = self.clock.found(drafter, reads=tokens >= TEXT).of_part
         return self.told.read(drafter, tokens) * (1.0 if factor is None else factor)

@@ -44,7 +44,8 @@ class CostTable:
             nothing, host work included.
         drafts: Drafter -> batch -> (first step of a draft, each further step).
         reads: Drafter -> one token more of a text that the drafter reads. Where it is missing, reading n
-            tokens costs as many draft steps as a target's pass of n columns costs plain steps.
+            tokens costs as many draft steps as a target's pass of n columns costs plain steps, on the line
+            from its narrowest to its widest one.
         assumed: What is assumed of a drafter that is not in `drafts`: a draft step in plain steps.
     """
 
@@ -104,7 +105,8 @@ class CostTable:
         step = self.draft(drafter, 1, 1)
         if drafter in self.reads:
             return step + self.reads[drafter] * (tokens - 1)
-        return step * self.verify(1, tokens) / self.plain(1)
+        columns = self.passes[min(self.passes)]
+        return step * _on_line([columns[0], columns[-1]], tokens) / columns[0][1]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON; `from_dict` reads it."""
