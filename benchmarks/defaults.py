@@ -7,6 +7,7 @@ its first request with measured costs and no other knowledge; the later ones fol
 with the asset over the least of plain decoding's and of `auto`'s without it: medians and quartiles, idle and
 beside one busy process.
 
+    export PYTHONPATH=.
     python benchmarks/defaults.py --adapter --name defaults_demo
     python benchmarks/defaults.py --target SMOLLM2 --draft other-tokenizer=GEMMA --draft same=SMALL \\
         --plan exit:8 --adapter --name defaults_smollm2

@@ -30,9 +30,10 @@ from foredraft.decode.policy import (
 )
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters import kangaroo
 from foredraft.drafters.adapter import load_adapter
 from foredraft.drafters.adapter_files import read_adapter
-from foredraft.drafters.kangaroo import MOST_WAITING, Kangaroo
+from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
@@ -295,11 +296,19 @@ def test_the_adapters_cache_is_that_of_a_fresh_prefill(llm: LLM, name: str, poli
     check_cache(llm, name, policy)
 
 
+WAITING = 64  # states that wait, at most: so few that texts here pass it more than once
+
+
+@pytest.fixture(autouse=True)
+def few_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kangaroo, "MOST_WAITING", WAITING)
+
+
 class NowAndThen(Fixed):
     """Drafts after long stretches of plain steps."""
 
     def budget(self, sequence: Sequence) -> int:
-        return self.max_draft if len(sequence.tokens) % (MOST_WAITING + 9) < 3 else 0
+        return self.max_draft if len(sequence.tokens) % (WAITING + 9) < 3 else 0
 
 
 def stretches(by: str) -> Iterator[tuple[LLM, list[int]]]:

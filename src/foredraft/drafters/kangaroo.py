@@ -30,7 +30,7 @@ from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs
 
 __all__ = ["Kangaroo"]
 
-MOST_WAITING = 64  # states of a row that wait for a draft; bounds their memory
+MOST_WAITING = 128  # states of a row that wait for a draft: bounds their memory, and one pass reads them
 
 
 @dataclass(slots=True)
@@ -40,10 +40,16 @@ class _Waiting:
     sequence: Sequence
     start: int
     states: list[Tensor] = field(default_factory=list)
+    count: int = 0  # of states
 
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.states))
+    def add(self, states: Tensor) -> None:
+        self.states.append(states)
+        self.count += len(states)
+
+    def keep(self, count: int) -> None:
+        """Keep the first `count` states at most."""
+        self.states = [torch.cat(self.states)[:count]]
+        self.count = len(self.states[0])
 
 
 class Kangaroo(Stepper):
@@ -124,7 +130,7 @@ class Kangaroo(Stepper):
         if read == stop:
             return
         waiting = self._waiting.setdefault(sequence.id, _Waiting(sequence, read))
-        waiting.states.append(new[read - start :].clone())  # the pass's other states may go
+        waiting.add(new[read - start :].clone())  # the pass's other states may go
         if stop < len(sequence.prompt) or waiting.count >= MOST_WAITING:
             self._read_waiting([waiting])
 
@@ -138,7 +144,7 @@ class Kangaroo(Stepper):
         self.cache.lengths[sequence.row] = min(self.cache.lengths[sequence.row], most)
         waiting = self._waiting.get(sequence.id)
         if waiting is not None and waiting.start + waiting.count > most:  # a ban took back tokens
-            waiting.states = [torch.cat(waiting.states)[: max(0, most - waiting.start)]]
+            waiting.keep(max(0, most - waiting.start))
             if not waiting.count:
                 del self._waiting[sequence.id]
 

@@ -29,6 +29,7 @@ __all__ = ["Auto", "LossAccount"]
 DECISION_ROUNDS = 8  # rounds that a decision stands: deciding then costs under 1 % of a 1 ms step
 REJECTED_DRAFTS = 2  # consecutive fully rejected drafts after which a row's decision is dropped
 FIRST_WAIT = 8  # rounds until a drafter that did not pay is tried again; each failed trial doubles the wait
+TIMED_AFTER = 64  # rounds until a drafter is timed that cannot pay by the table, which may be wrong
 LONGEST_WAIT = 256  # rounds at most: a drafter that became good is found within a long text
 LOSS_STEPS = 2.0  # plain steps that drafting may cost a request: about one rejected draft of 5 tokens
 LOSS_SHARE = 0.005  # share of the request's time so far that drafting may cost beyond LOSS_STEPS
@@ -289,9 +290,11 @@ class Auto(Policy):
         return 1 + LEAST if self.table.clock.misses(tried) else 1
 
     def _may_pay(self, row: Candidates, name: str) -> bool:
-        """Return whether a drafter would pay if it were always right, or was never timed where rounds are."""
+        """Return whether a drafter would pay if it were always right, or has long waited to be timed."""
         certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
-        return best_length(self.table, 1, certain)[1] > 0 or self.table.clock.misses(name)
+        if best_length(self.table, 1, certain)[1] > 0:
+            return True
+        return self._estimate(row, name).pooled.waited >= TIMED_AFTER and self.table.clock.misses(name)
 
     def _loss(self, choices: Seq[HeldDecision], plain: float) -> float:
         """Return what a row loses in a round of these choices, in ms, if it gains nothing."""

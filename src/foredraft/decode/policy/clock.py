@@ -125,7 +125,7 @@ class Clock:
     def __init__(self) -> None:
         self._now = 0
         self._plain = Window()
-        self._paces: dict[tuple[str, bool], Pace] = {}  # by drafter; of rounds in which it reads a text, or not
+        self._paces: dict[tuple[str, bool], Pace] = {}  # by (drafter, whether it reads a text)
         self._last: Pace | None = None  # of the drafter that drafted in the last rounds
         self._drafting = 0  # rounds since the last check
         self._check = FIRST_CHECK  # rounds until the next one
@@ -137,7 +137,7 @@ class Clock:
         return self._checking > 0
 
     def misses(self, drafter: str) -> bool:
-        """Return whether rounds are timed, but none was judged in which a drafter drafts and reads no text."""
+        """Return whether rounds are timed, but those in which a drafter reads no text were not judged."""
         return self._now > 0 and self.found(drafter) is NOTHING
 
     def found(self, drafter: str, reads: bool = False) -> Sample:
