@@ -232,7 +232,6 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[], object]]] = [
     ("a first step too many", CostTable.draft, lambda draft: lambda table, drafter, batch, steps: draft(table, drafter, batch, steps + (steps > 0 and drafter in table.drafts)), costs.test_costs_lie_on_lines_between_measured_ones),
     ("rows do not share steps", round_ms, rows_do_not_share_steps, costs.test_a_round_costs_its_drafts_and_its_pass),
     ("the pending token is read twice", CostTable.read, lambda read: lambda table, drafter, tokens: read(table, drafter, tokens + (tokens > 1 and drafter in table.reads)), costs.test_reading_costs_as_measured_or_as_a_pass_of_the_target),
-    ("reads are not kept", CostTable.as_dict, lambda as_dict: lambda table: as_dict(table) | {"reads": {}}, costs.test_a_table_survives_json),
     ("empty proposals are not counted", Acceptance.learn, empty_proposals_are_not_counted, costs.test_acceptance_is_estimated_as_its_equations_say),
     ("a position after the rejection", Acceptance.learn, a_position_after_the_rejection, costs.test_acceptance_is_estimated_as_its_equations_say),
     ("no level", Acceptance.rates, during(Acceptance, "alpha", property(lambda own: ALPHA.fget(own.prior or own))), costs.test_acceptance_is_estimated_as_its_equations_say),

@@ -23,9 +23,10 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Auto, Fixed, Policy
 from foredraft.decode.sequence import Sequence
 from foredraft.model.runner import Forward
-from foredraft.profiling import host, phases, profile, timing
+from foredraft.profiling import host, measuring, phases, profile, samples, timing
 from foredraft.profiling.phases import DecodingClock, RoundClock, observed
-from foredraft.profiling.profile import load_profile, measure_profile, steady_seconds
+from foredraft.profiling.profile import load_profile, measure_profile
+from foredraft.profiling.samples import Samples, agreed
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
 from tests.support.spoilers import during
 
@@ -117,7 +118,7 @@ class Free(Guesser):
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """Return the machine; `accept` takes 0.5 ms, and 0.1 ms for each drafted token; twice that where rows draw."""
     machine = Machine()
-    for module in (timing, phases, profile, host):
+    for module in (timing, phases, measuring, profile, host):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     accept = engine_module.accept
 
@@ -199,7 +200,7 @@ def test_a_cost_whose_samples_never_agree_is_not_believed(machine: Machine) -> N
     assert not found.believed
     assert [n for n, _ in found.greedy.passes[1]] == [1, 2, 3, 5, 6]
     assert 2.2 + 0.5 + 0.2 < found.greedy.verify(1, 3) <= found.greedy.verify(1, 5), "the least sample"
-    assert machine.ran["target", 1, 3] == 2 * (1 + profile.TURNS[1])
+    assert machine.ran["target", 1, 3] == 2 * (1 + measuring.TURNS[1])
 
 
 def test_columns_never_seem_free_where_no_width_is_believed(machine: Machine) -> None:
@@ -219,7 +220,7 @@ def test_a_disturbed_machine_does_not_forbid_drafts(machine: Machine) -> None:
 
 
 def test_measuring_ends_when_time_is_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "LIMIT_SECONDS", 0.0)
     machine.disturbed = lambda work, count: 1.3**count if work == ("target", 1, 3) else 1.0
     assert not measure_profile(engine_of(machine), LONGEST).believed
     assert machine.ran["target", 1, 3] == 2 * (1 + 2), "60 plain steps of 2 ms hold two turns"
@@ -232,10 +233,9 @@ def test_measuring_ends_after_its_budget(machine: Machine, caplog: pytest.LogCap
     longest_work = 3 * 1.2**23 * 2.5e-3
     assert profile.use_profile(engine) <= profile.BUDGET_SECONDS + longest_work
     assert machine.now <= profile.BUDGET_SECONDS + longest_work
-    assert user_cache.read("profiles", profile._key(engine, LONGEST)) is None
     [line] = [record.getMessage() for record in caplog.records]
-    assert "are not kept, because measuring was cut short after 3 s, when " in line
-    assert "goes on with those that were measured and assumes the rest" in line
+    assert "are known, because measuring was cut short after 3 s, when " in line
+    assert "goes on with those that were measured, assumes the rest" in line
 
 
 def test_a_slow_model_goes_on_with_the_costs_of_one_row(machine: Machine) -> None:
@@ -280,12 +280,14 @@ def test_a_busy_machine_is_told_why_nothing_is_kept(
 
 
 def test_two_least_samples_agree_within_ten_percent() -> None:
-    assert steady_seconds([3.0, 1.0, 1.09]) == 1.0
-    assert steady_seconds([3.0, 1.0, 1.11, 1.12]) is None
+    assert agreed([3.0, 1.0, 1.09]) == 1.0
+    assert agreed([3.0, 1.0, 1.11, 1.12]) is None
 
 
 def test_a_drafter_whose_samples_scatter_has_the_least_of_them(machine: Machine) -> None:
-    machine.disturbed = lambda work, count: 1.11**count if work == ("small", "draft", profile.DRAFT) else 1.0
+    machine.disturbed = lambda work, count: (
+        1.11**count if work == ("small", "draft", measuring.DRAFT) else 1.0
+    )
     found = measure_profile(engine_of(machine), LONGEST)
     assert not found.believed
     first, further = found.greedy.drafts["small"][1]
@@ -298,7 +300,9 @@ def test_steps_that_seem_free_are_left_to_the_assumption(machine: Machine) -> No
 
 
 def test_a_profile_without_the_cost_of_reading_is_not_believed(machine: Machine) -> None:
-    machine.disturbed = lambda work, count: 1.3**count if work == ("small", "prefill", profile.READ) else 1.0
+    machine.disturbed = lambda work, count: (
+        1.3**count if work == ("small", "prefill", measuring.READ) else 1.0
+    )
     found = measure_profile(engine_of(machine), LONGEST)
     assert not found.believed and not found.greedy.reads
 
@@ -377,12 +381,12 @@ def test_host_work_is_measured_on_another_text_where_only_drafts_are_not_finite(
     assert discarded[1]
 
 
-def test_a_profile_without_host_work_is_not_kept(machine: Machine) -> None:
+def test_host_work_that_could_not_be_measured_is_not_kept(machine: Machine) -> None:
     engine = unsound(machine, range(VOCABULARY))
     found = kept(engine)
     assert not found.believed
     assert found.greedy.plain(1) == pytest.approx(2.0), "host work counts as free"
-    assert user_cache.read("profiles", profile._key(engine, LONGEST)) is None
+    assert not [cost for cost in user_cache.read("profiles", profile._key(engine, LONGEST)) if "host" in cost]
     assert not engine.rows.sequences and engine.scheduler.idle
 
 
@@ -429,13 +433,40 @@ def test_a_kept_profile_is_read_back_without_measuring(machine: Machine) -> None
     assert machine.ran.total() > ran, "other drafters"
 
 
-def test_a_profile_that_is_not_believed_is_not_kept(machine: Machine) -> None:
-    machine.disturbed = lambda work, count: 1.3**count if work == ("target", 1, 3) else 1.0
-    assert not kept(engine_of(machine)).believed
-    assert user_cache.read("profiles", profile._key(engine_of(machine), LONGEST)) is None
+def test_the_next_process_measures_what_was_not_steady(machine: Machine) -> None:
+    disturbed, undisturbed = ("target", 1, 3), ("target", 1, 5)
+    machine.disturbed = lambda work, count: 1.3**count if work == disturbed else 1.0
+    first = kept(engine_of(machine))
+    assert not first.believed
+    ran = {work: machine.ran[work] for work in (disturbed, undisturbed)}
     machine.disturbed = lambda work, count: 1.0
-    assert kept(engine_of(machine)).believed
-    assert user_cache.read("profiles", profile._key(engine_of(machine), LONGEST)) is not None
+    second = kept(engine_of(machine))
+    assert second.believed and 0 < second.seconds < first.seconds / 2
+    assert machine.ran[disturbed] > ran[disturbed] and machine.ran[undisturbed] == ran[undisturbed]
+    assert second.greedy.verify(1, 3) == pytest.approx(2.2 + 0.5 + 0.2)
+    assert kept(engine_of(machine)).seconds == 0.0
+
+
+def test_samples_of_two_processes_agree(machine: Machine) -> None:
+    """Each process has one good sample of a pass, which another confirms."""
+    pass_of_three = ("target", 1, 3)
+    machine.disturbed = lambda work, count: 1.3**count if work == pass_of_three and count != 5 else 1.0
+    found = []
+    for _ in range(2):
+        machine.ran.clear()
+        found.append(kept(engine_of(machine)))
+    assert not found[0].believed and found[1].believed
+    assert found[1].greedy.verify(1, 3) == pytest.approx(2.2 + 0.5 + 0.2)
+
+
+@pytest.mark.parametrize(
+    "kept_before",
+    [None, [], "x", {"pass of 1 x 3": [2.0, "x"]}, {"pass of 1 x 3": [1e400]}, {"pass of 1 x 3": 2.0}],
+)
+def test_what_is_no_sample_is_measured_again(machine: Machine, kept_before: Any) -> None:
+    user_cache.write("profiles", profile._key(engine_of(machine), LONGEST), kept_before)
+    found = kept(engine_of(machine))
+    assert found.believed and found.greedy.verify(1, 3) == pytest.approx(2.2 + 0.5 + 0.2)
 
 
 EMPTY = {"passes": {}, "drafts": {}, "reads": {}}
@@ -545,14 +576,9 @@ def test_the_parts_of_the_round_clock_add_up(machine: Machine) -> None:
 # --- planted defects ------------------------------------------------------------------------------------
 
 
-def kept_though_not_believed(load: Function) -> Function:
-    def spoilt(engine: Engine, *rest: Any) -> profile.Profile:
-        found: profile.Profile = load(engine, *rest)
-        tables = {"greedy": found.greedy.as_dict(), "sampled": found.sampled.as_dict()}
-        user_cache.write("profiles", profile._key(engine, LONGEST), tables)
-        return found
-
-    return spoilt
+def emptied(known: Samples) -> Samples:
+    known.least.clear()
+    return known
 
 
 def first_step_not_corrected(cost: Function) -> Function:
@@ -610,21 +636,21 @@ def observer_stays(watch: Function) -> Function:
 
 # (name, seam, spoiler, check)
 DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
-    ("any two samples agree", steady_seconds, during(profile, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
-    ("the second least sample", steady_seconds, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], lambda machine: test_two_least_samples_agree_within_ten_percent()),
-    ("turns end before the samples agree", profile._take_turns, during(profile, "steady_seconds", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
-    ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), doubt=None), test_a_profile_that_is_not_believed_is_not_kept),
-    ("a profile is kept though it is not believed", load_profile, kept_though_not_believed, test_a_profile_that_is_not_believed_is_not_kept),
+    ("any two samples agree", agreed, during(samples, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
+    ("the second least sample", agreed, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], lambda machine: test_two_least_samples_agree_within_ten_percent()),
+    ("turns end before the samples agree", measuring._take_turns, during(measuring, "agreed", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
+    ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), doubt=None), test_the_next_process_measures_what_was_not_steady),
+    ("all costs are measured again", measuring.Forwards.measure, lambda measure: lambda own, samples, *rest: measure(own, emptied(samples), *rest), test_the_next_process_measures_what_was_not_steady),
     ("measuring has no budget", measure_profile, during(profile, "BUDGET_SECONDS", inf), test_a_slow_model_goes_on_with_the_costs_of_one_row),
     ("host work ignores the budget", host._host_ms_of, lambda sound: lambda *args: sound(*args[:-1], inf), test_host_work_takes_no_further_round_once_time_is_up),
-    ("a late profile is never believed", profile._doubt, lambda doubt: lambda seconds, steady, sound: doubt(seconds, [*steady, seconds < profile.BUDGET_SECONDS], sound), lambda machine: believed_however_late(machine)),
+    ("a late profile is never believed", profile._doubt, lambda doubt: lambda seconds, budget, steady, sound: doubt(seconds, budget, [*steady, seconds < budget], sound), lambda machine: believed_however_late(machine)),
     ("a kept profile is not read", load_profile, during(user_cache, "read", lambda kind, key: None), test_a_kept_profile_is_read_back_without_measuring),
     ("greedy host work for all rounds", host.host_ms, lambda sound: lambda *args, draws, until: sound(*args, draws=False), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("host work does not grow with the columns", profile._with_host, host_spoilt(lambda ms: [ms[0], ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("no host work in a plain round", profile._with_host, host_spoilt(lambda ms: [0.0, ms[1] - ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step that holds its verifying pass", profile._draft_cost, lambda cost: lambda ms, *rest: cost(ms | {2: 0.0}, *rest), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step cheaper than the next", profile._draft_cost, first_step_not_corrected, test_the_first_draft_step_is_never_cheaper_than_the_next),
-    ("reading time spread over a token too many", profile._reads, lambda reads: lambda *args: {name: ms * (profile.READ - 1) / profile.READ for name, ms in reads(*args).items()}, test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("reading time spread over a token too many", measuring.Reading.ms, lambda reads: lambda *args: {name: ms * (measuring.READ - 1) / measuring.READ for name, ms in reads(*args).items()}, test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("measured sequences keep their rows", host.host_ms, during(Engine, "cancel", lambda engine, sequence: None), lambda machine: test_measuring_leaves_the_engine_empty(machine, 300)),
     ("all reading since the first round", DecodingClock._count, lambda count: lambda clock, seconds, decoding: count(clock, seconds, True), test_the_decoding_clock_separates_prompts_from_decoding),
     ("rounds count as reading", DecodingClock._round, rounds_count_as_reading, test_the_decoding_clock_separates_prompts_from_decoding),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -45,6 +45,11 @@ class Turns:
         self.works, self.device, self.settle = works, device, settle
         self.seconds: dict[Any, list[float]] = {key: [] for key in works}
         self._backwards = False
+
+    def keep(self, keys: Collection[Any]) -> None:
+        """Leave out the other works."""
+        self.works = {key: work for key, work in self.works.items() if key in keys}
+        self.seconds = {key: self.seconds[key] for key in self.works}
 
     def take(self, *, counts: bool = True, until: float = math.inf) -> None:
         """Time every work once; counts=False only warms up.

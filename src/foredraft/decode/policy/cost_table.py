@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,24 +107,6 @@ class CostTable:
         columns = self.passes[min(self.passes)]
         return step * _on_line([columns[0], columns[-1]], tokens) / columns[0][1]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the table for JSON; `from_dict` reads it."""
-        return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CostTable:
-        """Return the table of `as_dict`. Raises KeyError, TypeError or ValueError where it is none."""
-        if not values["passes"]:
-            raise ValueError("no pass was measured")
-        passes = {int(batch): {int(n): _finite(ms) for n, ms in by} for batch, by in values["passes"].items()}
-        drafts = {
-            str(name): {
-                int(batch): (_finite(first), _finite(further)) for batch, (first, further) in by.items()
-            }
-            for name, by in values["drafts"].items()
-        }
-        return cls(passes, drafts, {str(name): _finite(ms) for name, ms in values["reads"].items()})
-
 
 def round_ms(table: Costs, rows: Sequence[tuple[str | None, int]]) -> float:
     """Return the cost of a round in which each row drafts (drafter, tokens), reading left out."""
@@ -135,13 +116,6 @@ def round_ms(table: Costs, rows: Sequence[tuple[str | None, int]]) -> float:
             steps[drafter] = max(steps.get(drafter, 0), drafted)
     drafting = sum(table.draft(drafter, batch, count) for drafter, count in steps.items())
     return drafting + table.verify(batch, batch + sum(drafted for _, drafted in rows))
-
-
-def _finite(ms: Any) -> float:
-    """Return a cost as a number. Raises TypeError or ValueError where it is none."""
-    if not isinstance(ms, int | float) or not 0 <= ms <= sys.float_info.max:
-        raise ValueError(f"a cost is {ms!r}")
-    return float(ms)
 
 
 def _around(sizes: Iterable[int], batch: int) -> list[int]:

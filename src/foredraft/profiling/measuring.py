@@ -1,0 +1,125 @@
+"""Measuring: takes samples of those costs of forwards that are not steady yet."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from foredraft.decode.engine import Engine
+from foredraft.profiling.forwards import ForwardMeter, reading
+from foredraft.profiling.samples import Samples, agreed
+from foredraft.profiling.timing import Turns, timed
+
+__all__ = ["Forwards", "Reading"]
+
+WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
+DRAFT = 4  # tokens of the drafts that are timed, besides drafts of one: long ones take long
+CONTEXT = 256  # tokens of each timed sequence
+READ = 64  # tokens that a draft model is timed reading
+TURNS = 6, 12  # samples of each cost, at least and at most
+LIMIT_SECONDS = 1.0  # for the samples of one batch, or of reading; the last two are for slow models
+LIMIT_FIRST = 0.2  # for the runs of one work that say how long a sample takes
+LIMIT_STEPS = 60  # plain steps whose time is the limit if it is longer: about three samples of each cost
+LIMIT_READS = 10  # reads whose time is the limit if it is longer: about three samples
+
+
+class Forwards:
+    """The forwards of a batch that are timed: passes by width, and rounds by (drafter, drafted tokens).
+
+    Attributes:
+        widths: Columns of a row whose passes are timed.
+        draft: Tokens of the longer drafts that are timed.
+        costs: The name of each cost among the samples.
+    """
+
+    def __init__(self, engine: Engine, batch: int, longest: int) -> None:
+        self.engine, self.batch, self.draft = engine, batch, min(DRAFT, longest)
+        self.context = max(2, min(CONTEXT, engine.cache.positions - longest - 1))
+        self.widths = sorted({*(w for w in WIDTHS if w <= longest + 1), 2, self.draft + 1, longest + 1})
+        rounds = [
+            (name, length)
+            for name, drafter in engine.drafters.items()
+            if drafter.draft_pass is not None
+            for length in sorted({1, self.draft})
+        ]
+        self.costs: dict[Any, str] = {n: f"pass of {batch} x {n}" for n in self.widths}
+        self.costs |= {(name, length): f"{name} of {batch} x {length}" for name, length in rounds}
+
+    def measure(self, samples: Samples, deadline: float) -> bool:
+        """Take samples of what is not steady; return whether any was taken."""
+        missing = [work for work, cost in self.costs.items() if samples.steady(cost) is None]
+        if not missing or (self.batch > 1 and time.perf_counter() >= deadline):
+            return False
+        turns = ForwardMeter(
+            self.engine.target, self.engine.drafters, self.batch, self.context,
+            widths=self.widths, lengths={1, self.draft}, settle=0.0,
+        ).turns  # fmt: skip
+        turns.keep({1, *missing})
+        _take_turns(turns, 1, LIMIT_STEPS, deadline)
+        for work, seconds in turns.seconds.items():
+            samples.add(self.costs[work], [1e3 * each for each in seconds])
+        return True
+
+
+class Reading:
+    """What the draft models, which read texts in a cache of their own, take for a token more."""
+
+    def __init__(self, engine: Engine) -> None:
+        passes = {name: drafter.draft_pass for name, drafter in engine.drafters.items()}
+        self.device = engine.device
+        self.readers = {
+            name: own for name, own in passes.items() if own is not None and own.runner is not engine.target
+        }
+
+    def ms(self, samples: Samples) -> dict[str, float]:
+        """Return drafter -> ms, of those whose samples are steady."""
+        found: dict[str, float] = {}
+        for name in self.readers:
+            one, many = (samples.steady(self._cost(name, tokens)) for tokens in (1, READ))
+            if one is not None and many is not None:
+                found[name] = max(0.0, many - one) / (READ - 1)
+        return found
+
+    def measure(self, samples: Samples, deadline: float) -> bool:
+        """Take samples of what is not steady; return whether any was taken."""
+        known = self.ms(samples)
+        works = {
+            (name, tokens): reading(own, tokens)
+            for name, own in self.readers.items()
+            if name not in known
+            for tokens in (1, READ)
+        }
+        if not works or time.perf_counter() >= deadline:
+            return False
+        turns = Turns(works, self.device, 0.0)
+        _take_turns(turns, max(works, key=lambda work: work[1]), LIMIT_READS, deadline)
+        for (name, tokens), seconds in turns.seconds.items():
+            samples.add(self._cost(name, tokens), [1e3 * each for each in seconds])
+        return True
+
+    def _cost(self, name: str, tokens: int) -> str:
+        return f"reading of {name} x {tokens}"
+
+
+def _take_turns(turns: Turns, unit: object, count: int, deadline: float) -> None:
+    """Take turns until every work is steady, for LIMIT_SECONDS, or as long as `count` runs of `unit`.
+
+    No work begins after the deadline, but for one run of `unit`.
+    """
+    started, least = time.perf_counter(), math.inf
+    for run in range(4):
+        if run == 0 or time.perf_counter() < min(started + LIMIT_FIRST, deadline):
+            least = min(least, timed(turns.works[unit], turns.device)[0])
+    until = min(time.perf_counter() + max(LIMIT_SECONDS, count * least), deadline)
+    turns.take(until=until)
+    if time.perf_counter() < until:  # else these samples are all there are
+        for samples in turns.seconds.values():
+            samples.clear()  # touching a cache for the first time takes long
+    turns.seconds[unit].append(least)
+    for turn in range(1, TURNS[1] + 1):
+        turns.take(until=until)
+        if turn >= TURNS[0] and None not in map(agreed, turns.seconds.values()):
+            return
+        if time.perf_counter() >= until:
+            return
