@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode import scheduler
 from foredraft.decode.policy import Fixed
 from foredraft.decode.rows import Rows
 from foredraft.decode.scheduler import TURNS, Scheduler
-from foredraft.decode.sequence import Sequence, State
+from foredraft.decode.sequence import Sequence
 from foredraft.decode.shares import Shares
 from tests.support.harness import CheckedEngine, make_engine, request
 from tests.support.planting import assert_caught, defect
@@ -39,7 +38,7 @@ def steps(
     engine: CheckedEngine,
     holds: Callable[[], object],
     meanwhile: Callable[[], object] = lambda: None,
-    most: int = 5000,
+    most: int = 1000,
 ) -> int:
     """Step until something holds; return the number of steps."""
     for number in range(most):
@@ -166,12 +165,13 @@ def test_rows_are_equal_and_samples_count_for_their_client() -> None:
 
 def test_a_client_alone_gets_every_row_first_come_first_served() -> None:
     one = engine(4)
-    order: list[Sequence] = []
     several = submit(one, [prompt(3, "a", 5) for _ in range(10)])
     while not one.scheduler.idle:
         one.step()
-        order += [each for each in one.rows.sequences if each not in order]
-    assert [each.id for each in order] == sorted(each.id for each in several[: len(order)])
+        waiting = one.scheduler.waiting
+        assert waiting == several[len(several) - len(waiting) :]
+        assert len(one.rows.sequences) + sum(bool(each.finish) for each in several) + len(waiting) == 10
+    assert all(each.new_ids for each in several)
 
 
 def check_tokens_decide_among_clients_with_as_many_rows() -> None:
@@ -183,15 +183,14 @@ def check_tokens_decide_among_clients_with_as_many_rows() -> None:
     for _ in range(900):
         one.step()
     tokens = [sum(len(each.new_ids) for each in of) for of in (short, long)]
-    assert tokens[0] == 200  # all that it asked for
-    assert sum(bool(each.finish) for each in long) < 14
+    assert abs(tokens[0] - tokens[1]) < 2 * 60 or tokens[0] == 40 * 5, tokens
 
 
 def test_tokens_decide_among_clients_with_as_many_rows() -> None:
     check_tokens_decide_among_clients_with_as_many_rows()
 
 
-def test_no_client_starves_under_ever_new_ones() -> None:
+def check_no_client_starves_under_ever_new_ones() -> None:
     """One row; a client that is ahead of the clock meets clients that come fresh, without end."""
     one = engine(1)
     submit(one, [prompt(2, "ahead", 60), prompt(2, "other", 2)])
@@ -203,18 +202,36 @@ def test_no_client_starves_under_ever_new_ones() -> None:
         while len(one.scheduler.waiting) < 4:
             submit(one, [prompt(2, f"fresh {next(number)}", 2)])
 
-    assert steps(one, lambda: second.finish, fresh) < 10 + TURNS * 5 * 3
+    ahead, wait = 60, 7  # clients that wait at a time
+    assert steps(one, lambda: second.finish, fresh, 2 * ahead * wait)  # a step may give no token
+
+
+def test_no_client_starves_under_ever_new_ones() -> None:
+    check_no_client_starves_under_ever_new_ones()
 
 
 # --- planted defects --------------------------------------------------------------------------------
 
 
 def oldest_first(_: Any) -> Any:
-    return lambda candidates, turn, cost: min(candidates, key=lambda s: s.id)
+    return lambda self, sequence: sequence.id
 
 
-def never_oldest(chosen: Any) -> Any:
-    return lambda candidates, turn, cost: chosen(candidates, 0, cost)
+def never_oldest(prefilling: Any) -> Any:
+    def spoilt(self: Scheduler) -> Any:
+        self._read = 0
+        return prefilling(self)
+
+    return spoilt
+
+
+def clock_at_the_least(advance: Any) -> Any:
+    def spoilt(self: Shares, waiting: frozenset[str]) -> None:
+        advance(self, waiting)
+        least = min((self.lead(client) for client in waiting if client in self._leads), default=0)
+        self._leads = {client: lead - least for client, lead in self._leads.items()}
+
+    return spoilt
 
 
 def nothing(_: Any) -> Any:
@@ -226,11 +243,12 @@ def unled(_: Any) -> Any:
 
 
 DEFECTS = [
-    ("prompts by age", scheduler._chosen, oldest_first, check_short_prompt_waits_for_a_chunk),
-    ("no turn of the oldest", scheduler._chosen, never_oldest, check_long_prompt_is_not_starved),
+    ("prompts by age", Scheduler._length, oldest_first, check_short_prompt_waits_for_a_chunk),
+    ("no turn of the oldest", Scheduler.prefilling, never_oldest, check_long_prompt_is_not_starved),
     ("rows are kept", Scheduler._above_share, nothing, check_a_hundred_requests_delay_another_client_by_a_step),
     ("tokens count nothing", Shares.lead, unled, check_tokens_decide_among_clients_with_as_many_rows),
     ("tokens of prompts count nothing", Shares.lead, unled, check_prompts_of_clients_take_turns),
+    ("the clock at the least", Shares.advance, clock_at_the_least, check_no_client_starves_under_ever_new_ones),
     ("tokens are not charged", Shares.charge, nothing, check_tokens_decide_among_clients_with_as_many_rows),
 ]  # fmt: skip
 
@@ -245,17 +263,17 @@ def test_a_planted_defect_is_caught(
 # --- the clock --------------------------------------------------------------------------------------
 
 
-def test_the_clock_stands_at_the_least_of_those_that_wait() -> None:
+def test_the_clock_moves_by_an_equal_part_of_what_those_that_wait_get() -> None:
     shares = Shares()
-    for client, tokens in (("a", 10), ("b", 4), ("c", 7)):
+    shares.advance(frozenset("abc"))
+    for client, tokens in (("a", 10), ("b", 2), ("d", 9)):
         shares.charge(client, tokens)
-    shares.advance(["a", "c"])
-    assert [shares.lead(client) for client in "abcd"] == [3, 0, 0, 0]
-    shares.charge("b", 5)  # it waited for nothing, so that it saved nothing up
-    shares.advance(["a", "b", "d"])
-    assert [shares.lead(client) for client in "abd"] == [3, 5, 0]
+    shares.advance(frozenset("ac"))  # b has had less than 4, but waits no longer, so that it saves nothing up
+    assert [shares.lead(client) for client in "abcde"] == [6, 0, -4, 5, 0]
+    shares.advance(frozenset("abc"))
+    assert [shares.lead(client) for client in "abcde"] == [6, 0, -4, 5, 0]
     shares.restart()
-    assert [shares.lead(client) for client in "ab"] == [0, 0]
+    assert [shares.lead(client) for client in "abc"] == [0, 0, 0]
 
 
 def test_a_parked_prompt_is_read_on_where_it_was() -> None:

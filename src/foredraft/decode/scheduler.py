@@ -3,16 +3,17 @@
 Two things are given out: rows of the cache, each with room for `max_length` positions, and passes over a
 chunk of a prompt, one a step. A request that can never fit is refused when it is submitted. The rule:
 
-- **Rows** go to the client with the fewest rows, and among equals to the one that has used the fewest tokens
+- **Rows** go to the client with the fewest rows, and among equals to the one that has had the fewest tokens
   (`Shares`). Within a client they go first come, first served; a client that is alone gets all of them. Where
   all rows are taken and a client that waits has at least two rows fewer than another one, the latest sequence
   of the client with the most rows gives its row up, and goes on later. Its text is the same.
 - **Chunks** go to the prompt with the fewest unread tokens, so that a short prompt passes long ones, and
   equal prompts are read one after the other. What its client has used more than others counts as unread
   tokens, too, up to a doubling.
-- **Nothing starves.** One row and one chunk in `TURNS` go to the sequence that came first, of those that may
-  have them. So a prompt of c chunks is read within TURNS × (c + chunks of older prompts with a row) passes
-  while it has a row, however many short ones come.
+- **Nothing starves.** One chunk in `TURNS` goes to the prompt that came first. So a prompt of c chunks is
+  read within TURNS × (c + chunks of older prompts with a row) passes while it has a row, however many short
+  ones come. A client that waits falls behind the clock of `Shares`, so that its turn comes before that of
+  clients that come fresh.
 
 Siblings (samples of one prompt) come in waves: the first is prefilled, the others copy its rows or take a
 finished one's over.
@@ -26,7 +27,7 @@ cache.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 
 from foredraft.decode.rows import Rows
@@ -36,8 +37,8 @@ from foredraft.model.cache import KVCache
 
 __all__ = ["Scheduler"]
 
-# Of so many rows, and of so many chunks, one goes to the sequence that came first. Short prompts lose one
-# pass in so many to a long one, which takes at most so many times as long (benchmarks/notes/batches.md).
+# Of so many chunks, one goes to the prompt that came first. Short prompts lose one pass in so many to a long
+# one, which takes at most so many times as long (benchmarks/notes/batches.md).
 TURNS = 4
 
 
@@ -53,7 +54,7 @@ class Scheduler:
         self.shares = Shares()
         self._queues: dict[str, deque[Sequence]] = {}  # by client; none is empty
         self._parked: set[Sequence] = set()
-        self._given = self._read = 0  # rows and chunks so far
+        self._read = 0  # chunks so far
 
     def submit(self, sequence: Sequence) -> None:
         if not self._competing():
@@ -109,7 +110,7 @@ class Scheduler:
         ready: list[Sequence] = []
         self.shares.advance(self._competing())
         while not self._full and (sequence := self._next) is not None:
-            self._take(sequence)
+            self._unqueue(sequence)
             donor = self._donor(sequence)
             if sequence.parked is not None:
                 self.rows.unpark(sequence)
@@ -126,7 +127,9 @@ class Scheduler:
     def prefilling(self) -> Sequence | None:
         """Return the sequence whose prompt is read next; None without any."""
         reading = [s for s in self.rows.sequences if s.state is State.PREFILLING]
-        return _chosen(reading, self._read, self._length) if reading else None
+        if self._read % TURNS == TURNS - 1:
+            return min(reading, key=lambda s: s.id, default=None)
+        return min(reading, key=lambda s: (self._length(s), s.id), default=None)
 
     def count_chunk(self, sequence: Sequence, tokens: int) -> None:
         """Count a chunk of a prompt that was read."""
@@ -153,17 +156,12 @@ class Scheduler:
         if state is State.RUNNING and sequence.cache_finite and self._queues:
             sibling = self._next
             if sibling is not None and sibling.parked is None and sibling.group == sequence.group is not None:
-                self._take(sibling)
+                self._unqueue(sibling)
                 self.rows.succeed(sequence, sibling)
                 sibling.state = State.RUNNING
                 return sibling
         self.rows.remove(sequence)
         return None
-
-    def _take(self, sequence: Sequence) -> None:
-        """Take a sequence that gets a row off its queue."""
-        self._unqueue(sequence)
-        self._given += 1
 
     def _unqueue(self, sequence: Sequence) -> None:
         queue = self._queues[sequence.client]
@@ -179,9 +177,7 @@ class Scheduler:
         if len(heads) < 2:
             return heads[0] if heads else None
         held = self._held()
-        fewest = min(held[head.client] for head in heads)
-        equal = [head for head in heads if held[head.client] == fewest]
-        return _chosen(equal, self._given, lambda head: self.shares.lead(head.client))
+        return min(heads, key=lambda head: (held[head.client], self.shares.lead(head.client), head.id))
 
     def _head(self, queue: deque[Sequence]) -> Sequence | None:
         """Return the first sequence of a client that is not paused, unless its prompt is on the way."""
@@ -199,19 +195,20 @@ class Scheduler:
             return None
         return max((s for s in self.rows.sequences if s.client == richest), key=lambda s: s.id)
 
-    def _competing(self) -> set[str]:
+    def _competing(self) -> frozenset[str]:
         """Return the clients that wait for a row or for a chunk."""
-        queued = {client for client, queue in self._queues.items() if any(s.paused_at is None for s in queue)}
-        return queued | {s.client for s in self.rows.sequences if s.state is State.PREFILLING}
+        queued = (client for client, queue in self._queues.items() if any(s.paused_at is None for s in queue))
+        reading = (s.client for s in self.rows.sequences if s.state is State.PREFILLING)
+        return frozenset(chain(queued, reading))
 
     def _held(self) -> Counter[str]:
         """Return how many rows each client has."""
         return Counter(s.client for s in self.rows.sequences if s.state is not State.FINISHED)
 
-    def _length(self, sequence: Sequence) -> int:
-        """Return the unread tokens of a prompt, with those that its client has used more than others."""
+    def _length(self, sequence: Sequence) -> float:
+        """Return the unread tokens of a prompt, with those that its client has had more than others."""
         unread = len(sequence.prompt) - 1 - self.rows.caches[0].lengths[sequence.row]
-        return unread + min(unread, self.shares.lead(sequence.client))
+        return unread + min(unread, max(0, self.shares.lead(sequence.client)))
 
     @property
     def _full(self) -> bool:
@@ -221,10 +218,3 @@ class Scheduler:
         if sequence.group is None:
             return None
         return next((s for s in self.rows.sequences if s.group == sequence.group), None)
-
-
-def _chosen(candidates: list[Sequence], turn: int, cost: Callable[[Sequence], int]) -> Sequence:
-    """Return the candidate that costs least, or in one turn of `TURNS` the one that came first."""
-    if turn % TURNS == TURNS - 1:
-        return min(candidates, key=lambda s: s.id)
-    return min(candidates, key=lambda s: (cost(s), s.id))
