@@ -71,6 +71,7 @@ class Schedule(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         constraint=st.integers(0, len(CONSTRAINTS) - 1),
         eos=st.sampled_from([(), (3,)]),
+        client=st.sampled_from("aab"),
     )
     def arrive(
         self,
@@ -82,12 +83,13 @@ class Schedule(RuleBasedStateMachine):
         seed: int,
         constraint: int,
         eos: tuple[int, ...],
+        client: str,
     ) -> None:
         group = len(self.sequences) if samples > 1 else None
         for sample in range(samples):
             sequence = request(
                 prompt, drafter, seed=seed, sample=sample, group=group, eos=frozenset(eos),
-                constraint=CONSTRAINTS[constraint](), max_new_tokens=limit, **sampling,
+                constraint=CONSTRAINTS[constraint](), max_new_tokens=limit, client=client, **sampling,
             )  # fmt: skip
             self.constraints[sequence.id] = constraint
             self.sequences.append(sequence)
@@ -169,7 +171,13 @@ def test_arrivals_in_the_middle_of_everything() -> None:
         if dice.random() < 0.3 and len(sequences) < 60:
             prompt = [dice.randrange(V) for _ in range(dice.randint(1, 9))]
             sequences.append(
-                request(prompt, dice.choice(DRAFTERS), temperature=0, max_new_tokens=dice.randint(1, 12))
+                request(
+                    prompt,
+                    dice.choice(DRAFTERS),
+                    client=dice.choice("aaab"),
+                    temperature=0,
+                    max_new_tokens=dice.randint(1, 12),
+                )
             )
             engine.submit(sequences[-1])
         if dice.random() < 0.05 and sequences:

@@ -37,7 +37,7 @@ def test_nothing_is_left_after_clients_of_all_kinds(tmp_path: Path, turns: int) 
             map(any, (cache.lengths for cache in engine.rows.caches))
         )
         served.wait(lambda: tasks() <= before)
-        assert not model.generations.live and not model.limits.tokens and not model.limits._by_key
+        assert not model.generations.live and not model.limits.tokens and not model.limits.samples
         assert not model.generations._service._tickets
         left = [each.name for each in set(threading.enumerate()) - threads if each.is_alive()]
         assert all(name.startswith("AnyIO worker") for name in left), (

@@ -181,7 +181,7 @@ def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options:
     """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
     own = {
         name: options.pop(name)
-        for name in ("seed", "sample", "eos", "constraint", "group", "drafters", "prediction")
+        for name in ("seed", "sample", "eos", "constraint", "group", "client", "drafters", "prediction")
         if name in options
     }
     seed = own.pop("seed", None)

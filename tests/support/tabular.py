@@ -32,6 +32,7 @@ from foredraft.decode.noise import DRAFT, Keys, Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
+from foredraft.model.cache import Span
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, FusedDraft, Resume, SamplingInputs
 
@@ -58,6 +59,12 @@ class TokenCache:
         if source != target:
             self.data[:, target, :length] = self.data[:, source, :length]
         self.lengths[target] = length
+
+    def take(self, row: int, start: int, stop: int) -> Span:
+        return Span(row, start, stop, (torch.tensor(self.data[:, row, start:stop]),))
+
+    def put_back(self, span: Span) -> None:
+        self.data[:, span.row, span.start : span.stop] = span.parts[0].numpy()
 
     def wipe(self, row: int, length: int) -> None:
         self.data[:, row, length:] = self.poison

@@ -37,16 +37,23 @@ class ServerOptions:
     port: Annotated[int, common(SERVER)] = DEFAULTS.port
     """Port to listen on; 0 takes a free one."""
     api_key_file: Annotated[Path | None, common(SERVER)] = DEFAULTS.api_key_file
-    """File with one API key a line. Keys in the environment variable FOREDRAFT_API_KEY, separated by commas,
-    count, too. Default: no key is asked for."""
+    """File with one API key a line; # begins a comment. Keys in the environment variable FOREDRAFT_API_KEY,
+    separated by commas, count, too. Default: no key is asked for."""
+    fair_shares: bool = DEFAULTS.fair_shares
+    """Share rows and the reading of prompts among API keys or, without keys, among addresses."""
     max_queued: int = DEFAULTS.max_queued
-    """Samples that may wait for a row of the batch; further requests get status 503."""
+    """Samples that may wait for a row of the batch; further requests get status 503, unless their client has
+    less than its share."""
     max_queued_tokens: int = DEFAULTS.max_queued_tokens
-    """Prompt tokens of all requests that run or wait."""
+    """Prompt tokens of all requests that run or wait, shared in the same way."""
     prefix_cache: int = DEFAULTS.prefix_cache
     """MiB of memory for beginnings of prompts that later requests need not read; 0 turns it off."""
+    shared_prefixes: Flag = DEFAULTS.shared_prefixes
+    """Let all API keys find each other's beginnings there: how soon a prompt is read then tells a client
+    whether another one has sent it."""
     max_per_key: int = DEFAULTS.max_per_key
-    """Samples of one API key that run or wait; further requests get status 429. 0 is no limit."""
+    """Samples of one API key, or without keys of one address, that run or wait; further requests get status
+    429. 0 is no limit."""
     max_body: int = DEFAULTS.max_body
     """Largest body of a request, in bytes."""
     drain_seconds: float = DEFAULTS.drain_seconds

@@ -172,7 +172,9 @@ class Engine:
                 self._start(self.scheduler.admit())
             if not decoding and self.scheduler.prefilling is not None:
                 return []
-            return self.round() if self.scheduler.running else []
+            decoded = self.round() if self.scheduler.running else []
+            self.scheduler.count_round(decoded)
+            return decoded
 
     def round(self) -> list[Sequence]:
         """Run one round over all rows; returns the sequences that decoded."""
@@ -307,7 +309,8 @@ class Engine:
         """Run the next chunk of a prompt through the target and its drafters."""
         with self.observer.phase("prefill"):
             self._restore_prefix(sequence)
-            finite = self.cache.lengths[sequence.row] == len(sequence.prompt) - 1 or prefill_chunk(
+            start = self.cache.lengths[sequence.row]
+            finite = start == len(sequence.prompt) - 1 or prefill_chunk(
                 sequence,
                 self.target,
                 self.cache,
@@ -316,6 +319,7 @@ class Engine:
                 vocab_ops=self.vocab_ops,
             )
             self._keep_prefix(sequence)
+        self.scheduler.count_chunk(sequence, self.cache.lengths[sequence.row] - start)
         if not finite:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
         elif self.cache.lengths[sequence.row] == len(sequence.prompt) - 1:
@@ -329,6 +333,7 @@ class Engine:
             return
         tapping = [self.drafters[name] for name in sequence.drafters if self.drafters[name].taps]
         sequence.prefix = self.prefix_cache.restore(
+            sequence.prefix,
             sequence.prompt[:-1],
             self._prompt_caches(sequence),
             sequence.row,
@@ -352,7 +357,7 @@ class Engine:
         return list(dict.fromkeys([self.cache, *own]))
 
     def _park(self) -> None:
-        """Take the row of a paused sequence if another one needs it. Its drafters join again with a row."""
+        """Take the row that a sequence gives up for another one. Its drafters join again with a row."""
         sequence = self.scheduler.to_park
         if sequence is not None:
             caches = self._prompt_caches(sequence)

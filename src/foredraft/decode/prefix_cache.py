@@ -2,7 +2,8 @@
 
 Prompts are read in chunks that lie between fixed positions, whatever the load, so a chunk's keys and values
 are a function of the tokens up to its end, to the bit. Only whole chunks are kept, under a digest of all the
-tokens up to there.
+tokens up to there, and of salts before them: requests with other salts never find them, so that how soon a
+prompt is read tells a client nothing of the prompts of clients with other salts.
 """
 
 from __future__ import annotations
@@ -20,10 +21,24 @@ __all__ = ["NOTHING", "Prefix", "PrefixCache"]
 
 
 class Prefix(NamedTuple):
-    """The beginning of a prompt: its tokens' number, and their digest."""
+    """The beginning of a prompt: its tokens' number, and the digest of its salts and tokens."""
 
     end: int = 0
     digest: bytes = b""
+
+    @classmethod
+    def salted(cls, *salts: str) -> Prefix:
+        """Return the beginning before the first token; other salts, or another order, give another one.
+
+        Examples:
+            >>> Prefix.salted("a", "bc") == Prefix.salted("ab", "c")
+            False
+        """
+        digest = b""
+        for salt in salts if any(salts) else ():
+            of_salt = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
+            digest = hashlib.sha256(digest + of_salt).digest()
+        return cls(0, digest)
 
 
 NOTHING = Prefix()
@@ -45,11 +60,18 @@ class PrefixCache:
         self._chunks: OrderedDict[bytes, dict[KVCache, Span]] = OrderedDict()
 
     def restore(
-        self, tokens: list[int], caches: Iterable[KVCache], row: int, chunk: int, needed: Collection[KVCache]
+        self,
+        prefix: Prefix,
+        tokens: list[int],
+        caches: Iterable[KVCache],
+        row: int,
+        chunk: int,
+        needed: Collection[KVCache],
     ) -> Prefix:
         """Copy what is kept of the beginning of a prompt into a row that holds nothing.
 
         Args:
+            prefix: The salts of the prompt.
             tokens: Of the prompt, but for its last one.
             caches: The target's, then those of drafters that may have the beginning, too.
             row: The row of all caches.
@@ -60,7 +82,7 @@ class PrefixCache:
         Returns:
             What the target's row holds now.
         """
-        going, prefix = list(caches), NOTHING
+        going = list(caches)
         while prefix.end + chunk <= len(tokens):
             longer = _longer(prefix, tokens[prefix.end : prefix.end + chunk])
             kept = self._chunks.get(longer.digest)

@@ -67,11 +67,12 @@ class Sequence:
     drafters: tuple[str, ...] = ()
     constraint: Constraint | None = None
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
+    client: str = ""  # whose share of rows and passes it counts in
     text_buffer: TextBuffer | None = None
     traced: bool = False
     prediction: tuple[int, ...] = ()  # tokens that the request expects
     cached: int = 0  # tokens of the prompt that the prefix cache had
-    prefix: Prefix = NOTHING  # what the prefix cache knows of the prompt
+    prefix: Prefix = NOTHING  # what the prefix cache knows of the prompt; at first its salt alone
     prompt_scores: list[Score | None] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
@@ -113,7 +114,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Return whether its first round has begun, or may at once, and its last one has not ended."""
-        return self.state is State.RUNNING or self.parked is not None
+        return self.state is State.RUNNING or (self.parked is not None and self.started > 0)
 
     @property
     def new_ids(self) -> list[int]:

@@ -287,8 +287,13 @@ class LLM:
         truncate: Literal["left"] | None,
         show_special: bool,
         trace: bool,
+        client: str = "",
+        salts: tuple[str, ...] = (),
     ) -> tuple[list[Sequence], Callable[[Sequence], Output]]:
-        """Return the sequences of a stream, not yet submitted, and what makes their outputs."""
+        """Return the sequences of a stream, not yet submitted, and what makes their outputs.
+
+        Requests of the library itself are all of one client, and without salts.
+        """
         driver, requests = self._open_driver(), self._requests
         driver.check_process()
         requests.drafters(params)  # refuses an unknown one before any work
@@ -297,7 +302,7 @@ class LLM:
             raise RequestError(
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
-        sequences = requests.sequences(encoded[0], params, n, truncate, show_special, trace)
+        sequences = requests.sequences(encoded[0], params, n, truncate, show_special, trace, client, salts)
         return sequences, lambda ended: self._output(ended, requests)
 
     def cancel_all(self) -> None:

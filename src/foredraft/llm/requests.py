@@ -15,6 +15,7 @@ from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import GRAMMARS, SamplingParams
 from foredraft.decode.policy import Policy
+from foredraft.decode.prefix_cache import Prefix
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import TextBuffer
@@ -90,8 +91,13 @@ class Requests:
         truncate: Literal["left"] | None,
         show_special: bool,
         trace: bool,
+        client: str = "",
+        salts: tuple[str, ...] = (),
     ) -> list[Sequence]:
-        """Return the `n` sequences of one prompt; arguments as `LLM.generate`.
+        """Return the `n` sequences of one prompt; arguments as `LLM.generate`, but for the last two.
+
+        `client` names the client whose share of the rows they count in. Prompts find each other's beginnings
+        in the prefix cache only where their `salts` are the same.
 
         Raises:
             RequestError: The prompt or a parameter cannot be served.
@@ -118,6 +124,8 @@ class Requests:
                 drafters,
                 constraint(),
                 group=ids[0] if n > 1 else None,
+                client=client,
+                prefix=Prefix.salted(*salts),
                 text_buffer=self._text_buffer(prompt, params, show_special),
                 prediction=prediction,
                 policy=self.policy(params),

@@ -90,10 +90,13 @@ class Service:
         show_special: bool = False,
         trace: bool = False,
         owner: Any = None,
+        client: str = "",
+        salts: tuple[str, ...] = (),
     ) -> Ticket:
         """Start `n` samples of a prompt; arguments as `LLM.generate`. Compiling constraints may take long.
 
-        News may be published before it returns; `owner` is in the ticket that they carry.
+        News may be published before it returns; `owner` is in the ticket that they carry. `client` and
+        `salts` are those of `Requests.sequences`.
 
         Raises:
             RequestError: The request cannot be served, or the model is closed.
@@ -101,8 +104,9 @@ class Service:
         if self._stopped:
             raise closed()
         sequences, output = self._llm._sequences(
-            prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace
-        )
+            prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace, client=client,
+            salts=salts,
+        )  # fmt: skip
         ticket = Ticket([Pieces(sequence, output) for sequence in sequences], owner)
         self._new.append(ticket)
         self._driver.inbox.submit(sequences)

@@ -9,7 +9,7 @@
     generations.py  the engine's thread -> the event loop; limits of load
     streaming.py    objects -> server-sent events, plain text
     sockets.py      the same over WebSockets
-    keys.py, limits.py, bodies.py, origins.py, metrics.py, problems.py
+    keys.py, clients.py, limits.py, bodies.py, origins.py, metrics.py, problems.py
     state.py        the model before and after it is loaded; how requests start
     app.py          the routes
     page.py         the page at `/`; its files are in static/

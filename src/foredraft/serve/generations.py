@@ -19,6 +19,7 @@ import anyio.to_thread
 from foredraft.llm import LLM
 from foredraft.llm.output import Piece
 from foredraft.llm.service import News, Service, Ticket
+from foredraft.serve.clients import Share
 from foredraft.serve.limits import Limits, Place
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem
@@ -167,8 +168,8 @@ class Generations:
         self._live: set[Generation] = set()
         self._service = Service(llm, self._publish)
 
-    async def start(self, job: Job, place: Place) -> Generation:
-        """Start a job in its place.
+    async def start(self, job: Job, place: Place, share: Share) -> Generation:
+        """Start a job in its place, as a part of its client's share.
 
         Raises:
             RequestError: The job cannot be served; its place is free then.
@@ -176,7 +177,7 @@ class Generations:
         generation = Generation(job, place, self._metrics, self._service, self._settings.max_unread)
         try:
             self._limits.take_tokens(place, sum(map(len, job.prompts)) * job.n)
-            await anyio.to_thread.run_sync(self._submit, generation)
+            await anyio.to_thread.run_sync(self._submit, generation, share)
         except BaseException:
             # A cancelled wait leaves the thread at work: what it submits from now on, it cancels itself.
             generation.ended = True
@@ -186,12 +187,13 @@ class Generations:
         self._live.add(generation)
         return generation
 
-    def _submit(self, generation: Generation) -> None:
+    def _submit(self, generation: Generation, share: Share) -> None:
         job = generation.job
         for index, prompt in enumerate(job.prompts):
             ticket = self._service.submit(
                 prompt, job.params, n=job.n, truncate=job.truncate, show_special=job.show_special,
                 trace=job.provenance, owner=(generation, index * job.n),
+                client=share.client, salts=share.salts,
             )  # fmt: skip
             generation.tickets.append(ticket)
             generation.prompt_tokens += ticket.prompt_tokens

@@ -1,6 +1,9 @@
 """API keys: compared in constant time, by their digests.
 
-A line of the file is a key, or a name and a key. Logs, traces and limits know keys by their names.
+A line of the file is a key, or a name and a key; `#` begins a comment, at the beginning of a line and between
+spaces. Logs, traces, limits, shares and the prefix cache know keys by their names: keys of one name are one
+client. Where a file or the variable is given, there must be a key in it: otherwise a mistake would open the
+server.
 """
 
 from __future__ import annotations
@@ -8,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from contextlib import suppress
+from pathlib import Path
 
 from foredraft.errors import ConfigError
 from foredraft.serve import records
@@ -18,6 +23,8 @@ from foredraft.serve.settings import Settings
 __all__ = ["Keys"]
 
 VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated by commas
+COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
+UNNAMED = re.compile(r"key [0-9]+(?=\s+\S+$)")  # the name of a key that was given none, before a key
 
 
 class Keys:
@@ -34,7 +41,7 @@ class Keys:
             *name, key = line.rsplit(maxsplit=1)
             for spelling in _spellings(key):
                 self._digests.append(hashlib.sha256(spelling).digest())
-                self._names.append(name[0] if name else f"key {place}")
+                self._names.append(name[0].strip() if name else f"key {place}")
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -44,22 +51,24 @@ class Keys:
         """Return the keys of the file and of the environment.
 
         Raises:
-            ConfigError: The file cannot be read, or has no key.
+            ConfigError: The file cannot be read, one of the two is given and has no key, or a name is taken.
         """
-        keys = [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
-        if (file := settings.api_key_file) is not None:
-            try:
-                lines = file.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
+        keys: list[str] = []
+        if (variable := os.environ.get(VARIABLE)) is not None:
+            keys = [key.strip() for key in variable.split(",") if key.strip()]
+            if not keys:
                 raise ConfigError(
-                    "which cannot be read", option="api_key_file", value=str(file), remedy="give a text file"
-                ) from error
-            found = [line.strip() for line in lines if line.strip()]
-            if not found:
-                raise ConfigError(
-                    "which has no key", option="api_key_file", value=str(file), remedy="write one key a line"
+                    f"the environment variable {VARIABLE} is set, but has no key",
+                    remedy="write keys into it, or unset it to ask for none",
                 )
-            keys += found
+        if settings.api_key_file is not None:
+            keys += _read(settings.api_key_file)
+        for key in keys:
+            if found := UNNAMED.match(key):
+                raise ConfigError(
+                    f"an API key is named {found[0].strip()!r}, as keys without a name are called",
+                    remedy="give another name",
+                )
         return cls(keys)
 
     def check(self, authorization: str | None, key: str | None = None) -> str:
@@ -85,6 +94,33 @@ class Keys:
             )  # fmt: skip
         records.current().key = name = self._names[matches.index(True)]
         return name
+
+
+def _read(file: Path) -> list[str]:
+    """Return the lines of a file that have keys, without comments.
+
+    Raises:
+        ConfigError: It cannot be read, has no key, or has a line that can be read in two ways.
+    """
+
+    def refused(problem: str, remedy: str) -> ConfigError:
+        return ConfigError(problem, option="api_key_file", value=str(file), remedy=remedy)
+
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows begin with a mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise refused("which cannot be read", "give a text file in UTF-8") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("#") or not (rest := COMMENT.sub("", line).strip()):
+            continue
+        if re.search(r"\s#", rest):
+            remedy = "write a comment as ' # ...', and give keys that do not begin with #"
+            raise refused(f"which has a # before a letter in line {number}", remedy)
+        found.append(rest)
+    if not found:
+        raise refused("which has no key", "write one key a line, or leave the option out to ask for none")
+    return found
 
 
 def _spellings(key: str) -> list[bytes]:

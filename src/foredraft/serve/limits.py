@@ -1,4 +1,9 @@
-"""Limits of the load: how much may run and wait, in all and by key. All calls come from the event loop."""
+"""Limits of the load: how much may run and wait, in all and by client. All calls come from the event loop.
+
+What may wait is shared, as the rows are: where the server is full, a client that has less than an equal part
+of the bound may still come in, up to twice the bound in all. So a client that fills the queue keeps no other
+client out.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,14 @@ from foredraft.serve.settings import Settings
 
 __all__ = ["Limits", "Place"]
 
+OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with less than their share come last
+
 
 class Place:
     """The place of one request among those that run and wait."""
 
-    def __init__(self, limits: Limits, samples: int, key: str) -> None:
-        self._limits, self.samples, self.key, self.tokens = limits, samples, key, 0
+    def __init__(self, limits: Limits, samples: int, client: str) -> None:
+        self._limits, self.samples, self.client, self.tokens = limits, samples, client, 0
         self._taken = True
 
     def free(self) -> None:
@@ -36,29 +43,45 @@ class Limits:
 
     def __init__(self, settings: Settings, rows: int, metrics: Metrics) -> None:
         self._settings, self._most, self._metrics = settings, rows + settings.max_queued, metrics
-        self.samples, self.tokens = 0, 0
-        self._by_key: Counter[str] = Counter()
+        self._samples: Counter[str] = Counter()  # by client; none is 0
+        self._tokens: Counter[str] = Counter()
 
-    def take(self, samples: int, key: str) -> Place:
+    @property
+    def samples(self) -> int:
+        """Return how many samples run and wait."""
+        return self._samples.total()
+
+    @property
+    def tokens(self) -> int:
+        """Return how many prompt tokens run and wait."""
+        return self._tokens.total()
+
+    def take(self, samples: int, client: str) -> Place:
         """Take a place.
 
+        Args:
+            samples: Of the request.
+            client: The API key's name, or the address where the server has no keys.
+
         Raises:
-            Problem: The server is full, or the key has too many.
+            Problem: The server is full, or the client has too many.
         """
-        if samples <= self._most < self.samples + samples:
+        if samples <= self._most and not self._fits(self._samples, client, samples, self._most):
             self._metrics.refused("queue full")
-            raise busy(f"{self.samples} samples run or wait, of {self._most} at most")
+            raise busy(f"{self.samples} samples run or wait, of {self._most} at most (max_queued)")
         most = self._settings.max_per_key
         if samples > self._most or (most and samples > most):
             raise Problem(
                 400, f"{samples} samples in one request, of {min(self._most, most or self._most)} at most"
             )
-        if most and self._by_key[key] + samples > most:
+        own = self._samples[client]
+        if most and own + samples > most:
             self._metrics.refused("key limit")
-            raise busy(f"this key has {self._by_key[key]} samples that run or wait, of {most} at most", 429)
-        self.samples += samples
-        self._by_key[key] += samples
-        return Place(self, samples, key)
+            raise busy(
+                f"this client has {own} samples that run or wait, of {most} at most (max_per_key)", 429
+            )
+        self._samples[client] += samples
+        return Place(self, samples, client)
 
     def take_tokens(self, place: Place, tokens: int) -> None:
         """Add the prompt tokens of a request to its place.
@@ -68,16 +91,24 @@ class Limits:
         """
         most = self._settings.max_queued_tokens
         if tokens > most:
-            raise Problem(400, f"{tokens} prompt tokens in one request, of {most} at most", param="prompt")
-        if self.tokens + tokens > most:
+            says = f"{tokens} prompt tokens in one request, of {most} at most (max_queued_tokens)"
+            raise Problem(400, says, param="prompt")
+        if not self._fits(self._tokens, place.client, tokens, most):
             self._metrics.refused("prompt tokens")
-            raise busy(f"{self.tokens} prompt tokens run or wait, of {most} at most")
-        self.tokens += tokens
+            raise busy(f"{self.tokens} prompt tokens run or wait, of {most} at most (max_queued_tokens)")
+        self._tokens[place.client] += tokens
         place.tokens = tokens
 
     def give_back(self, place: Place) -> None:
-        self.samples -= place.samples
-        self.tokens -= place.tokens
-        self._by_key[place.key] -= place.samples
-        if not self._by_key[place.key]:
-            del self._by_key[place.key]
+        for counts, number in ((self._samples, place.samples), (self._tokens, place.tokens)):
+            counts[place.client] -= number
+            if not counts[place.client]:
+                del counts[place.client]
+
+    def _fits(self, counts: Counter[str], client: str, more: int, most: int) -> bool:
+        """Return whether a client may have so many more of what is bounded by `most`."""
+        total = counts.total() + more
+        if total <= most:
+            return True
+        share = most // len({*counts, client})
+        return counts[client] + more <= share and total <= OVERFLOW * most

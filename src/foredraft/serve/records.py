@@ -43,6 +43,7 @@ class Record:
         own_id: A fresh id; the reply's is made of it.
         status: Of HTTP; 0 until it is known.
         key: Name of the API key; "" where none is asked for.
+        address: Of the client; "" where it is not known.
         operation: "chat" or "text_completion"; "" where nothing is generated.
         asked: Fields of the request that traces show.
         model: Name of the model that answers.
@@ -63,6 +64,7 @@ class Record:
     own_id: str = field(default_factory=lambda: secrets.token_hex(12))
     status: int = 0
     key: str = ""
+    address: str = ""
     operation: str = ""
     asked: dict[str, Any] = field(default_factory=dict)
     model: str = ""
@@ -128,6 +130,7 @@ class Recording:
             await self._app(scope, receive, send)
             return
         record = Record(scope.get("method", "WEBSOCKET"), scope["path"], Headers(scope=scope))
+        record.address = str((scope.get("client") or ("",))[0])
         record.begin()
 
         async def noting(message: Message) -> None:

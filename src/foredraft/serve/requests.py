@@ -189,6 +189,7 @@ class _Request(Body):
     truncate_prompt: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     provenance: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options of the library but for the length and the scores."""

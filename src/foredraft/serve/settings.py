@@ -17,10 +17,15 @@ class Settings:
         host: The address to listen on.
         port: The port to listen on; 0 takes a free one.
         api_key_file: A file with one key a line; None asks for no key, unless the environment has one.
-        max_queued: Samples that may wait for a row; further requests get status 503.
-        max_queued_tokens: Prompt tokens of all requests that run or wait.
+        fair_shares: Share rows and the reading of prompts among clients, which are API keys or, without keys,
+            addresses. Otherwise all requests are those of one client.
+        max_queued: Samples that may wait for a row; further requests get status 503. A client that has less
+            than its share is still served, up to twice as many samples in all.
+        max_queued_tokens: Prompt tokens of all requests that run or wait; shared as `max_queued` is.
         prefix_cache: MiB for beginnings of prompts that later requests need not read; 0 turns it off.
-        max_per_key: Samples of one key that run or wait; further requests get status 429. 0 is no limit.
+        shared_prefixes: Requests of all API keys find each other's beginnings there.
+        max_per_key: Samples of one key, or without keys of one address, that run or wait; further requests
+            get status 429. 0 is no limit.
         max_body: Largest body of a request, in bytes.
         drain_seconds: After SIGTERM, the time that requests have to finish.
         max_unread: A sample of a stream pauses where its reader has not taken so many of its tokens.
@@ -37,9 +42,11 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
+    fair_shares: bool = True
     max_queued: int = 256
     max_queued_tokens: int = 1_000_000
     prefix_cache: int = 512
+    shared_prefixes: bool = False
     max_per_key: int = 0
     max_body: int = 8 << 20
     drain_seconds: float = 30.0

@@ -102,6 +102,7 @@ class Socket:
 
         socket = self._record
         record = Record(socket.method, socket.path, socket.headers, f"{socket.id}/{id}", key=socket.key)
+        record.address = socket.address
         record.begin()
         try:
             await self._run(frame, send)

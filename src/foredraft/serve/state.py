@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
+from foredraft.serve.clients import Client
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
 from foredraft.serve.limits import Limits
@@ -188,13 +189,15 @@ class App:
         if self.draining:
             self.metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
-        place = model.limits.take(max(1, count), key)
+        client = Client.of(key, record.address)
+        place = model.limits.take(max(1, count), client.name)
         try:
             with as_problems():
                 job = await anyio.to_thread.run_sync(Job.of, request, model.llm, model.names)
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
-                generation = await model.generations.start(job, place)
+                share = client.share(self.settings, request.cache_salt)
+                generation = await model.generations.start(job, place, share)
         except BaseException:
             place.free()
             raise
