@@ -165,7 +165,7 @@ class Reader:
                 spans.append((len(before), len(after)))
         if not spans:
             raise BadRecordError("has no reply that the chat template writes after its own beginning of it")
-        encoding = self.tokenizer.inner.encode(whole, add_special_tokens=False)
+        encoding = self.tokenizer.encoding(whole, add_special_tokens=False)
         counts = [
             any(first <= start and stop <= last for first, last in spans) for start, stop in encoding.offsets
         ]

@@ -27,6 +27,7 @@ import tokenizers
 from foredraft.errors import did_you_mean, shortened
 from foredraft.model.gguf.special import CONTROL, KEY, UNKNOWN, UNUSED, USER_DEFINED, listed, special_ids
 from foredraft.model.gguf.words import WORDS, Words
+from foredraft.model.tokenizer_faults import is_panic
 
 __all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
 
@@ -299,7 +300,9 @@ def _check(text: str, added: list[dict[str, Any]]) -> None:
     """Check that the library reads the text of a tokenizer, and gives every added token its id."""
     try:
         read = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:  # the library raises bare Exception, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise UnreadableVocabularyError(
             f"has a vocabulary that makes no tokenizer ({str(error)[:MOST_SHOWN]})"
         ) from error
