@@ -10,6 +10,7 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -131,7 +132,8 @@ class SafetensorsFile:
         """Return a tensor.
 
         Raises:
-            CheckpointError: The system refuses to map it.
+            CheckpointError: It cannot be read.
+            MemoryError: The system refuses to map it.
         """
         return self._values(self.tensors[name], self.tensors[name].shape, 0)
 
@@ -145,6 +147,8 @@ class SafetensorsFile:
         try:
             values = mapped_bytes(self._file, info.start + offset, math.prod(shape) * dtype.itemsize)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise MemoryError from error
             raise self._error(f"has tensor {info.name}, which cannot be read ({error.strerror})") from error
         if values.data_ptr() % dtype.itemsize:  # the header may have any length
             values = values.clone()

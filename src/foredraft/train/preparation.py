@@ -212,6 +212,8 @@ def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
 
 
 def _digest(file: Path, option: str) -> str:
+    if file.exists() and not file.is_file():  # a pipe could be read once, and would wait for a writer
+        raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     try:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
