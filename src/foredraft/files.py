@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -144,10 +144,14 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def replacing_folder(folder: Path, keeps: Callable[[], bool] = lambda: False) -> Iterator[Path]:
     """Yield a new folder, which takes the place of `folder` when the block ends without an error.
 
     A reader sees the old folder, the new one, or for an instant none.
+
+    Args:
+        folder: The folder to make or to replace.
+        keeps: Asked of a folder that is there at the end: whether it stays, and the new one is dropped.
 
     Raises:
         OSError: The folder cannot be written.
@@ -160,6 +164,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         for file in new.iterdir():
             _flush(file)
         if folder.exists():
+            if keeps():
+                return
             folder.rename(old)
         try:
             new.rename(folder)

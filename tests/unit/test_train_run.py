@@ -152,10 +152,23 @@ def test_a_killed_run_goes_on_to_the_same_curve(model: Path, data: Path, tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_two_processes_have_the_curve_of_one(model: Path, data: Path, tmp_path: Path) -> None:
-    """Sharded over two processes of gloo, and continued by one from their checkpoint."""
+def test_two_processes_have_the_curve_of_one(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharded over two processes of gloo, from a checkpoint of one; one process ends with theirs."""
     train(model, options(data, tmp_path / "one"))
     given = options(data, tmp_path / "two", steps=12)
+    save = Checkpoints.save
+
+    def save_and_stop(self: Checkpoints, *state: Any) -> None:
+        save(self, *state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, given)
+    assert len(curve(tmp_path / "two" / "work")) == 5, "four steps and a validation"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -173,6 +186,10 @@ def test_two_processes_have_the_curve_of_one(model: Path, data: Path, tmp_path: 
     found = load_file(tmp_path / "two" / "adapter" / "model.safetensors")
     for name, value in load_file(tmp_path / "one" / "adapter" / "model.safetensors").items():
         torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
+    shutil.rmtree(tmp_path / "two" / "adapter")
+    assert train(model, given).steps == 12
+    again = load_file(tmp_path / "two" / "adapter" / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in found.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -440,8 +457,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     (tmp_path / "work" / "key.json").unlink()
     adapter = (tmp_path / "adapter" / "model.safetensors").read_bytes()
 
-    def full(*args: Any, **more: Any) -> None:
-        (more["checkpoint_id"] / "half").write_bytes(b"half")
+    def full(file: Path, *_: Any) -> None:
+        file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def claim(*_: Any) -> None:
@@ -449,11 +466,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 
     monkeypatch.setattr("foredraft.train.preparation._claim", claim)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "save", full)
+        patch.setattr(checkpoints, "write_tensors", full)
         with pytest.raises(ConfigError, match="No space left on device.*the one before it is whole"):
             train(model, given)
     assert {path: path.stat().st_size for path in before} == before
-    assert Checkpoints(folder, Any).latest == folder / "step-4"  # type: ignore[arg-type]
+    assert Checkpoints(folder, Any).latest == folder / "step-4.safetensors"  # type: ignore[arg-type]
     assert (tmp_path / "adapter" / "model.safetensors").read_bytes() != b"" != adapter
     assert train(model, given).steps == 12
 

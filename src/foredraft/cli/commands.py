@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cyclopts import App, CycloptsError
 
@@ -24,7 +25,7 @@ from foredraft.cli.stdout import writing_stdout
 from foredraft.cli.train import adapter, draft
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
-from foredraft.errors import ForedraftError
+from foredraft.errors import ConfigError, ForedraftError
 
 __all__ = ["app", "run"]
 
@@ -75,8 +76,23 @@ def run(words: Sequence[str]) -> int:
         print("foredraft: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does: not a failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
+    except OSError as error:  # a full disk, a device that fails
+        what = "stdout" if error.filename is None else str(error.filename)
+        print_error(ConfigError(f"{what} cannot be read or written ({error.strerror or error})"))
+        _discard_stdout()
+        return USER_ERROR
+    except MemoryError:
+        remedy = "end other programs, or give a smaller model"
+        print_error(ConfigError("there is too little memory", remedy=remedy))
+        return USER_ERROR
     return code if isinstance(code, int) else 0
+
+
+def _discard_stdout() -> None:
+    """Let what stdout still holds back go nowhere, because Python writes it once more at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class OneLineFormatter(logging.Formatter):

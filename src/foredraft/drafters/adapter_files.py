@@ -127,6 +127,8 @@ def read_adapter(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
         ConfigError: It cannot be read, or is not valid.
     """
     record = Record("adapter", REMEDY, "train a new one with `foredraft train adapter`", BOUNDS)
+    if os.path.lexists(folder / CONFIG) and not (folder / CONFIG).is_file():
+        raise record.refused(folder / CONFIG, "which is no file")  # opening a pipe would wait for a writer
     found = record.read(AdapterConfig, folder / CONFIG, read)
     if found.depth >= found.layers:
         problem = f"whose depth is {found.depth}, but its target has {found.layers} layers"

@@ -14,7 +14,7 @@ from foredraft.arguments import clear_calls
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.vocab_ops import vocab_ops_of
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.forks import Loads
 from foredraft.kinds.tables import Parts
 from foredraft.llm import LLM
@@ -31,6 +31,7 @@ from foredraft.workers import release_workers
 
 __all__ = ["load", "load_for", "options_for"]
 
+REFUSED_MEMORY = "allocate memory"  # in the errors of PyTorch's allocator of a CPU
 _loads = Loads()
 
 
@@ -158,6 +159,19 @@ def options_for(model: str | Path | None = None, needs: Needs | None = None, **o
 
 
 def _assemble(options: LoadOptions) -> LLM:
+    """Build the model; memory that the system refuses is the error of the option that took it."""
+    try:
+        return _assembled(options)
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where a CPU's memory ends
+        if isinstance(error, RuntimeError) and REFUSED_MEMORY not in str(error):
+            raise
+        raise ConfigError(
+            "for which the system gives too little memory", option="model", value=str(options.model),
+            remedy=("lower ", Option("max_length"), " or ", Option("max_batch"), ", or end other programs"),
+        ) from error  # fmt: skip
+
+
+def _assembled(options: LoadOptions) -> LLM:
     """Build the model step by step. Each step refuses what it can before the next, costlier one."""
     device = find_device(options.device)
     check_compile(options, device)

@@ -29,6 +29,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, or does not hold a JSON object.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe is not opened: it would wait for a writer
+            raise OSError("it is no file")
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not readable JSON ({error})", remedy=DOWNLOAD_AGAIN) from error

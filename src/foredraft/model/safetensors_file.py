@@ -1,4 +1,4 @@
-"""Read a safetensors file: its header, and tensors or rows of them.
+"""Read a safetensors file: its header, and tensors or rows of them. Write one.
 
 Contract: reading is strict. Opening a file reads its header alone, and checks it against the file's size. A
 header that is too short or too long, is not JSON, or does not give every byte behind it to exactly one tensor
@@ -10,27 +10,33 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN, parse_json
 from foredraft.model.mapping import mapped_bytes
 
-__all__ = ["SafetensorsFile", "SafetensorsSlice"]
+__all__ = ["SafetensorsFile", "SafetensorsSlice", "write_tensors"]
 
 LENGTH = 8  # bytes of the header's length
 MOST = 100_000_000  # bytes of a header, as the format's own library allows
 MAX_DIMENSIONS = 8  # of a tensor; weights have at most 4
 MAX_SIZE = 2**63  # values of a dimension: what PyTorch counts with
 METADATA = "__metadata__"  # the key of the header that is no tensor
+ERRNO = re.compile(r"\(os error (\d+)\)")  # how the format's own library quotes an error of the system
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -80,6 +86,7 @@ class SafetensorsFile:
         path: The file.
         size: Its bytes.
         tensors: The tensors by name.
+        metadata: What the header says besides; the values are not checked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +102,10 @@ class SafetensorsFile:
             raise self._unreadable(error) from error
         try:
             self.size = os.fstat(self._file.fileno()).st_size
-            self.tensors = self._tensors(self._header())
+            header = self._header()
+            self.tensors = self._tensors(header)
+            given = header.get(METADATA)
+            self.metadata: dict[str, Any] = given if isinstance(given, dict) else {}
         except BaseException as error:
             self._file.close()
             if isinstance(error, OSError):
@@ -122,7 +132,8 @@ class SafetensorsFile:
         """Return a tensor.
 
         Raises:
-            CheckpointError: The system refuses to map it.
+            CheckpointError: It cannot be read.
+            MemoryError: The system refuses to map it.
         """
         return self._values(self.tensors[name], self.tensors[name].shape, 0)
 
@@ -136,6 +147,8 @@ class SafetensorsFile:
         try:
             values = mapped_bytes(self._file, info.start + offset, math.prod(shape) * dtype.itemsize)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise MemoryError from error
             raise self._error(f"has tensor {info.name}, which cannot be read ({error.strerror})") from error
         if values.data_ptr() % dtype.itemsize:  # the header may have any length
             values = values.clone()
@@ -221,6 +234,26 @@ class SafetensorsSlice:
     def __getitem__(self, rows: slice) -> Tensor:
         first, last, _ = rows.indices(self.info.shape[0])
         return self.file.rows(self.info, first, max(0, last - first))
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file.
+
+    Args:
+        file: The file.
+        tensors: The tensors by name.
+        metadata: Texts for the header.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    try:
+        save_file(dict(tensors), file, dict(metadata))
+    except SafetensorError as error:
+        number = ERRNO.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:

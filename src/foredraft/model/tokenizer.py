@@ -28,6 +28,7 @@ import tokenizers
 from foredraft.errors import CheckpointError, Option, RequestError, shortened
 from foredraft.model.chat import CONFIG, ChatTemplate, Message
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.model.tokenizer_faults import check_rules, is_panic
 from foredraft.unicode import invalid_at
 
 FILE = "tokenizer.json"
@@ -40,6 +41,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
 # differently.
 CONTEXT = 4
 MOST_SHOWN = 200  # characters of an error of the library, which may quote a whole value
+PROBE = "The 1st text, \N{LATIN SMALL LETTER E WITH ACUTE}.\n"  # what a tokenizer is tried on at loading
 MAX_HELD_BYTES = 32  # byte tokens that a stream holds back at most: bounds its delay
 
 
@@ -106,8 +108,12 @@ class Tokenizer:
             if like is not None and like.digest == digest:
                 inner = like.inner
             else:
+                check_rules(content.decode())
                 inner = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
+                _try(inner)
+        except BaseException as error:  # the library raises bare Exception, and panics
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise CheckpointError(
                 f"{file} is not a readable tokenizer ({str(error)[:MOST_SHOWN]})", remedy=DOWNLOAD_AGAIN
             ) from error
@@ -150,9 +156,20 @@ class Tokenizer:
         Raises:
             RequestError: The text is not valid Unicode.
         """
-        check_unicode(text, "the text")
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.encoding(text, add_special_tokens).ids
         return ids
+
+    def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """Return the library's encoding of a text, which has the place of each token in it.
+
+        Raises:
+            RequestError: The text is not valid Unicode, or the tokenizer fails on it.
+        """
+        check_unicode(text, "the text")
+        try:
+            return self._inner.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:  # the library raises bare Exception, and panics
+            raise _failure("encode the text", error) from error
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the ids of a conversation.
@@ -220,13 +237,23 @@ class Tokenizer:
         return bool(decoder.getstate()[0])
 
     def text(self, ids: list[int], skip_special: bool) -> str:
-        """Return the text of ids, decoded by the library at once."""
-        text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
+        """Return the text of ids, decoded by the library at once.
+
+        Raises:
+            RequestError: The tokenizer fails on them.
+        """
+        try:
+            text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
+        except BaseException as error:  # the library raises bare Exception, and panics
+            raise _failure("decode token ids", error) from error
         return text
 
     def text_of(self, tokens: list[str]) -> str:
         """Return the text of tokens given by their names, as `text` does for ids."""
-        text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+        try:
+            text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+        except BaseException as error:  # the library raises bare Exception, and panics
+            raise _failure("decode tokens", error) from error
         return text
 
 
@@ -375,6 +402,21 @@ def check_unicode(text: str, name: str) -> None:
     at = invalid_at(text)
     if at is not None:
         raise RequestError(f"{name} is not valid Unicode at character {at}", remedy="give it as UTF-8")
+
+
+def _failure(task: str, error: BaseException) -> BaseException:
+    """Return the error of a request that the library failed on; Ctrl-C stays what it is."""
+    if not isinstance(error, Exception) and not is_panic(error):
+        return error
+    return RequestError(
+        f"the model's tokenizer cannot {task} ({str(error)[:MOST_SHOWN]})",
+        remedy="its tokenizer.json is broken: download it again",
+    )
+
+
+def _try(inner: tokenizers.Tokenizer) -> None:
+    """Encode and decode a short text, so that a tokenizer that always fails is refused when it is loaded."""
+    inner.decode(inner.encode(PROBE).ids)
 
 
 def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.model.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, weight_headers
@@ -26,6 +25,7 @@ from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
+from foredraft.model.safetensors_file import write_tensors
 from foredraft.model.spec import CONFIG, HEAD_COPIES, ModelSpec, with_dtype
 from foredraft.model.weights import read_tensors
 
@@ -67,7 +67,7 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (out / INDEX).write_text(json.dumps(index), encoding="utf-8")
     else:
-        save_file(filled, out / SINGLE, {"format": "pt"})
+        write_tensors(out / SINGLE, filled, {"format": "pt"})
     config = with_dtype(read_json(source / CONFIG), dtype) | {"tie_word_embeddings": False}
     config |= {HEAD_COPIES: spec.tied, "quantization_config": _scheme(bits, plain)}
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -103,7 +103,7 @@ def _tensors(
 def _save(out: Path, tensors: dict[str, Tensor], count: int) -> dict[str, str]:
     """Save tensors as one more file, and return in which file each of them is."""
     file = f"model-{count + 1:05}.safetensors"
-    save_file(tensors, out / file, {"format": "pt"})
+    write_tensors(out / file, tensors, {"format": "pt"})
     return dict.fromkeys(tensors, file)
 
 

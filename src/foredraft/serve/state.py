@@ -221,8 +221,8 @@ async def _in_a_daemon(load: Loader) -> LLM:
         llm, failed = None, None
         try:
             llm = load()
-        except Exception as error:
-            failed = error
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            failed = error if isinstance(error, Exception) else RuntimeError(f"loading failed: {error}")
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, llm, failed)
 

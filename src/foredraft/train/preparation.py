@@ -104,7 +104,9 @@ def prepare(
     reader = Reader(checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
     if options.self_generate:
         prompts = reader.prompts(options.data)
-        documents = self_generated(model, load, prompts, options, length, folder, processes, report)
+        documents = self_generated(
+            model, load, prompts, options, length, checkpoint.spec.vocab_size, folder, processes, report
+        )
     else:
         documents = reader.corpus(options.data).documents
     skipped = reader.skipped
@@ -178,8 +180,8 @@ def _claim(folder: Path, key: str, options: TrainOptions) -> None:
                 raise ConfigError(
                     "which holds other files", option="work", value=str(folder), remedy="give a new folder"
                 )
-            file.write_text(key)
-        elif file.read_text() != key:
+            file.write_text(key, encoding="utf-8")
+        elif file.read_bytes() != key.encode():
             raise ConfigError(
                 "which holds a run of another target, other data or other options", option="work",
                 value=str(folder), remedy=("give a new folder, or ", Option("fresh")),
@@ -210,6 +212,8 @@ def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
 
 
 def _digest(file: Path, option: str) -> str:
+    if file.exists() and not file.is_file():  # a pipe could be read once, and would wait for a writer
+        raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     try:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()

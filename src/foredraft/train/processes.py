@@ -60,6 +60,15 @@ class Processes:
                 fully_shard(part)
             fully_shard(student)
 
+    def part(self, student: Student) -> None:
+        """Leave each process its part alone of what the last pass gathered, as an optimiser knows it."""
+        if self.count > 1:
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in student.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[Processes]:

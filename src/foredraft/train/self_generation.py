@@ -14,6 +14,7 @@ from typing import Any
 from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, RequestError
 from foredraft.loading import load_for
+from foredraft.train.kept_lines import broken_line, whole_lines
 from foredraft.train.loop import Report
 from foredraft.train.options import TrainOptions
 from foredraft.train.packed import Document
@@ -31,6 +32,7 @@ def self_generated(
     prompts: Sequence[list[int]],
     options: TrainOptions,
     length: int,
+    vocabulary: int,
     folder: Path,
     processes: Processes,
     report: Report,
@@ -43,18 +45,28 @@ def self_generated(
         prompts: Token ids of each prompt.
         options: Of the training.
         length: Tokens of a document at most; the oldest tokens of a prompt give way.
+        vocabulary: Ids of the target.
         folder: Keeps the texts.
         processes: The first of them writes, the others wait.
         report: Told how far it is.
+
+    Raises:
+        ConfigError: No prompt has a continuation, or the kept texts cannot be read or written.
     """
     new_tokens = min(options.self_generate, length - 1)
     prompts = [prompt[-(length - new_tokens) :] for prompt in prompts]
     file = folder / FILE
     if processes.first:
-        _write(model, load, prompts, new_tokens, options, file, report)
+        try:
+            _write(model, load, prompts, new_tokens, options, file, vocabulary, report)
+        except OSError as error:
+            raise ConfigError(
+                f"in which {FILE} cannot be written ({error.strerror})", option="work", value=str(folder),
+                remedy="make room, and run the same command again",
+            ) from error  # fmt: skip
     processes.wait()
     documents = []
-    for prompt, written in zip(prompts, _written(file), strict=True):
+    for prompt, written in zip(prompts, _written(file, len(prompts), vocabulary), strict=True):
         if written:
             counts = (False,) * len(prompt) + (True,) * len(written)
             documents.append(Document((*prompt, *written), counts))
@@ -65,10 +77,19 @@ def self_generated(
     return documents
 
 
-def _written(file: Path) -> list[list[int]]:
-    """Return the texts that are kept: the whole lines of the file."""
-    lines = file.read_text().split("\n")[:-1] if file.is_file() else []
-    return [json.loads(line) for line in lines]
+def _written(file: Path, most: int, vocabulary: int) -> list[list[int]]:
+    """Return the texts that are kept: the whole lines of the file.
+
+    Raises:
+        ConfigError: A line holds no token ids, or there are more lines than prompts.
+    """
+    lines = whole_lines(file)
+    for number, ids in enumerate(lines, 1):
+        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocabulary for id in ids):
+            raise broken_line(file, number, "is no list of the model's token ids")
+        if number > most:
+            raise broken_line(file, number, f"follows the texts of all {most} prompts")
+    return lines
 
 
 def _write(
@@ -78,9 +99,10 @@ def _write(
     new_tokens: int,
     options: TrainOptions,
     file: Path,
+    vocabulary: int,
     report: Report,
 ) -> None:
-    done = _written(file)
+    done = _written(file, len(prompts), vocabulary)
     if len(done) == len(prompts):
         return
     file.write_text("".join(f"{json.dumps(ids)}\n" for ids in done))  # without half a line at its end

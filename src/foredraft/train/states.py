@@ -1,6 +1,6 @@
 """Kept states: the target's states on the disk, so that later epochs need not compute them.
 
-It only saves time: a file that is missing, cut short or of another run is computed again.
+It only saves time: a file that is missing, cut short, damaged or of another run is computed again.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
+from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.files import replacing
-from foredraft.model.safetensors_file import SafetensorsFile
+from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
 from foredraft.train.packed import Packed
 from foredraft.train.target import FrozenTarget, States
 
@@ -48,13 +49,19 @@ class KeptStates:
                 device = packed.tokens.device
                 found = {name: kept.get_tensor(name).to(device) for name in kept.keys()}  # noqa: SIM118
                 tapped = found[TAPPED] if self.depth is not None else None
-                fits = tapped is None or len(tapped) == len(packed.tokens)
-                if fits and len(found[LAST]) == len(packed.predicting):
+                fits = tapped is None or self._are_states(tapped, len(packed.tokens))
+                if fits and self._are_states(found[LAST], len(packed.predicting)):
                     return States(tapped, found[LAST])
         states = self.target.states(packed, self.depth)
         self.computed += 1
         self._keep(file, states)
         return states
+
+    def _are_states(self, values: Tensor, count: int) -> bool:
+        """Return whether values of a file can be states of this target, of so many columns."""
+        decoder = self.target.decoder
+        fits = values.shape == (count, decoder.spec.hidden_size) and values.dtype == decoder.dtype
+        return fits and bool(torch.isfinite(values).all())
 
     def _keep(self, file: Path, states: States) -> None:
         tensors = {LAST: states.last} if states.tapped is None else {TAPPED: states.tapped, LAST: states.last}
@@ -64,5 +71,5 @@ class KeptStates:
         if shutil.disk_usage(self.folder).free < size + SPARE:
             return
         with suppress(OSError), replacing(file) as new:
-            save_file(tensors, new)
+            write_tensors(new, tensors, {})
             self.bytes += size

@@ -26,6 +26,9 @@ __all__ = ["Corpus", "Reader"]
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 SHAPES = 'a "text", a "prompt" with a "response", or "messages"'
 EXAMPLE = 'give lines like {"prompt": "Hello", "response": "World"}'
+# Of a conversation: finding each takes two texts of all that is before it, so time grows with their square.
+# Conversations of a data set have tens of replies; 500 of them take seconds.
+MAX_REPLIES = 500
 TEXT_PROMPT = 64  # tokens of a piece of text that the target continues
 
 
@@ -155,6 +158,8 @@ class Reader:
         replies = [at for at, message in enumerate(messages) if _role(message) == "assistant"]
         if not replies:
             raise BadRecordError("has no message of the assistant")
+        if len(replies) > MAX_REPLIES:
+            raise BadRecordError(f"has {len(replies):,} replies of the assistant, more than {MAX_REPLIES}")
         messages = messages[: replies[-1] + 1]
         whole = chat.render(messages, add_generation_prompt=False)
         spans: list[tuple[int, int]] = []
@@ -165,7 +170,7 @@ class Reader:
                 spans.append((len(before), len(after)))
         if not spans:
             raise BadRecordError("has no reply that the chat template writes after its own beginning of it")
-        encoding = self.tokenizer.inner.encode(whole, add_special_tokens=False)
+        encoding = self.tokenizer.encoding(whole, add_special_tokens=False)
         counts = [
             any(first <= start and stop <= last for first, last in spans) for start, stop in encoding.offsets
         ]
@@ -189,12 +194,14 @@ def _read(file: Path, option: str) -> Iterator[tuple[str | None, Any]]:
     Raises:
         ConfigError: The file cannot be read, is empty, or holds no text.
     """
+    if file.exists() and not file.is_file():  # a pipe is not opened: it would wait for a writer
+        raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     if file.suffix in PARQUET:
         yield from _rows(file, option)
         return
     try:
         content = file.read_bytes()
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # a byte order mark is no text
     except OSError as error:
         raise ConfigError(
             f"which cannot be read ({error.strerror})", option=option, value=str(file), remedy="give a file"
@@ -237,10 +244,14 @@ def _rows(file: Path, option: str) -> Iterable[tuple[str, Any]]:
         ) from error  # fmt: skip
     try:
         table = pyarrow.parquet.read_table(file)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         first = next(iter(str(error).splitlines()), "")
         raise ConfigError(
             f"which is no Parquet table ({first})", option=option, value=str(file), remedy="give another file"
         ) from error
-    for number, row in enumerate(table.to_pylist(), 1):
+    try:
+        rows = table.to_pylist()
+    except UnicodeDecodeError as error:
+        raise _no_text(file, option) from error
+    for number, row in enumerate(rows, 1):
         yield f"row {number}", {name: value for name, value in row.items() if value is not None}

@@ -10,6 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import struct
@@ -145,11 +146,14 @@ class GGUFFile:
         """Return the bytes of a tensor of this file, as a view of a map.
 
         Raises:
-            CheckpointError: The system refuses to map them.
+            CheckpointError: They cannot be read.
+            MemoryError: The system refuses to map them.
         """
         try:
             return mapped_bytes(self._file, info.start, info.size)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise MemoryError from error
             problem = f"has tensor {info.name}, which cannot be read ({error.strerror})"
             raise self.error(problem, DOWNLOAD_AGAIN) from error
 

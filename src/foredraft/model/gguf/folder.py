@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from foredraft.user_cache import cache_folder
 
 __all__ = ["check_vocabulary", "checkpoint_folder"]
 
+_writing_temporary = threading.Lock()
 FORMAT = 2  # raised when a folder's content is made differently
 
 
@@ -61,15 +63,50 @@ def checkpoint_folder(path: Path) -> Path:
         record = {"format": FORMAT, "file": str(path), "identity": identity(path)}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy="check its name") from error
-    folder = _place(hashlib.sha256(str(path).encode()).hexdigest()[:32])
-    if {**(_record(folder) or {}), "no_tokenizer": None} != {**record, "no_tokenizer": None}:
-        files = _files(path, record)
-        with replacing_folder(folder) as new:
-            new.chmod(0o700)  # a permissive umask would make it one that `_record` refuses
-            for name, content in files.items():
-                (new / name).write_text(content, encoding="utf-8")
-                (new / name).chmod(0o600)
+    name = hashlib.sha256(str(path).encode()).hexdigest()[:32]
+    folder = _place(name)
+    if _is_of(folder, record):
+        return folder
+    files = _files(path, record)
+    try:
+        _write(folder, files, record)
+    except OSError:
+        # another process has made the folder meanwhile, or the cache folder is full or read only
+        if not _is_of(folder, record):
+            folder = _temporary() / name
+            if not _is_of(folder, record):
+                _write_temporary(folder, files, record)
     return folder
+
+
+def _is_of(folder: Path, record: dict[str, Any]) -> bool:
+    """Return whether a folder was made from the file of a record, as the file is now."""
+    return {**(_record(folder) or {}), "no_tokenizer": None} == {**record, "no_tokenizer": None}
+
+
+def _write(folder: Path, files: dict[str, str], record: dict[str, Any]) -> None:
+    """Write the folder of a record; the same one of another process stays, because it may be in use."""
+    with replacing_folder(folder, keeps=lambda: _is_of(folder, record)) as new:
+        new.chmod(0o700)  # a permissive umask would make it one that `_record` refuses
+        for name, content in files.items():
+            (new / name).write_text(content, encoding="utf-8")
+            (new / name).chmod(0o600)
+
+
+def _write_temporary(folder: Path, files: dict[str, str], record: dict[str, Any]) -> None:
+    """Write the temporary folder.
+
+    Raises:
+        CheckpointError: It cannot be written either.
+    """
+    with _writing_temporary:  # another thread of this process writes the same
+        try:
+            _write(folder, files, record)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} cannot be written ({error.strerror})",
+                remedy="make room there, or set FOREDRAFT_CACHE to another folder",
+            ) from error
 
 
 def check_vocabulary(folder: Path) -> None:

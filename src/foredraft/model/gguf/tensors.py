@@ -50,6 +50,11 @@ def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
         CheckpointError: The file is broken, gone, or another than when the folder was made.
     """
     record = read_json(folder / RECORD)
+    if not isinstance(record.get("file"), str) or not isinstance(record.get("identity"), list):
+        raise CheckpointError(
+            f"{folder / RECORD} does not say which GGUF file the folder was made from",
+            remedy="give the model's file again",
+        )
     path = Path(record["file"])
     try:
         same = identity(path) == record["identity"]

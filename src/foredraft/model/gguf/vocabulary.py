@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import tokenizers
@@ -27,10 +28,14 @@ import tokenizers
 from foredraft.errors import did_you_mean, shortened
 from foredraft.model.gguf.special import CONTROL, KEY, UNKNOWN, UNUSED, USER_DEFINED, listed, special_ids
 from foredraft.model.gguf.words import WORDS, Words
+from foredraft.model.tokenizer_faults import is_panic
 
 __all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
+# Characters of a token whose merges are sought: their number of places grows with the square of the length.
+# The longest tokens of known vocabularies, runs of spaces and of signs, have fewer than 300.
+MAX_TOKEN = 1_000
 MOST_SHOWN = 200  # characters of an error of the library
 
 
@@ -189,24 +194,30 @@ def _text_level(
     }
 
 
-def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[list[str]]:
+def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the merges of a vocabulary of scored tokens: the highest score of a merged token first.
 
     Args:
         vocabulary: Ids by token.
         scores: The score of each id.
     """
-    found = []
+    found: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, id in vocabulary.items():
+        if (length := len(token)) > MAX_TOKEN:
+            raise UnreadableVocabularyError(
+                f"has the token {id} of {length:,} characters; at most {MAX_TOKEN:,} are read"
+            )
         known = [
             (left, right)
-            for at in range(1, len(token))
+            for at in range(1, length)
             if (left := token[:at]) in vocabulary and (right := token[at:]) in vocabulary
         ]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(scores[id], pair) for pair in known]
-    found.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
-    return [[*pair] for _, pair in found]
+        if len(known) > 1:
+            known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        score = scores[id]
+        found += [(score, len(pair[0]), len(pair[1]), pair) for pair in known]
+    found.sort(key=itemgetter(0, 1, 2), reverse=True)
+    return [pair for _, _, _, pair in found]
 
 
 def _split(
@@ -252,7 +263,7 @@ def _split(
     return [*added.values()], vocabulary
 
 
-def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+def _bpe(vocabulary: dict[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
     return {
         "type": "BPE",
         "dropout": None,
@@ -299,7 +310,9 @@ def _check(text: str, added: list[dict[str, Any]]) -> None:
     """Check that the library reads the text of a tokenizer, and gives every added token its id."""
     try:
         read = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:  # the library raises bare Exception, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise UnreadableVocabularyError(
             f"has a vocabulary that makes no tokenizer ({str(error)[:MOST_SHOWN]})"
         ) from error
