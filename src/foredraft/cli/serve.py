@@ -56,6 +56,8 @@ class ServerOptions:
     429. 0 is no limit."""
     max_body: int = DEFAULTS.max_body
     """Largest body of a request, in bytes."""
+    max_patterns: int = DEFAULTS.max_patterns
+    """Bytes of a request's stop strings, banned phrases and grammar together."""
     drain_seconds: float = DEFAULTS.drain_seconds
     """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
     max_unread: int = DEFAULTS.max_unread
@@ -90,7 +92,15 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests finish, and a second one ends the server at once.
     """
-    for name in ("max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "port"):
+    for name in (
+        "max_queued",
+        "max_queued_tokens",
+        "prefix_cache",
+        "max_per_key",
+        "max_body",
+        "max_patterns",
+        "port",
+    ):
         if getattr(server, name) < 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
     if server.max_unread < 1:

@@ -1,7 +1,7 @@
 """Constraints that requests ask for: banned text, regular expressions, JSON schemas and grammars.
 
-`ConstraintFactory` makes them from sampling parameters. Automata and compiled grammars are shared by all
-requests with the same options; state belongs to one sequence.
+`ConstraintFactory` makes them from sampling parameters. Automata are shared by all requests with the same
+options, and a compiled grammar by the samples of one request; state belongs to one sequence.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
-from typing import TypeAlias
 
 from llguidance import LLMatcher
 
+from foredraft.constraints.ban_list import BanList, Phrases
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.combined import Combined
-from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer, with_slices
+from foredraft.constraints.compiling import SIMPLER, compile_grammar, grammar_tokenizer, with_slices
 from foredraft.constraints.grammar import Grammar
-from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, State, Symbols
+from foredraft.constraints.kept import Kept
+from foredraft.constraints.phrases import State
 from foredraft.constraints.token_automaton import TokenAutomaton
-from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
 from foredraft.constraints.track import PhraseTrack, prompt_state
 from foredraft.decode.constraint import Constraint
+from foredraft.decode.guarded import Guarded
 from foredraft.decode.params import SamplingParams
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
@@ -30,12 +31,11 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["ConstraintFactory"]
 
-Ban: TypeAlias = tuple[tuple[str, ...], bool, bool, tuple[str, ...]]  # phrases, options, endings of a text
 KEPT_LISTS = 16  # compiled ban lists; one of 10,000 phrases takes some 100 MB with its masks
-KEPT_GRAMMARS = 256  # compiled grammars, some 100 kB each
-# Grammars that a process uses before slices are made for them: those of the check and of the first sequence
-# of its first request, most often its only one. Slices would double its wait for the first token.
-WITHOUT_SLICES = 2
+KEPT_BYTES = 256 << 10  # of their phrases together; an automaton takes some 350 bytes a byte
+# Requests with a grammar before slices are made for them: a process most often has only one, and slices would
+# double its wait for the first token.
+WITHOUT_SLICES = 1
 
 
 class ConstraintFactory:
@@ -51,19 +51,18 @@ class ConstraintFactory:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
         self._codec = lru_cache(1)(lambda: ByteCodec(tokenizer))
         self._table = lru_cache(4)(self._make_table)
-        self._phrases = lru_cache(KEPT_LISTS)(self._make_phrases)
-        self._automaton = lru_cache(KEPT_LISTS)(self._make_automaton)
-        self._masks = lru_cache(KEPT_LISTS)(self._make_masks)
-        self._safe = lru_cache(KEPT_LISTS)(self._has_safe_token)
+        self._lists = Kept[tuple[Phrases, frozenset[int], bool], BanList](KEPT_LISTS, KEPT_BYTES)
         self._ll_tokenizer = lru_cache(1)(lambda: grammar_tokenizer(self._codec(), vocabulary, ends))
         self._sliced = lru_cache(1)(lambda: with_slices(self._ll_tokenizer()))
         self._grammars_used = count()
-        self._matcher = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def maker(
         self, prompt: list[int], params: SamplingParams, *, show_special: bool = False
     ) -> Callable[[], Constraint | None]:
         """Return a function that makes a fresh constraint for each sequence of a request, or None.
+
+        What is slow happens here. A grammar is compiled for each request: copies of a matcher share its
+        lexer, whose states one request may use up, and building it anew takes 0.3 to 20 ms.
 
         Args:
             prompt: The request's, whose text may count for banned phrases.
@@ -77,22 +76,24 @@ class ConstraintFactory:
             return lambda: None
         ends = frozenset[int]() if params.ignore_eos else self._ends
         banned = self._ban_maker(prompt, params, ends, show_special) if params.ban else None
+        matcher = None if params.text_grammar is None else self._matcher(params.text_grammar)
 
-        def make() -> Constraint:
+        def make() -> Guarded:
             parts: dict[str, Constraint] = {}
             if banned is not None:
                 parts["ban"] = banned()
-            if params.text_grammar is not None:
+            if params.text_grammar is not None and matcher is not None:
                 option, _ = params.text_grammar
-                sliced = next(self._grammars_used) >= WITHOUT_SLICES
-                matcher = self._matcher(params.text_grammar, sliced).deep_copy()
-                parts[option] = Grammar(matcher, self._ends, self._vocabulary, option)
+                parts[option] = Grammar(matcher.deep_copy(), self._ends, self._vocabulary, option)
             if len(parts) == 1 and not (ends and params.min_new_tokens):
-                return next(iter(parts.values()))
-            return Combined(parts, ends, params.min_new_tokens)
+                return Guarded(next(iter(parts.values())))
+            return Guarded(Combined(parts, ends, params.min_new_tokens))
 
-        if params.max_new_tokens and make().at_dead_end:
+        first = make()
+        if params.max_new_tokens and first.at_dead_end:
             option = "ban" if params.text_grammar is None else params.text_grammar[0]
+            if first.failed is not None:
+                raise RequestError(f"cannot be used: {first.failed}", option=option, remedy=SIMPLER)
             raise RequestError("leaves no token to begin with", option=option, remedy="allow some text")
         return make
 
@@ -101,16 +102,18 @@ class ConstraintFactory:
     ) -> Callable[[], Constraint]:
         """Return a function that makes the ban of each sequence; what they share is made here."""
         endings = () if params.include_stop else tuple(params.stop)
-        ban = tuple(params.ban), params.ban_ignore_case, params.ban_whole_words, endings
-        automaton = self._automaton(ban, ends, show_special)
+        ban = Phrases(tuple(params.ban), params.ban_ignore_case, params.ban_whole_words, endings)
+        key = ban, ends, show_special
+        banned = self._lists.get(key, ban.size, lambda: BanList(ban, self._table(ends, show_special)))
+        automaton = banned.automaton
         start = automaton.phrases.start
         if params.ban_prompt:
             start = self._prompt_state(automaton, prompt, show_special)
         if params.ban_mode == "mask":
-            masks = self._masks(ban, ends, show_special)
+            masks = banned.masks
             return lambda: BannedByMask(masks, PhraseTrack(automaton, start, params.max_new_tokens))
-        holds_all = params.text_grammar is not None or not self._safe(
-            ban, ends, show_special, params.min_new_tokens > 0
+        holds_all = params.text_grammar is not None or not banned.has_safe_token(
+            ends_are_barred=params.min_new_tokens > 0
         )
         return lambda: BannedByRollback(
             PhraseTrack(automaton, start, params.max_new_tokens),
@@ -132,29 +135,6 @@ class ConstraintFactory:
     def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
         return TokenTable.of(self._codec(), self._vocabulary, ends, show_special=show_special)
 
-    def _make_phrases(self, ban: Ban) -> PhraseAutomaton:
-        phrases, ignore_case, whole_words, endings = ban
-        return PhraseAutomaton(phrases, Symbols(ignore_case=ignore_case, whole_words=whole_words), endings)
-
-    def _make_automaton(self, ban: Ban, ends: frozenset[int], show_special: bool) -> TokenAutomaton:
-        return TokenAutomaton(self._phrases(ban), self._table(ends, show_special))
-
-    def _make_masks(self, ban: Ban, ends: frozenset[int], show_special: bool) -> TokenMasks:
-        return TokenMasks(self._phrases(ban), self._table(ends, show_special))
-
-    def _has_safe_token(
-        self, ban: Ban, ends: frozenset[int], show_special: bool, ends_are_barred: bool
-    ) -> bool:
-        """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
-        phrases, table = self._phrases(ban), self._table(ends, show_special)
-        first = {pattern.lstrip(BOUNDARY)[0] for pattern in phrases.patterns}
-        if ends and not ends_are_barred:
-            return True
-        for id in table.speaks.nonzero()[:, 0].tolist():
-            symbols, pending = phrases.decoded(b"", table.texts[id])
-            if not pending and not first.intersection(symbols):
-                return True
-        return False
-
-    def _compile(self, grammar: tuple[str, str], sliced: bool) -> LLMatcher:
+    def _matcher(self, grammar: tuple[str, str]) -> LLMatcher:
+        sliced = next(self._grammars_used) >= WITHOUT_SLICES
         return compile_grammar(*grammar, self._sliced() if sliced else self._ll_tokenizer())

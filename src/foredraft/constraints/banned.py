@@ -19,6 +19,9 @@ from foredraft.decode.constraint import Constraint
 __all__ = ["BannedByMask", "BannedByRollback"]
 
 NO_TOKEN = "ban: every token would complete banned text"
+# Tokens that a text may take back in all: so many for each of `max_new_tokens`, or of 64 where those are
+# fewer. A dead end costs a round, too, so a text takes nine times the rounds of its longest length at most.
+TAKEN_BACK, LEAST_TAKEN_BACK = 4, 64
 
 
 class BannedByMask(Constraint):
@@ -29,7 +32,7 @@ class BannedByMask(Constraint):
         track: The automaton along this sequence.
     """
 
-    narrow = False
+    narrow, option = False, "ban"
 
     def __init__(self, masks: TokenMasks, track: PhraseTrack) -> None:
         self._masks, self._track = masks, track
@@ -70,12 +73,13 @@ class BannedByRollback(Constraint):
             before it, which may have begun no phrase, is taken back, too.
     """
 
-    narrow = False
+    narrow, option = False, "ban"
 
     def __init__(self, track: PhraseTrack, vocabulary: int, most: int, *, holds_all: bool) -> None:
         self._track, self._vocabulary, self._most, self._holds_all = track, vocabulary, most, holds_all
         self._forbidden: dict[int, set[int]] = {}  # length of the text -> tokens that may not follow it
-        self._rollbacks = 0
+        self._rollbacks = self._taken_back = 0
+        self._most_taken_back = TAKEN_BACK * max(track.last, LEAST_TAKEN_BACK)
 
     @property
     def length(self) -> int:
@@ -98,12 +102,15 @@ class BannedByRollback(Constraint):
 
     def roll_back(self, length: int) -> None:
         token = self._track.tokens[length]
+        self._taken_back += self.length - length
         self._track.rewind(length)
         self._forbidden = {at: tokens for at, tokens in self._forbidden.items() if at <= length}
         self._forbidden.setdefault(length, set()).add(token)
         self._rollbacks += 1
         if self._rollbacks > self._most:
             self.ended_by = f"ban: banned text came up more than {self._most} times"
+        elif self._taken_back > self._most_taken_back:
+            self.ended_by = f"ban: more than {self._most_taken_back} tokens were taken back"
 
     def retreat(self) -> int | None:
         if self.length == 0:

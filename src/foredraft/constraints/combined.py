@@ -24,7 +24,7 @@ class Combined(Constraint):
         self, parts: Mapping[str, Constraint], ends: frozenset[int] = frozenset(), least: int = 0
     ) -> None:
         self.parts = tuple(parts.values())
-        self._options = " and ".join([*parts, *(["min_new_tokens"] if least else [])])
+        self.option = self._options = " and ".join([*parts, *(["min_new_tokens"] if least else [])])
         self._ends, self._least = list(ends), least
         self.narrow = any(part.narrow for part in self.parts)
 

@@ -9,17 +9,28 @@ from __future__ import annotations
 import json
 import re
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 
-__all__ = ["check_grammar", "compile_grammar", "grammar_tokenizer", "with_slices"]
+__all__ = ["DEAD_ENDS", "SIMPLER", "check_grammar", "compile_grammar", "grammar_tokenizer", "with_slices"]
 
 # White space between the parts of a JSON text: as people and models write it, but never without an end.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 # how the library's messages point at a place in a regular expression
 POINTED = re.compile(r"regex parse error:\n    (?P<text>.*)\n    (?P<before> *)\^+\nerror: (?P<error>.*)")
+# Bounds of a matcher's time and memory; what exceeds them is an error of its own request.
+LIMITS = LLParserLimits(
+    step_max_items=20_000,  # of a mask: 60 ms where the grammar is ambiguous
+    max_lexer_states=65_536,  # 0.3 to 2 kB each, for all samples of a request
+    verbose_errors=False,  # a message says what was exceeded, not the whole state
+)
+SIMPLER = "give a simpler one"
+DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # reasons of the library to stop that are no failures
+# Characters of forced text that are cut into tokens at a time. A round drafts some 16 tokens at most, and to
+# spell all of a long text took 0.1 s of each mask.
+SPELLED = 512
 SILENT = b"\xff"  # begins the name of a token that adds no text; no text contains this byte
 
 
@@ -36,7 +47,12 @@ class _Vocabulary:
         self.eos_token_id = min(ends, default=next(iter(self.special_token_ids), vocabulary - 1))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._codec.spell(text if isinstance(text, str) else text.decode("utf-8", "ignore"))
+        """Return the tokens of a text that a grammar forces, of a long one those that it begins with."""
+        text = text if isinstance(text, str) else text.decode("utf-8", "ignore")
+        ids = self._codec.spell(text[:SPELLED])
+        if len(text) <= SPELLED:
+            return ids
+        return ids[: len(ids) - len(ids) // 4]  # what follows the cut may change the tokens before it
 
 
 def grammar_tokenizer(codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
@@ -55,7 +71,7 @@ def with_slices(tokenizer: LLTokenizer) -> LLTokenizer:
 
 
 def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Return a matcher at the beginning of a text.
+    """Return a matcher at the beginning of a text, with its first mask computed.
 
     Args:
         option: "regex", "choices", "json_schema", "json_object" or "grammar".
@@ -66,36 +82,36 @@ def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher
     Raises:
         RequestError: The text is invalid or not supported.
     """
-    matcher = LLMatcher(tokenizer, _checked(option, text, tokenizer))
+    matcher = LLMatcher(tokenizer, _source(option, text), log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise _refused(option, matcher.get_error(), "give a simpler one")
+        raise _refused(option, matcher.get_error())
+    matcher.compute_bitmask()  # so that the text it forces is known to all copies
+    if matcher.is_error() and matcher.stop_reason() not in DEAD_ENDS:
+        raise _refused(option, matcher.get_error(), SIMPLER)
     return matcher
 
 
 def check_grammar(option: str, text: str) -> None:
     """Check what can be checked before there is a tokenizer; arguments and errors as `compile_grammar`."""
-    _checked(option, text, None)
-
-
-def _checked(option: str, text: str, tokenizer: LLTokenizer | None) -> str:
-    """Return a text as the library's own kind of grammar."""
-    if option in ("regex", "choices"):
-        source = LLMatcher.grammar_from_regex(text)
-    elif option == "grammar":
-        source = LLMatcher.grammar_from_lark(text)
-    else:
-        try:
-            source = LLMatcher.grammar_from_json_schema(
-                json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
-            )
-        except ValueError as error:
-            raise _refused(
-                option, f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
-            ) from error
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, tokenizer)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(_source(option, text), limits=LIMITS)
     if is_error:
         raise _refused(option, messages[0])
-    return source
+
+
+def _source(option: str, text: str) -> str:
+    """Return a text as the library's own kind of grammar."""
+    if option in ("regex", "choices"):
+        return LLMatcher.grammar_from_regex(text)
+    if option == "grammar":
+        return LLMatcher.grammar_from_lark(text)
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
+        )
+    except ValueError as error:
+        raise _refused(
+            option, f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
+        ) from error
 
 
 def _refused(

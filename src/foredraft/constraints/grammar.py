@@ -2,18 +2,33 @@
 
 https://github.com/guidance-ai/llguidance (MIT). The library never sees a token that its mask forbids, which
 would break its matcher for good, nor an end-of-text token: those are allowed where the text so far is whole.
+
+The library answers an error of its own, such as a limit that is exceeded, with a mask of nothing but an end.
+So each call looks for an error, and raises it.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from foredraft.decode.constraint import Constraint
+from foredraft.constraints.compiling import DEAD_ENDS, SIMPLER
+from foredraft.decode.constraint import Constraint, ConstraintError
 
 __all__ = ["Grammar"]
+
+# Seconds of a processor that a sequence's grammar may take in the engine's turn, for all rows wait for it: so
+# many at once, and so many for each mask. Most masks take 0.02 to 3 ms.
+PATIENCE, SECONDS_PER_MASK = 0.5, 0.02
+UNSAID = "<non-verbose/>"  # stands in the library's messages where they do not show its state
+
+T = TypeVar("T")
 
 
 class Grammar(Constraint):
@@ -27,7 +42,8 @@ class Grammar(Constraint):
     """
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int], vocabulary: int, option: str) -> None:
-        self._matcher, self._ends, self._vocabulary, self._option = matcher, ends, vocabulary, option
+        self._matcher, self._ends, self._vocabulary, self.option = matcher, ends, vocabulary, option
+        self._seconds, self._computed = 0.0, 0  # of a processor; masks
         self._tokens: list[int] = []  # read now and, behind `_length`, on the way that was last rewound
         self._length = 0
         self._masks: dict[int, Tensor] = {}  # length -> mask along `_tokens`
@@ -49,14 +65,30 @@ class Grammar(Constraint):
         return mask
 
     def _compute_mask(self) -> Tensor:
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._computed += 1
+        packed = np.frombuffer(self._ask(self._matcher.compute_bitmask), dtype=np.uint8)
         mask = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
         mask[list(self._ends)] = self._matcher.is_accepting()
         return torch.from_numpy(mask)
 
+    def _ask(self, ask: Callable[[], T]) -> T:
+        """Return the library's answer; an error of it, or too much of its time, is raised."""
+        began = time.thread_time()
+        answer = ask()
+        self._seconds += time.thread_time() - began
+        if self._matcher.is_error() and self._matcher.stop_reason() not in DEAD_ENDS:
+            message = " ".join(self._matcher.get_error().replace(UNSAID, "").split())
+            raise ConstraintError(f"{self.option} failed: {message}; {SIMPLER}")
+        if self._seconds > PATIENCE + SECONDS_PER_MASK * self._computed:
+            raise ConstraintError(
+                f"{self.option} is too slow: {self._computed} masks took {self._seconds:.1f} s; {SIMPLER}, "
+                "such as a less ambiguous one"
+            )
+        return answer
+
     def advance(self, token: int) -> int:
         if not self._ended and token not in self._ends:
-            read = self._matcher.try_consume_tokens([token])
+            read = self._ask(lambda: self._matcher.try_consume_tokens([token]))
             assert read == 1, f"the grammar forbids token {token}"
         if self._tokens[self._length : self._length + 1] != [token]:  # another way than the last one
             del self._tokens[self._length :]
@@ -71,12 +103,12 @@ class Grammar(Constraint):
         if any(token in self._ends for token in self._tokens[:length]):
             ended = 0
         if ended:
-            self._matcher.rollback(ended)
+            self._ask(lambda: self._matcher.rollback(ended))
         self._length = length
 
     def retreat(self) -> int | None:
         whole = self._matcher.is_accepting()
-        self.ended_by = f"{self._option}: " + (
+        self.ended_by = f"{self.option}: " + (
             "the text is complete, and no end-of-text token is allowed"
             if whole
             else "no token can continue it"
@@ -86,4 +118,4 @@ class Grammar(Constraint):
     def forced(self, most: int) -> list[int]:
         if self._ended or self._matcher.is_stopped():
             return []
-        return list(self._matcher.compute_ff_tokens())[:most]
+        return self._ask(self._matcher.compute_ff_tokens)[:most]

@@ -36,11 +36,12 @@ class PhraseTrack:
         last: The number of new tokens with which the text ends at the latest.
 
     Attributes:
+        last: As given.
         tokens: New tokens read.
     """
 
     def __init__(self, automaton: TokenAutomaton, start: State, last: int) -> None:
-        self.automaton, self._last = automaton, last
+        self.automaton, self.last = automaton, last
         self.tokens: list[int] = []
         self._steps = [_Step(start, 0, -1 if start.pending else 0, 0)]  # after n tokens
 
@@ -51,7 +52,7 @@ class PhraseTrack:
     @property
     def left(self) -> int:
         """Tokens that may follow the next one."""
-        return max(0, self._last - len(self.tokens) - 1)
+        return max(0, self.last - len(self.tokens) - 1)
 
     def push(self, token: int) -> int | None:
         """Read a token.
@@ -61,7 +62,7 @@ class PhraseTrack:
             lies in the prompt; None where no phrase is. Of several phrases, the one that began last counts.
         """
         index, (state, emitted, begun, _) = len(self.tokens), self._steps[-1]
-        move = self.automaton.read(state, token, index + 1 == self._last)
+        move = self.automaton.read(state, token, index + 1 == self.last)
         self.tokens.append(token)
         self._steps.append(
             _Step(move.state, emitted + move.symbols, begun if move.waits else index, move.joined)

@@ -5,6 +5,9 @@ other transform, so speculation stays exact under it. Along a draft it is advanc
 rewound without a trace. It may also find out too late (banned text that an innocent token completes): then
 `advance` names an earlier length, and the engine takes the tokens back, the same operation as a rejection.
 Where it allows no token at all (a *dead end*) the text is rolled back or ends, never an illegal token drawn.
+
+Any call may raise an error, `ConstraintError` where the request is to blame. `Guarded` catches it, and the
+sequence ends with it, alone.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from torch import Tensor
 
 from foredraft.model.device import upload
 
-__all__ = ["Along", "Constraint", "Walks", "masks_along"]
+__all__ = ["Along", "Constraint", "ConstraintError", "Walks", "masks_along"]
+
+
+class ConstraintError(Exception):
+    """What a request asks for cannot be decided; the message names the option. It ends its sequence."""
 
 
 class Constraint:
@@ -25,10 +32,14 @@ class Constraint:
 
     Attributes:
         ended_by: Why the text has to end here, for people; None while it may go on.
+        failed: The error that broke it, for people, which names the option; None while it works.
         narrow: It usually forbids most tokens, so that a draft made without its masks is soon illegal.
+        option: The option that asks for it.
     """
 
     ended_by: str | None = None
+    failed: str | None = None
+    option: str = "constraint"
     narrow: bool = True
 
     @property

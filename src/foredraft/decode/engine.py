@@ -6,7 +6,8 @@ Batch 1 is B = 1 and plain decoding is K = 0; neither is another path. Before ea
 sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting a length. The host reads the
 device once per round (`round_results`), and once after each draft step that a policy or a constraint may end.
 
-A non-finite value harms its own request alone, and only if plain decoding meets it too (`faults`).
+A non-finite value harms its own request alone, and only if plain decoding meets it too (`faults`). An error
+of a constraint ends its own sequence alone (`guarded`).
 """
 
 from __future__ import annotations
@@ -252,6 +253,9 @@ class Engine:
         for sequence, idle, budget, drafter, result in rows:
             if idle:
                 continue
+            if sequence.failure is not None:  # what the round decided for the row was not constrained
+                finished.append((sequence, Finish.ERROR, sequence.failure))
+                continue
             base = len(sequence.tokens) - 1
             sequence.round_count += 1
             sequence.skip_draft, sequence.cache_finite = result.target_nonfinite, not result.target_nonfinite
@@ -270,7 +274,7 @@ class Engine:
                 assert drafter is not None
                 reset_drafter(sequence, self.drafters[drafter], self.cache)
             if sequence.finish is not None:
-                finished.append((sequence, sequence.finish, None))
+                finished.append((sequence, sequence.finish, sequence.failure))
         for sequence, finish, error in finished:
             self._leave(sequence, finish, error)
         return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]

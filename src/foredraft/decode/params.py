@@ -48,6 +48,7 @@ GRAMMARS = ("regex", "choices", "json_schema", "json_object", "grammar")
 # (https://docs.rs/regex-syntax/latest/regex_syntax/fn.is_meta_character.html)
 META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 MOST_LOGPROBS = 1000  # alternatives at each position, at most
+MOST_ROLLBACKS = 10_000  # of a ban, at most: each costs a step of the model at least
 ROLLBACK = 5.0  # nats; the default of BiLD's published code
 RuleName: TypeAlias = Literal["speculative", "coupled", "bild"]
 RULES = get_args(RuleName)
@@ -246,13 +247,15 @@ class SamplingParams:
             ("ban_rollbacks", False), ("logprobs", True), ("prompt_logprobs", True),
         ):  # fmt: skip
             value = getattr(self, name)
-            most = MOST_LOGPROBS if optional else 2**31 - 1
+            most = MOST_LOGPROBS if optional else MOST_ROLLBACKS if name == "ban_rollbacks" else 2**31 - 1
             fits = (optional and value is None) or is_whole(value, 0, most)
             _within(
                 name,
                 value,
                 fits,
-                f"a whole number from 0 {f'to {most}, or leave it out' if optional else 'on'}",
+                "a whole number from 0 "
+                + (f"to {most}" if most < 2**31 - 1 else "on")
+                + (", or leave it out" if optional else ""),
             )
         if self.min_new_tokens > self.max_new_tokens:
             raise RequestError(

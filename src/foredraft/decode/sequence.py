@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from foredraft.decode.constraint import Constraint
+from foredraft.decode.guarded import guarded
 from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.prefix_cache import NOTHING, Prefix
@@ -99,6 +100,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.constraint = guarded(self.constraint)
         if self.params.penalised:
             self.token_counts = TokenCounts(self.prompt)
 
@@ -124,6 +126,11 @@ class Sequence:
     def remaining(self) -> int:
         """Return how many tokens may still be emitted."""
         return self.params.max_new_tokens - (len(self.tokens) - len(self.prompt))
+
+    @property
+    def failure(self) -> str | None:
+        """Return the error that broke the constraint; None while it works."""
+        return None if self.constraint is None else self.constraint.failed
 
     @property
     def settled(self) -> int:
@@ -170,7 +177,7 @@ class Sequence:
         assert self.constraint is not None
         kept = self.constraint.retreat()
         if kept is None:
-            self.finish = Finish.CONSTRAINT
+            self._end_by(self.constraint)
         else:
             self._take_back(kept, self.constraint)
 
@@ -179,7 +186,10 @@ class Sequence:
         constraint.roll_back(kept)
         self._roll_back(kept)
         if constraint.ended_by is not None:
-            self.finish = Finish.CONSTRAINT
+            self._end_by(constraint)
+
+    def _end_by(self, constraint: Constraint) -> None:
+        self.finish = Finish.CONSTRAINT if constraint.failed is None else Finish.ERROR
 
     def _end(self, token: int) -> Finish | None:
         """Return why the text ends with the token just appended; None where it goes on."""

@@ -72,7 +72,7 @@ class TextBuffer:
 
     Args:
         detokenizer: Makes a fresh detokenizer at the sequence's beginning.
-        stops: Strings that end the text.
+        stops: Strings that end the text, or their automaton, which sequences may share.
         ends: Tokens that are stop strings by themselves and show no text.
         include: Keep the stop string in the text.
         least: A stop string that is complete before so many tokens does not end the text.
@@ -81,15 +81,15 @@ class TextBuffer:
     def __init__(
         self,
         detokenizer: Callable[[], Detokenizer],
-        stops: Seq[str] = (),
+        stops: Seq[str] | StopAutomaton = (),
         *,
         ends: Mapping[int, str] | None = None,
         include: bool = False,
         least: int = 0,
     ) -> None:
-        self._fresh, self._stops, self._ends = detokenizer, tuple(stops), ends or {}
+        self._fresh, self._ends = detokenizer, ends or {}
         self._include, self._least = include, least
-        self._automaton = StopAutomaton(self._stops)
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(tuple(stops))
         self._released = (0, 0)  # a token, and of its piece so many characters
         self._start()
 
@@ -112,7 +112,7 @@ class TextBuffer:
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             self.pieces.append(self._detokenizer.push([token]))
-            if self._stops and not (ended and count == len(tokens)):
+            if self._automaton.start.next and not (ended and count == len(tokens)):
                 self._look(token)
             self._holds.append(0 if self._over else self._node.open)
             if self._over:

@@ -18,7 +18,7 @@ from foredraft.decode.policy import Policy
 from foredraft.decode.prefix_cache import Prefix
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence
-from foredraft.decode.text_buffer import TextBuffer
+from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
 from foredraft.errors import Option, RequestError, shortened
 from foredraft.kinds.compatibility import PolicyTraits, select_drafters
 from foredraft.kinds.tables import PREDICTION
@@ -112,6 +112,7 @@ class Requests:
         ids = [next(self.ids) for _ in range(n)]
         constraint = self._constraint(prompt, params, show_special)
         prediction = self._prediction(params.prediction)
+        stops = StopAutomaton(tuple(params.stop))
         prompt_scores: list[Score | None] = [None]  # the first token has no context to be scored by
         return [
             Sequence(
@@ -126,7 +127,7 @@ class Requests:
                 group=ids[0] if n > 1 else None,
                 client=client,
                 prefix=Prefix.salted(*salts),
-                text_buffer=self._text_buffer(prompt, params, show_special),
+                text_buffer=self._text_buffer(prompt, params, stops, show_special),
                 prediction=prediction,
                 policy=self.policy(params),
                 traced=trace,
@@ -184,7 +185,7 @@ class Requests:
         return self.constraints.maker(prompt, params, show_special=show_special)
 
     def _text_buffer(
-        self, prompt: list[int], params: SamplingParams, show_special: bool
+        self, prompt: list[int], params: SamplingParams, stops: StopAutomaton, show_special: bool
     ) -> TextBuffer | None:
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -192,7 +193,7 @@ class Requests:
         ends = {tokenizer.special_id(stop): stop for stop in params.stop} if not show_special else {}
         return TextBuffer(
             lambda: tokenizer.detokenizer(after=prompt, skip_special=not show_special),
-            params.stop,
+            stops,
             ends={token: stop for token, stop in ends.items() if token is not None},
             include=params.include_stop,
             least=params.min_new_tokens,

@@ -20,6 +20,7 @@ from foredraft.llm import LLM
 from foredraft.llm.output import Piece
 from foredraft.llm.service import News, Service, Ticket
 from foredraft.serve.clients import Share
+from foredraft.serve.compilations import Compilations, check_patterns, has_patterns
 from foredraft.serve.limits import Limits, Place
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem
@@ -166,6 +167,7 @@ class Generations:
     ) -> None:
         self._loop, self._limits, self._metrics, self._settings = loop, limits, metrics, settings
         self._live: set[Generation] = set()
+        self._compilations = Compilations()
         self._service = Service(llm, self._publish)
 
     async def start(self, job: Job, place: Place, share: Share) -> Generation:
@@ -173,11 +175,16 @@ class Generations:
 
         Raises:
             RequestError: The job cannot be served; its place is free then.
+            Problem: The server is full, or what there is to compile is too long.
         """
         generation = Generation(job, place, self._metrics, self._service, self._settings.max_unread)
         try:
             self._limits.take_tokens(place, sum(map(len, job.prompts)) * job.n)
-            await anyio.to_thread.run_sync(self._submit, generation, share)
+            if has_patterns(job.params):
+                check_patterns(job.params, self._settings.max_patterns)
+                await self._compilations.run(lambda: self._submit(generation, share))
+            else:
+                await anyio.to_thread.run_sync(self._submit, generation, share)
         except BaseException:
             # A cancelled wait leaves the thread at work: what it submits from now on, it cancels itself.
             generation.ended = True

@@ -27,6 +27,7 @@ class Settings:
         max_per_key: Samples of one key, or without keys of one address, that run or wait; further requests
             get status 429. 0 is no limit.
         max_body: Largest body of a request, in bytes.
+        max_patterns: Bytes of a request's stop strings, banned phrases and grammar together.
         drain_seconds: After SIGTERM, the time that requests have to finish.
         max_unread: A sample of a stream pauses where its reader has not taken so many of its tokens.
         slow_reader_seconds: A stream whose reader takes nothing for this long ends.
@@ -49,6 +50,7 @@ class Settings:
     shared_prefixes: bool = False
     max_per_key: int = 0
     max_body: int = 8 << 20
+    max_patterns: int = 256 << 10
     drain_seconds: float = 30.0
     max_unread: int = 256
     slow_reader_seconds: float = 30.0

@@ -1,0 +1,47 @@
+"""Kept: what was made of requests' options, while it is small enough together."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+__all__ = ["Kept"]
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+class Kept(Generic[K, T]):
+    """Values by key; those that were not asked for the longest go first. Safe from several threads.
+
+    Args:
+        most: Values, at most.
+        size: Of all values together, at most; a larger one is never kept.
+    """
+
+    def __init__(self, most: int, size: int) -> None:
+        self._most, self._size, self.total = most, size, 0
+        self._values: OrderedDict[K, tuple[T, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, size: int, make: Callable[[], T]) -> T:
+        """Return the value of a key, made now if it is not kept; size: what it counts."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
+        value = make()  # may take long
+        if size <= self._size:
+            with self._lock:
+                self._drop(key)
+                self._values[key] = value, size
+                self.total += size
+                while len(self._values) > self._most or self.total > self._size:
+                    self._drop(next(iter(self._values)))
+        return value
+
+    def _drop(self, key: K) -> None:
+        _, size = self._values.pop(key, (None, 0))
+        self.total -= size

@@ -1,0 +1,97 @@
+"""Guarded: a constraint whose errors end its own sequence and harm no other.
+
+The round asks constraints in many places: while it plans, drafts, verifies and commits. So an error is caught
+here, in one place. From then on the constraint has `failed`: it forces nothing, goes no further along a
+draft, and masks nothing, so that every distribution of the round stays finite. The engine discards what the
+round decided for the row, and ends the sequence with the error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from foredraft.decode.constraint import Constraint, ConstraintError
+
+__all__ = ["Guarded", "guarded"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Guarded(Constraint):
+    """Another constraint, until a call of it raises an error.
+
+    Args:
+        constraint: The other one.
+    """
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint, self._length = constraint, constraint.length
+        self.narrow, self.option = constraint.narrow, constraint.option
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def mask(self) -> Tensor | None:
+        return self._ask(self._constraint.mask, None)
+
+    @property
+    def at_dead_end(self) -> bool:
+        at_dead_end = self._ask(lambda: self._constraint.at_dead_end, True)
+        return at_dead_end or self.failed is not None
+
+    def advance(self, token: int) -> int:
+        self._length += 1
+        return self._ask(lambda: self._constraint.advance(token), self._length - 1)
+
+    def rewind(self, length: int) -> None:
+        self._length = length
+        self._ask(lambda: self._constraint.rewind(length), None)
+
+    def roll_back(self, length: int) -> None:
+        self._length = length
+        self._ask(lambda: self._constraint.roll_back(length), None)
+        self.ended_by = self.failed or self._constraint.ended_by
+
+    def retreat(self) -> int | None:
+        kept = self._ask(self._constraint.retreat, None)
+        self.ended_by = self.failed or self._constraint.ended_by
+        return kept
+
+    def settled(self) -> int:
+        return self._ask(self._constraint.settled, 0)
+
+    def may_be_cut(self) -> int:
+        return self._ask(self._constraint.may_be_cut, self._length)
+
+    def forced(self, most: int) -> list[int]:
+        return self._ask(lambda: self._constraint.forced(most), [])
+
+    def _ask(self, ask: Callable[[], T], otherwise: T) -> T:
+        """Return the constraint's answer; after an error `otherwise`, without asking."""
+        if self.failed is not None:
+            return otherwise
+        try:
+            return ask()
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except ConstraintError as error:
+            self._fail(str(error))
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            logger.exception("%s failed; its request ends with an error", self.option)
+            self._fail(f"{self.option} failed: {type(error).__name__}: {error}")
+        return otherwise
+
+    def _fail(self, error: str) -> None:
+        self.failed = self.ended_by = error
+
+
+def guarded(constraint: Constraint | None) -> Constraint | None:
+    """Return a constraint with its errors caught; None without a constraint."""
+    return constraint if constraint is None or isinstance(constraint, Guarded) else Guarded(constraint)
