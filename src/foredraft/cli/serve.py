@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,6 +25,7 @@ __all__ = ["ServerOptions", "serve"]
 
 SERVER = Group("Server", sort_key=0)
 DEFAULTS = Settings()
+WORKERS = "AnyIO worker"  # names of threads that work beside the event loop begin so
 KEY = "API_KEY"  # stands for a key in the calls to paste
 
 
@@ -108,9 +110,12 @@ def serve(
         finally:
             bars.clear()
 
-    if not run(load, settings, _greet):
+    finished = run(load, settings, _greet)
+    if not finished or any(each.name.startswith(WORKERS) for each in threading.enumerate()):
+        # No thread can be stopped while it loads a model, or compiles a grammar for a client that has left, and
+        # Python's own exit waits for it, or aborts under it.
         sys.stderr.flush()
-        os._exit(0)  # no thread can be stopped while it loads, and Python's own exit may abort under it
+        os._exit(0)
     return 0
 
 

@@ -23,7 +23,7 @@ from foredraft.serve.blocks import Asked, whole_blocks
 from foredraft.serve.bodies import BoundedBodies, json_object
 from foredraft.serve.generations import Generation
 from foredraft.serve.openapi import document
-from foredraft.serve.origins import KnownOrigins
+from foredraft.serve.origins import KnownOrigins, is_local
 from foredraft.serve.page import add_page
 from foredraft.serve.problems import Problem, as_problems, check_output
 from foredraft.serve.records import Recording, current
@@ -40,17 +40,19 @@ __all__ = ["create_app"]
 logger = logging.getLogger(__name__)
 
 
-def create_app(load: Loader, settings: Settings) -> FastAPI:
+def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -> FastAPI:
     """Return the app; `app.state.foredraft` is its state.
 
     Args:
         load: Returns the model; called once, in a thread beside the event loop.
         settings: Options of the server.
+        local: Only this machine can reach the server, so that requests must name it; None goes by its address.
 
     Raises:
         ConfigError: The file of API keys cannot be used.
     """
     state = App(load, settings)
+    local = is_local(settings.host) if local is None else local
     app = FastAPI(
         title="Foredraft", version=foredraft.__version__, lifespan=state.lifespan,
         description="An OpenAI-compatible API with lossless speculative decoding.",
@@ -58,7 +60,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
     )  # fmt: skip
     app.state.foredraft = state
     app.add_middleware(BoundedBodies, most=settings.max_body)
-    app.add_middleware(KnownOrigins, known=settings.cors)
+    app.add_middleware(KnownOrigins, known=settings.cors, local=local)
     if settings.cors:
         from fastapi.middleware.cors import CORSMiddleware
 

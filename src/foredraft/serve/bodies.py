@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any, NoReturn
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foredraft.errors import shortened
 from foredraft.serve.answers import answer
 from foredraft.serve.problems import Problem
 
 __all__ = ["BoundedBodies", "json_object"]
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of half a surrogate pair
 
 
 def json_object(data: bytes | str) -> dict[str, Any]:
@@ -20,11 +25,24 @@ def json_object(data: bytes | str) -> dict[str, Any]:
         Problem: It is something else.
     """
     try:
-        found = json.loads(data, parse_constant=_refuse_constant)
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        if SURROGATE.search(text):  # a whole pair is a character; half of one is no text
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        problem = f"this is not JSON in UTF-8 (invalid at {error.start})"  # type: ignore[attr-defined]
+        raise Problem(400, problem, code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise Problem(400, f"this is not JSON ({error})", code="invalid_json") from None
     if not isinstance(found, dict):
         raise Problem(400, "this is JSON, but not an object", code="invalid_json")
+    return found
+
+
+def _finite(number: str) -> float:
+    """Return a number; one that is too large would become infinite, which no reply could repeat as JSON."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(f"{shortened(number)} is too large for a number")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -25,20 +26,21 @@ SEND_BUFFER = 64 << 10
 
 
 class _Server(uvicorn.Server):
-    """Drains after the first signal, and ends at once after the second."""
+    """Drains after the first signal, and ends the process at once after the second, whatever its threads do."""
 
     def __init__(self, config: uvicorn.Config, state: App) -> None:
         super().__init__(config)
         self._state = state
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            os._exit(0)  # Python's own end would wait for threads at work
         self._state.drain()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests finish before connections are closed: uvicorn closes WebSockets at once."""
-        await self._state.finish(lambda: self.force_exit)
+        await self._state.finish()
         await super().shutdown(sockets)
 
 

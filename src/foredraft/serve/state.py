@@ -117,7 +117,8 @@ class App:
             self.failed = error
             self.on_failure(error)
             return
-        self.on_ready(self.model)
+        # it may print, and a stream that is not read must not stop the event loop
+        await anyio.to_thread.run_sync(self.on_ready, self.model, abandon_on_cancel=True)
 
     def _load_measured(self) -> LLM:
         llm = self._load()
@@ -143,15 +144,11 @@ class App:
         """Refuse further requests; those that run go on."""
         self.draining = True
 
-    async def finish(self, at_once: Callable[[], bool]) -> None:
-        """Wait until all requests are over; those that last longer than the settings allow end with an error.
-
-        Args:
-            at_once: Whether not to wait any longer.
-        """
+    async def finish(self) -> None:
+        """Wait until all requests are over; those that last longer than the settings allow end with an error."""
         self.drain()
         end = time.monotonic() + self.settings.drain_seconds
-        while self.model is not None and self.model.generations.live and not at_once():
+        while self.model is not None and self.model.generations.live:
             if time.monotonic() > end:
                 self.model.generations.fail_all(busy("the server is shutting down", seconds=5))
                 return
