@@ -50,7 +50,15 @@ class ServerOptions:
     max_per_key: int = DEFAULTS.max_per_key
     """Samples of one API key that run or wait; further requests get status 429. 0 is no limit."""
     max_body: int = DEFAULTS.max_body
-    """Largest body of a request, in bytes."""
+    """Largest body of a request, in bytes; 0 follows from the length of the model's context."""
+    max_connections: int = DEFAULTS.max_connections
+    """Connections that are open at a time, as far as the limit of open files allows them."""
+    max_connections_per_address: int = DEFAULTS.max_connections_per_address
+    """Connections of one address, such as a proxy's; 0 is no limit."""
+    head_seconds: float = DEFAULTS.head_seconds
+    """Time that the head of a request has to come."""
+    body_seconds: float = DEFAULTS.body_seconds
+    """Time that the body of a request has to come."""
     drain_seconds: float = DEFAULTS.drain_seconds
     """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
     max_unread: int = DEFAULTS.max_unread
@@ -85,12 +93,17 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests finish, and a second one ends the server at once.
     """
-    for name in ("max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "port"):
+    whole = (
+        "max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body",
+        "max_connections_per_address", "port",
+    )  # fmt: skip
+    for name in whole:
         if getattr(server, name) < 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
-    if server.max_unread < 1:
-        raise ConfigError(option="max_unread", value=server.max_unread, remedy="give 1 or more")
-    for name in ("drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
+    for name in ("max_unread", "max_connections"):
+        if getattr(server, name) < 1:
+            raise ConfigError(option=name, value=getattr(server, name), remedy="give 1 or more")
+    for name in ("head_seconds", "body_seconds", "drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
         if not getattr(server, name) > 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give seconds, above 0")
     try:

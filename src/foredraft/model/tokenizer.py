@@ -40,6 +40,9 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
 # differently.
 CONTEXT = 4
 MOST_SHOWN = 200  # characters of an error of the library, which may quote a whole value
+LONG = (
+    16 << 10
+)  # characters; for a batch the library lets other threads of Python run, for one text it does not
 MAX_HELD_BYTES = 32  # byte tokens that a stream holds back at most: bounds its delay
 
 
@@ -151,7 +154,11 @@ class Tokenizer:
             RequestError: The text is not valid Unicode.
         """
         check_unicode(text, "the text")
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG:
+            encoded = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            [encoded] = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:

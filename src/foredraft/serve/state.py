@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
+from foredraft.serve.beside import beside
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
 from foredraft.serve.limits import Limits
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0  # between two looks for slow readers
 LOOK_SECONDS = 0.05  # between two looks whether all requests are over
+# What a body may have by default, in bytes: a token is 4 of plain text, up to 24 where text is escaped.
+BODY_OF_TOKEN, BODY_OF_FIELDS, LEAST_BODY = 32, 64 << 10, 1 << 20
 Loader = Callable[[], LLM]
 
 
@@ -154,6 +157,12 @@ class App:
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
+    @property
+    def most_body(self) -> int:
+        """The largest body of a request, in bytes."""
+        length = 0 if self.model is None else self.model.llm.max_length
+        return self.settings.max_body or max(LEAST_BODY, BODY_OF_TOKEN * length + BODY_OF_FIELDS)
+
     def ready(self) -> Model:
         """Return the model.
 
@@ -175,7 +184,7 @@ class App:
         record = current()
         record.operation = "chat" if kind is ChatRequest else "text_completion"
         model = self.ready()
-        request = kind.read(body)
+        request = await beside(record.size, kind.read, body)
         record.model = model.names[0]
         if self.tracing is not None:
             record.asked = asked(request)
