@@ -111,8 +111,9 @@ def victim(*options: str) -> Iterator[Victim]:
     """
     command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--policy", "fixed", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    assert process.stderr is not None
+    reader: threading.Thread | None = None
     try:
-        assert process.stderr is not None
         said = ""
         for line in process.stderr:
             said += line
@@ -120,8 +121,12 @@ def victim(*options: str) -> Iterator[Victim]:
                 break
         address = re.search(r" at (http://127\.0\.0\.1:\d+) ", said)
         assert address, said
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        reader = threading.Thread(target=process.stderr.read, daemon=True)
+        reader.start()
         yield Victim(address[1], psutil.Process(process.pid))
     finally:
         process.kill()
         process.wait()
+        if reader is not None:
+            reader.join()
+        process.stderr.close()

@@ -125,7 +125,7 @@ def serve(
 
     finished = run(load, settings, _greet)
     if not finished or any(each.name.startswith(WORKERS) for each in threading.enumerate()):
-        # No thread can be stopped while it loads a model, or compiles a grammar for a client that has left, and
+        # No thread can be stopped while it loads a model, or works for a client that has left, and
         # Python's own exit waits for it, or aborts under it.
         sys.stderr.flush()
         os._exit(0)

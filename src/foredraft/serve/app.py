@@ -49,7 +49,7 @@ def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -
     Args:
         load: Returns the model; called once, in a thread beside the event loop.
         settings: Options of the server.
-        local: Only this machine can reach the server, so that requests must name it; None goes by its address.
+        local: Only this machine can reach the server, and requests must name it; None goes by the address.
 
     Raises:
         ConfigError: The file of API keys cannot be used.
@@ -151,7 +151,8 @@ def _add_tokens(app: FastAPI, state: App) -> None:
     async def read(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
         model = state.ready()
-        asked = await while_there(request, beside(current().size, kind.read, await _body(request)))
+        body = await _body(request)
+        asked: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
         place = model.limits.take(1, key)
         try:
             with as_problems():

@@ -1,7 +1,7 @@
 """Beside the event loop: what takes long for a large request runs in a thread, a few at a time.
 
-Parsing and checking hold the interpreter for one call each. Collections of garbage would make such a call many
-times as long, because each list that it makes may start one over all objects of the process.
+Parsing and checking hold the interpreter for one call each. Collections of garbage would make such a call
+many times as long, because each list that it makes may start one over all objects of the process.
 """
 
 from __future__ import annotations

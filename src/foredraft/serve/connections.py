@@ -30,6 +30,9 @@ MOST_HEAD = 64 << 10  # bytes of a request line and its headers; proxies allow 8
 FRAMING = 8  # bytes of framing for each byte of a body in chunks; the smallest chunk needs 6
 FRAMES_PER_SECOND = 1000  # of one WebSocket, fragments and pings too
 FRAMES_AT_ONCE = 4 * FRAMES_PER_SECOND  # a message of the largest size in fragments of a few KiB
+# A connection that is refused is read a little longer: closing it with bytes unread would make the kernel
+# throw the reply away.
+LINGER_SECONDS, MOST_THROWN = 1.0, 1 << 20
 RESERVED_FILES = 64  # descriptors that are no connections: files of models, pipes, the event loop
 
 
@@ -102,12 +105,15 @@ class HttpConnection(HttpToolsProtocol):
         self._unread = bytearray()  # not yet given to the parser
         self._state = "head"  # or "body", which begins where the head ends
         self._framing = self._body = 0  # bytes of the message so far
+        self._turned = False  # a head or a message has ended within the slice
+        self._ended, self._thrown = False, 0  # what comes from now on is thrown away; bytes of it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
         if (refused := self._all.enter(transport)) is not None:
             self._refuse(refused)
+            transport.close()
             return
         self._await_head()
 
@@ -118,35 +124,39 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._ended:
+            self._thrown += len(data)
+            if self._thrown > MOST_THROWN:
+                self.transport.close()
             return
         self._unread += data
         self._feed()
 
     def _feed(self) -> None:
         """Give the parser what has come, as far as no request waits for another one."""
-        while self._unread and not self.pipeline and not self.transport.is_closing():
+        while self._unread and not self.pipeline and not (self._ended or self.transport.is_closing()):
             part = bytes(self._unread[:SLICE])
             del self._unread[:SLICE]
             if self._timer is None and self._state == "head":
                 self._await_head()
-            body = self._body
+            body, self._turned = self._body, False
             super().data_received(part)
             if self.transport.get_protocol() is not self:  # a WebSocket now
                 self._stop_timer()
                 self._unread.clear()
                 return
-            self._framing += len(part) - (self._body - body)
+            if not self._turned:
+                self._framing += len(part) - (self._body - body)
             if self._framing > MOST_HEAD + FRAMING * self._body:
                 where = "head" if self._state == "head" else "framing of the body"
                 self._refuse(Problem(431, f"the {where} has more than {MOST_HEAD} bytes"))
-        if self._unread and not self.transport.is_closing():
+        if self._unread and not (self._ended or self.transport.is_closing()):
             self.flow.pause_reading()
-            self.flow.held = True
+            self._hold(True)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._state, self._framing, self._body = "body", 0, 0
+        self._state, self._framing, self._body, self._turned = "body", 0, 0, True
         self._start_timer(self._all.settings.body_seconds, "body", "--body-seconds")
 
     def on_body(self, body: bytes) -> None:
@@ -154,16 +164,20 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._state, self._framing, self._body = "head", 0, 0
+        self._state, self._framing, self._body, self._turned = "head", 0, 0, True
         self._stop_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self.flow.held = False  # type: ignore[attr-defined]
+        self._hold(False)
         super().on_response_complete()
         if self._unread:
             self._unset_keepalive_if_required()
             self.loop.call_soon(self._feed)
+
+    def _hold(self, held: bool) -> None:
+        assert isinstance(self.flow, _Flow)
+        self.flow.held = held
 
     def _await_head(self) -> None:
         self._start_timer(self._all.settings.head_seconds, "head", "--head-seconds")
@@ -186,7 +200,12 @@ class HttpConnection(HttpToolsProtocol):
         self._unread.clear()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        started = False
+        if self.cycle is not None and not self.cycle.response_complete:
+            started = self.cycle.response_started
+            self.cycle.disconnected = True  # for the app, the client has gone
+            self.cycle.message_event.set()
+        if not started:
             body = json.dumps(problem.body).encode()
             headers = {
                 "content-type": "application/json", "content-length": str(len(body)), "connection": "close",
@@ -194,7 +213,9 @@ class HttpConnection(HttpToolsProtocol):
             }  # fmt: skip
             lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             self.transport.write(STATUS_LINE[problem.status] + lines.encode() + b"\r\n" + body)
-        self.transport.close()
+        self._ended = True
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 class SocketConnection(WebSocketsSansIOProtocol):
@@ -206,6 +227,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
         self._all = connections
         self._left, self._counted = float(FRAMES_AT_ONCE), time.monotonic()
         self._stuck: asyncio.TimerHandle | None = None
+        self._ended, self._thrown = False, 0  # what comes from now on is thrown away; bytes of it
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -213,8 +235,13 @@ class SocketConnection(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._ended:
+            self._thrown += len(data)
+            if self._thrown > MOST_THROWN:
+                self.transport.close()
+            return
         for start in range(0, len(data), SLICE):
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self._ended:
                 return
             super().data_received(data[start : start + SLICE])
 
@@ -273,7 +300,9 @@ class SocketConnection(WebSocketsSansIOProtocol):
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.close_sent = True
         self.transport.write(b"".join(self.conn.data_to_send()))
+        self._ended = True
         if waits:
             self.transport.abort()
         else:
-            self.transport.close()
+            self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self.transport.resume_reading()

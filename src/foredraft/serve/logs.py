@@ -36,7 +36,8 @@ def log_access(record: Record) -> None:
         return
     first = record.seconds_to_first_token
     fields: dict[str, Any] = {
-        "request_id": record.id, "method": record.method, "path": record.path[:MOST_PATH], "status": record.status,
+        "request_id": record.id, "method": record.method, "path": record.path[:MOST_PATH],
+        "status": record.status,
         "prompt_tokens": record.prompt_tokens or None, "tokens": record.tokens or None,
         "seconds_to_first_token": None if first is None else round(first, 6),
         "seconds": round(time.monotonic() - record.started, 6),
@@ -118,10 +119,8 @@ class Writer(logging.Handler):
     def flush(self) -> None:
         """Wait until all lines are written, or nothing has moved for a while."""
         with self._news:
-            held = -1
-            while self._held and self._held != held:
-                held = self._held
-                self._news.wait_for(lambda: self._held != held, FLUSH_SECONDS)
+            while self._held and self._news.wait(FLUSH_SECONDS):
+                pass
 
     def close(self) -> None:
         """Write what can be written, and end the thread unless the stream holds it."""
@@ -152,7 +151,7 @@ class Writer(logging.Handler):
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write to the file itself: a thread that is stuck in a buffer of Python's would abort the end of the process."""
+    """Write to the file itself: a thread stuck in a buffer of Python's would abort the end of the process."""
     try:
         file = stream.fileno()
     except (OSError, ValueError, AttributeError):  # a stream in memory

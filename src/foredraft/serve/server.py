@@ -29,7 +29,7 @@ SEND_BUFFER = 64 << 10
 
 
 class _Server(uvicorn.Server):
-    """Drains after the first signal, and ends the process at once after the second, whatever its threads do."""
+    """Drains after the first signal; ends the process at once after the second, whatever its threads do."""
 
     def __init__(self, config: uvicorn.Config, state: App) -> None:
         super().__init__(config)

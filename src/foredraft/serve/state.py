@@ -148,7 +148,7 @@ class App:
         self.draining = True
 
     async def finish(self) -> None:
-        """Wait until all requests are over; those that last longer than the settings allow end with an error."""
+        """Wait until all requests are over; those that last longer than allowed end with an error."""
         self.drain()
         end = time.monotonic() + self.settings.drain_seconds
         while self.model is not None and self.model.generations.live:
@@ -184,7 +184,7 @@ class App:
         record = current()
         record.operation = "chat" if kind is ChatRequest else "text_completion"
         model = self.ready()
-        request = await beside(record.size, kind.read, body)
+        request: ChatRequest | CompletionRequest = await beside(record.size, kind.read, body)
         record.model = model.names[0]
         if self.tracing is not None:
             record.asked = asked(request)
