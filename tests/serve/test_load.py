@@ -57,7 +57,9 @@ def test_a_client_that_leaves_within_its_body_is_no_error(llm: LLM, caplog: pyte
     with serving(llm) as served:
         for path in ("completions", "chat/completions", "responses", "messages"):
             with socket.create_connection((served.client.base_url.host, served.client.base_url.port)) as raw:
-                raw.sendall(f"POST /v1/{path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99\r\n\r\n{{".encode())
+                raw.sendall(
+                    f"POST /v1/{path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99\r\n\r\n{{".encode()
+                )
                 time.sleep(0.05)  # the head is read, and the body awaited
         served.wait(served.idle)
         assert post(served, prompt="x", max_tokens=1).status_code == 200
