@@ -121,7 +121,10 @@ def main() -> None:
         return
     with TemporaryDirectory() as folder:
         model = padded_demo(Path(folder) / "target", given.layers)
-        process, port = start_server("--model", str(model), "--draft", str(demo.draft_path()))
+        process, port = start_server(
+            "--model", str(model), "--draft", str(demo.draft_path()),
+            "--max-connections", str(given.sockets + 100), "--max-connections-per-address", "0",
+        )  # fmt: skip
         try:
             found = measure(port, process.pid, given)
         finally:

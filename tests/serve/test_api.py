@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,38 @@ def test_a_long_list_with_a_wrong_item_is_refused_at_once(served: Served, where:
 
 def test_a_host_that_is_none_is_no_error(served: Served) -> None:
     for headers in ({"host": "[abc"}, {"host": "[abc", "origin": "http://[abc"}):
-        status = served.client.get("/v1/models", headers=headers).status_code
-        assert status == (403 if "origin" in headers else 200)
+        assert served.client.get("/v1/models", headers=headers).status_code == 403
+
+
+def test_a_name_that_leads_here_from_anywhere_is_refused(served: Served, llm: LLM) -> None:
+    def status(server: Served, host: str, path: str = "/v1/models") -> int:
+        return server.client.get(path, headers={"host": host}).status_code
+
+    for path in ("/", "/v1/models", "/metrics", "/health", "/version"):
+        assert status(served, "rebound.evil.example:8000", path) == 403
+        for own in ("127.0.0.1", "localhost:8000", "[::1]:1", "192.168.1.2"):
+            assert status(served, own, path) == 200
+    raw = socket.create_connection((served.client.base_url.host, served.client.base_url.port or 80))
+    with raw, pytest.raises(InvalidStatus):
+        connect("ws://evil.example/v1/stream", sock=raw)
+    with serving(llm, cors=("https://proxied.example",)) as behind_a_proxy:
+        assert status(behind_a_proxy, "proxied.example") == 200
+        assert status(behind_a_proxy, "evil.example") == 403
+    with serving(llm, host="0.0.0.0") as open_to_others:  # its names are the network's
+        assert status(open_to_others, "llm.example") == 200
+
+
+def test_numbers_and_texts_that_no_reply_could_repeat_are_refused(served: Served) -> None:
+    for value in ("1e999", "-1e999", '"\\ud800"', '{"\\uDFFF": 1}', '["\\ude00\\ud83d"]'):
+        for path, prompt in (("responses", '"input"'), ("completions", '"prompt"')):
+            body = f'{{"model": "{name(served)}", {prompt}: "x", "metadata": {{"a": {value}}}}}'
+            refused = served.client.post(f"/v1/{path}", content=body)
+            assert refused.status_code == 400, (path, value)
+            assert refused.json()["error"]["code"] == "invalid_json"
+    lone = b'{"model": "demo", "input": "x", "metadata": {"a": "\xed\xa0\x80"}}'
+    assert served.client.post("/v1/responses", content=lone).status_code == 400
+    pair = f'{{"model": "{name(served)}", "input": "x", "max_output_tokens": 1, "metadata": {{"a": "\\ud83d\\ude00"}}}}'
+    assert served.client.post("/v1/responses", content=pair).json()["metadata"] == {"a": "\N{GRINNING FACE}"}
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1"])

@@ -57,7 +57,9 @@ def test_a_client_that_leaves_within_its_body_is_no_error(llm: LLM, caplog: pyte
     with serving(llm) as served:
         for path in ("completions", "chat/completions", "responses", "messages"):
             with socket.create_connection((served.client.base_url.host, served.client.base_url.port)) as raw:
-                raw.sendall(f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{{".encode())
+                raw.sendall(
+                    f"POST /v1/{path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99\r\n\r\n{{".encode()
+                )
                 time.sleep(0.05)  # the head is read, and the body awaited
         served.wait(served.idle)
         assert post(served, prompt="x", max_tokens=1).status_code == 200
@@ -158,7 +160,7 @@ def test_the_server_answers_while_the_model_is_loading(llm: LLM) -> None:
         loaded.wait(30)
         return llm
 
-    with TestClient(create_app(load, Settings())) as client:
+    with TestClient(create_app(load, Settings()), base_url="http://127.0.0.1") as client:
         health = client.get("/health")
         assert health.status_code == 503 and health.json()["error"]["code"] == "loading"
         assert client.post("/v1/completions", json={"model": "demo", "prompt": "x"}).status_code == 503

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from websockets.sync.client import connect
 
 from foredraft.llm import LLM
+from foredraft.serve import logs
 from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
 from tests.support.raw import RawClient, request_bytes
@@ -32,10 +34,19 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @contextmanager
 def logged(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[io.StringIO]:
     """Catch what a server writes to the standard error stream."""
-    stream = io.StringIO()
+    stream = Written()
     monkeypatch.setattr("sys.stderr", stream)
     with to_stderr(Settings(**settings)):
         yield stream
+
+
+class Written(io.StringIO):
+    """What was written, once the thread that writes lines has written all."""
+
+    def getvalue(self) -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        return super().getvalue()
 
 
 def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
@@ -218,3 +229,26 @@ def test_traces_follow_the_conventions(llm: LLM) -> None:
     assert event.name == "gen_ai.first_token" and done.start_time < event.timestamp <= done.end_time
     assert done.status.is_unset and refused.name == "chat nope" and refused.parent is None
     assert refused.attributes["error.type"] == "not found" and not refused.status.is_ok
+
+
+def test_a_stream_of_errors_that_is_not_read_stops_nothing_and_loses_only_lines(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MOST_HELD", 10_000)
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.1)
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe, open(reading, "rb") as end:
+        monkeypatch.setattr("sys.stderr", pipe)
+        with serving(llm) as served, to_stderr(Settings()):
+            [handler] = logging.getLogger().handlers
+            assert isinstance(handler, logs.Writer)
+            while handler.dropped < 10:  # the pipe is full, and so is the queue
+                assert served.client.get("/nowhere").status_code == 404
+            assert handler._held <= 10_000
+            dropped = handler.dropped
+            found = b""
+            while b"were dropped" not in found:
+                found += os.read(reading, 1 << 16)
+            assert f" {dropped} lines".encode() in found and found.count(b"status=404") > 100
+        pipe.close()
+        end.read()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("fastapi")
 from foredraft.errors import RequestError
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.conversation import fitted, messages_of, spelled_out
+from foredraft.serve.problems import Problem
 
 # As Gemma's, Llama 2's and Llama 3.1's templates refuse messages.
 ALTERNATING = (
@@ -80,3 +83,43 @@ def test_calls_of_one_turn_come_in_turns_each_with_its_result() -> None:
     assert found == "user: hi;read;tool: first;write;tool: second;tool: stray;user: hi;"
     [_, turns] = fitted(messages_of([{**CALLS, "content": "both"}]))
     assert [each["content"] for each in turns] == ["both", None]  # the text comes once
+
+
+def many_calls(count: int) -> list[dict[str, Any]]:
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": "f"}} for i in range(count)]
+    results = [{"role": "tool", "tool_call_id": f"c{i}", "content": str(i)} for i in reversed(range(count))]
+    return [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *results,
+    ]
+
+
+def test_ids_of_calls_and_results_of_one_turn_are_single() -> None:
+    good = many_calls(3)
+    assert len(messages_of([*good, *good])) == 10  # a later turn may use them again
+    for place, at in ((1, "messages[1].tool_calls[2].id"), (4, "messages[4].tool_call_id")):
+        wrong = copy.deepcopy(good)
+        if place == 1:
+            wrong[1]["tool_calls"][2]["id"] = "c0"
+        else:
+            wrong[4]["tool_call_id"] = "c2"
+        with pytest.raises(Problem, match=re.escape(f"{at} is 'c")):
+            messages_of(wrong)
+    for id in (7, ["x"], {}):
+        with pytest.raises(Problem, match="give a string"):
+            messages_of([{"role": "tool", "tool_call_id": id, "content": ""}])
+
+
+def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square() -> None:
+    for id in (None, "same"):  # whatever the check of ids lets through, no result is told twice
+        given = many_calls(200)
+        for each in given[2:]:
+            each["tool_call_id"] = id
+        for call in given[1]["tool_calls"]:
+            call["id"] = id
+        forms = list(fitted(given))
+        assert [len(form) for form in forms] == [202, 401]
+    given = many_calls(50)
+    [_, turns, *_] = fitted(given)
+    assert [each["tool_call_id"] for each in turns[2::2]] == [f"c{i}" for i in range(50)]

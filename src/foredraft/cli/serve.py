@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,6 +25,7 @@ __all__ = ["ServerOptions", "serve"]
 
 SERVER = Group("Server", sort_key=0)
 DEFAULTS = Settings()
+WORKERS = "AnyIO worker"  # names of threads that work beside the event loop begin so
 KEY = "API_KEY"  # stands for a key in the calls to paste
 
 
@@ -55,9 +57,17 @@ class ServerOptions:
     """Samples of one API key, or without keys of one address, that run or wait; further requests get status
     429. 0 is no limit."""
     max_body: int = DEFAULTS.max_body
-    """Largest body of a request, in bytes."""
+    """Largest body of a request, in bytes; 0 follows from the length of the model's context."""
     max_patterns: int = DEFAULTS.max_patterns
     """Bytes of a request's stop strings, banned phrases and grammar together."""
+    max_connections: int = DEFAULTS.max_connections
+    """Connections that are open at a time, as far as the limit of open files allows them."""
+    max_connections_per_address: int = DEFAULTS.max_connections_per_address
+    """Connections of one address, such as a proxy's; 0 is no limit."""
+    head_seconds: float = DEFAULTS.head_seconds
+    """Time that the head of a request has to come."""
+    body_seconds: float = DEFAULTS.body_seconds
+    """Time that the body of a request has to come."""
     drain_seconds: float = DEFAULTS.drain_seconds
     """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
     max_unread: int = DEFAULTS.max_unread
@@ -92,20 +102,17 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests finish, and a second one ends the server at once.
     """
-    for name in (
-        "max_queued",
-        "max_queued_tokens",
-        "prefix_cache",
-        "max_per_key",
-        "max_body",
-        "max_patterns",
-        "port",
-    ):
+    whole = (
+        "max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "max_patterns",
+        "max_connections_per_address", "port",
+    )  # fmt: skip
+    for name in whole:
         if getattr(server, name) < 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
-    if server.max_unread < 1:
-        raise ConfigError(option="max_unread", value=server.max_unread, remedy="give 1 or more")
-    for name in ("drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
+    for name in ("max_unread", "max_connections"):
+        if getattr(server, name) < 1:
+            raise ConfigError(option=name, value=getattr(server, name), remedy="give 1 or more")
+    for name in ("head_seconds", "body_seconds", "drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
         if not getattr(server, name) > 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give seconds, above 0")
     try:
@@ -125,9 +132,12 @@ def serve(
         finally:
             bars.clear()
 
-    if not run(load, settings, _greet):
+    finished = run(load, settings, _greet)
+    if not finished or any(each.name.startswith(WORKERS) for each in threading.enumerate()):
+        # No thread can be stopped while it loads a model, or works for a client that has left, and
+        # Python's own exit waits for it, or aborts under it.
         sys.stderr.flush()
-        os._exit(0)  # no thread can be stopped while it loads, and Python's own exit may abort under it
+        os._exit(0)
     return 0
 
 

@@ -42,6 +42,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
 CONTEXT = 4
 MOST_SHOWN = 200  # characters of an error of the library, which may quote a whole value
 PROBE = "The 1st text, \N{LATIN SMALL LETTER E WITH ACUTE}.\n"  # what a tokenizer is tried on at loading
+LONG = 16 << 10  # characters from which on a text is read as a batch, beside which other threads run
 MAX_HELD_BYTES = 32  # byte tokens that a stream holds back at most: bounds its delay
 
 
@@ -167,7 +168,9 @@ class Tokenizer:
         """
         check_unicode(text, "the text")
         try:
-            return self._inner.encode(text, add_special_tokens=add_special_tokens)
+            if len(text) < LONG:
+                return self._inner.encode(text, add_special_tokens=add_special_tokens)
+            return self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # the library raises bare Exception, and panics
             raise _failure("encode the text", error) from error
 

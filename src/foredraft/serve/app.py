@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import anyio.to_thread
 from fastapi import FastAPI, Request
@@ -16,14 +16,16 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import foredraft
+from foredraft.errors import shortened
 from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
 from foredraft.serve import messages, responses
 from foredraft.serve.answers import answer, opened
+from foredraft.serve.beside import beside
 from foredraft.serve.blocks import Asked, whole_blocks
 from foredraft.serve.bodies import BoundedBodies, json_object
 from foredraft.serve.generations import Generation
 from foredraft.serve.openapi import document
-from foredraft.serve.origins import KnownOrigins
+from foredraft.serve.origins import KnownOrigins, is_local
 from foredraft.serve.page import add_page
 from foredraft.serve.problems import Problem, as_problems, check_output
 from foredraft.serve.records import Recording, current
@@ -38,27 +40,30 @@ from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest
 __all__ = ["create_app"]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-def create_app(load: Loader, settings: Settings) -> FastAPI:
+def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -> FastAPI:
     """Return the app; `app.state.foredraft` is its state.
 
     Args:
         load: Returns the model; called once, in a thread beside the event loop.
         settings: Options of the server.
+        local: Only this machine can reach the server, and requests must name it; None goes by the address.
 
     Raises:
         ConfigError: The file of API keys cannot be used.
     """
     state = App(load, settings)
+    local = is_local(settings.host) if local is None else local
     app = FastAPI(
         title="Foredraft", version=foredraft.__version__, lifespan=state.lifespan,
         description="An OpenAI-compatible API with lossless speculative decoding.",
         docs_url=None, redoc_url=None, openapi_url=None,
     )  # fmt: skip
     app.state.foredraft = state
-    app.add_middleware(BoundedBodies, most=settings.max_body)
-    app.add_middleware(KnownOrigins, known=settings.cors)
+    app.add_middleware(BoundedBodies, most=lambda: state.most_body)
+    app.add_middleware(KnownOrigins, known=settings.cors, local=local)
     if settings.cors:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -144,11 +149,17 @@ def _add_models(app: FastAPI, state: App) -> None:
 
 def _add_tokens(app: FastAPI, state: App) -> None:
     async def read(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
-        state.keys.check(request.headers.get("authorization"))
-        asked = kind.read(json_object(await request.body()))
+        key = state.keys.check(request.headers.get("authorization"))
         model = state.ready()
-        with as_problems():
-            found = await anyio.to_thread.run_sync(asked.answer, model)
+        body = await _body(request)
+        asked: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
+        place = model.limits.take(1, key)
+        try:
+            with as_problems():
+                answering = anyio.to_thread.run_sync(asked.answer, model, abandon_on_cancel=True)
+                found = await while_there(request, answering)
+        finally:
+            place.free()
         return JSONResponse(found, headers=_ignored(asked.further))
 
     @app.post("/tokenize")
@@ -163,7 +174,8 @@ def _add_tokens(app: FastAPI, state: App) -> None:
 def _add_generation(app: FastAPI, state: App) -> None:
     async def generate(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
-        generation, reply = await state.start(kind, json_object(await request.body()), key)
+        body = await _body(request)
+        generation, reply = await while_there(request, state.start(kind, body, key))
         model = state.ready()
         headers = _ignored(reply.job.ignored)
         if reply.job.stream:
@@ -199,7 +211,7 @@ def _add_generation(app: FastAPI, state: App) -> None:
                     if each is not None:
                         await send(each)
 
-        await Socket(socket, run, state.settings.max_body, state.end).serve()
+        await Socket(socket, run, state.most_body, state.end).serve()
 
 
 def _add_dialects(app: FastAPI, state: App) -> None:
@@ -207,8 +219,9 @@ def _add_dialects(app: FastAPI, state: App) -> None:
 
     async def generate(dialect: Any, request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        body = json_object(await request.body())
-        generation, reply = await state.start(ChatRequest, {**dialect.chat_body(body), "n": 1}, key)
+        body = await _body(request)
+        asked_for = {**await beside(current().size, dialect.chat_body, body), "n": 1}
+        generation, reply = await while_there(request, state.start(ChatRequest, asked_for, key))
         model = state.ready()
         id = reply.id.removeprefix("chatcmpl-")
         asked = Asked(id, model.names[0], body, generation.prompt_tokens)
@@ -239,6 +252,29 @@ def _add_document(app: FastAPI, state: App) -> None:
     async def openapi(request: Request) -> Response:
         state.keys.check(request.headers.get("authorization"))
         return JSONResponse(made())
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    data = await request.body()
+    current().size = len(data)
+    return await beside(len(data), json_object, data)
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what work returns; a client that leaves cancels it.
+
+    Raises:
+        Problem: The client left.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Problem(499, "the client closed the connection")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 async def _finish(model: Model, generation: Generation, reply: Reply, request: Request) -> None:
@@ -317,7 +353,7 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 
 async def _answer_status(request: Request, error: Any) -> Response:
     if error.status_code == 404:
-        problem = Problem(404, f"there is no {request.url.path}", code="not_found")
+        problem = Problem(404, f"there is no {shortened(request.url.path)}", code="not_found")
     else:
         message = f"{request.method} is not allowed here"
         problem = Problem(405, message, code="method_not_allowed", headers=error.headers)

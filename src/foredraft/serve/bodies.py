@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foredraft.errors import shortened
 from foredraft.serve.answers import answer
+from foredraft.serve.beside import without_collection
 from foredraft.serve.problems import Problem
 
 __all__ = ["BoundedBodies", "json_object"]
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of half a surrogate pair
 
 
 def json_object(data: bytes | str) -> dict[str, Any]:
@@ -20,11 +27,25 @@ def json_object(data: bytes | str) -> dict[str, Any]:
         Problem: It is something else.
     """
     try:
-        found = json.loads(data, parse_constant=_refuse_constant)
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        with without_collection():
+            found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        if SURROGATE.search(text):  # a whole pair is a character; half of one is no text
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        problem = f"this is not JSON in UTF-8 (invalid at {error.start})"  # type: ignore[attr-defined]
+        raise Problem(400, problem, code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise Problem(400, f"this is not JSON ({error})", code="invalid_json") from None
     if not isinstance(found, dict):
         raise Problem(400, "this is JSON, but not an object", code="invalid_json")
+    return found
+
+
+def _finite(number: str) -> float:
+    """Return a number; one that is too large would become infinite, which no reply could repeat as JSON."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(f"{shortened(number)} is too large for a number")
     return found
 
 
@@ -37,19 +58,21 @@ class BoundedBodies:
 
     Args:
         app: The app.
-        most: Bytes of a body at most.
+        most: Returns the bytes of a body at most.
     """
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, most: Callable[[], int]) -> None:
         self._app, self._most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        problem = Problem(413, f"the body has more than {self._most} bytes", code="body_too_large")
+        most = self._most()
+        says = f"the body has more than {most} bytes; the server's option --max-body sets the limit"
+        problem = Problem(413, says, code="body_too_large")
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if lengths and (not lengths[0].isdigit() or int(lengths[0]) > self._most):
+        if lengths and (not lengths[0].isdigit() or int(lengths[0]) > most):
             await answer(problem, scope["path"])(scope, receive, send)
             return
         read = 0
@@ -59,7 +82,7 @@ class BoundedBodies:
             message = await receive()
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
-                if read > self._most:
+                if read > most:
                     raise problem
             return message
 

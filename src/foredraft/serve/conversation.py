@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from foredraft.errors import shortened
 from foredraft.serve.calls import HERMES
 from foredraft.serve.problems import Problem
 
@@ -26,7 +27,40 @@ def messages_of(given: Messages) -> Messages:
     """
     if not given:
         raise Problem(400, "messages is empty", param="messages")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
+    made = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
+    _check_ids(made)
+    return made
+
+
+def _check_ids(messages: Messages) -> None:
+    """Check that no two calls of one message have one id, nor two results that follow it.
+
+    A later message may use an id again.
+
+    Raises:
+        Problem: Two have one; which result belongs to which call is not known then.
+    """
+    results: set[object] = set()
+    for place, message in enumerate(messages):
+        if message.get("role") == "tool":
+            _check_single(message.get("tool_call_id"), results, f"messages[{place}].tool_call_id")
+            continue
+        results, calls = set(), set[object]()
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            _check_single(call.get("id"), calls, f"messages[{place}].tool_calls[{index}].id")
+
+
+def _check_single(id: object, known: set[object], name: str) -> None:
+    if id is None:
+        return
+    if not isinstance(id, str):
+        raise Problem(400, f"{name} is {shortened(id)}; give a string", param="messages")
+    if id in known:
+        raise Problem(
+            400, f"{name} is {shortened(id)}, as an earlier one of the same turn; give each an id of its own",
+            param="messages",
+        )  # fmt: skip
+    known.add(id)
 
 
 def text_of(content: object, name: str, param: str) -> str:
@@ -73,36 +107,43 @@ def fitted(messages: Messages) -> Iterator[Messages]:
 def _one_call_a_turn(messages: Messages) -> Messages:
     """Return messages in which each call is followed by its result, as if they had come in turns."""
     made: Messages = []
-    left = list(messages)
-    while left:
-        message = left.pop(0)
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
             made.append(message)
             continue
-        count = next((n for n, each in enumerate(left) if each.get("role") != "tool"), len(left))
-        results, left = left[:count], left[count:]
+        results: dict[object, Messages] = {}
+        while at < len(messages) and messages[at].get("role") == "tool":
+            results.setdefault(messages[at].get("tool_call_id"), []).append(messages[at])
+            at += 1
         for place, call in enumerate(calls):
             made.append({**message, "tool_calls": [call]} | ({"content": None} if place else {}))
-            made += [each for each in results if each.get("tool_call_id") == call.get("id")]
-        ids = [call.get("id") for call in calls]
-        made += [each for each in results if each.get("tool_call_id") not in ids]
+            made += results.pop(call.get("id"), ())
+        made += [each for left in results.values() for each in left]
     return made
 
 
 def _one_message_a_turn(messages: Messages) -> Messages:
     """Return messages in which neighbours of one role are one."""
-    made: Messages = []
+    turns: list[Messages] = []
     for message in messages:
-        before = made[-1] if made else message
+        before = turns[-1][0] if turns else message
         both_text = not any(
             each.get("role") == "tool" or each.get("tool_calls") for each in (before, message)
         )
-        if made and both_text and message.get("role") == before.get("role"):
-            made[-1] = {**before, "content": _paragraphs(before.get("content"), message.get("content"))}
+        if turns and both_text and message.get("role") == before.get("role"):
+            turns[-1].append(message)
         else:
-            made.append(message)
-    return made
+            turns.append([message])
+    return [_joined(turn) for turn in turns]
+
+
+def _joined(turn: Messages) -> dict[str, Any]:
+    if len(turn) == 1:
+        return turn[0]
+    return {**turn[0], "content": _paragraphs(*(each.get("content") for each in turn))}
 
 
 def _without_system(messages: Messages) -> Messages:

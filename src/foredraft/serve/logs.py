@@ -1,17 +1,23 @@
 """Logs: one line for each request that is over, and warnings, as text or as JSON objects.
 
 No line holds a prompt, a text or an API key; `--log-prompts` adds prompts, as token ids.
+
+A thread of its own writes the lines, because the other end of the standard error stream may not be read. What
+does not fit into its queue meanwhile is dropped and counted.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from foredraft.serve.records import Record, current_id
 from foredraft.serve.settings import Settings
@@ -19,6 +25,9 @@ from foredraft.serve.settings import Settings
 __all__ = ["log_access", "to_stderr"]
 
 access = logging.getLogger("foredraft.serve.access")
+MOST_HELD = 4 << 20  # characters of lines that wait to be written: thousands of requests
+MOST_PATH = 200  # characters of a path in a line
+FLUSH_SECONDS = 1.0  # for which the end waits where the stream takes nothing
 
 
 def log_access(record: Record) -> None:
@@ -27,7 +36,8 @@ def log_access(record: Record) -> None:
         return
     first = record.seconds_to_first_token
     fields: dict[str, Any] = {
-        "request_id": record.id, "method": record.method, "path": record.path, "status": record.status,
+        "request_id": record.id, "method": record.method, "path": record.path[:MOST_PATH],
+        "status": record.status,
         "prompt_tokens": record.prompt_tokens or None, "tokens": record.tokens or None,
         "seconds_to_first_token": None if first is None else round(first, 6),
         "seconds": round(time.monotonic() - record.started, 6),
@@ -70,10 +80,93 @@ def _word(value: Any) -> str:
     return text if text.isprintable() and " " not in text and text else json.dumps(text)
 
 
+class Writer(logging.Handler):
+    """Writes lines in a thread of its own; a stream that takes nothing stops that thread alone.
+
+    Args:
+        stream: Where the lines go.
+
+    Attributes:
+        dropped: Lines that found no room and are not yet reported.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: deque[str] = deque()
+        self._held = 0  # characters of all lines that wait or are being written
+        self._news = threading.Condition()
+        self._closed = False
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="foredraft-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line, formatted by the thread that says it, whose request the line names."""
+        try:
+            line = self.format(record) + "\n"
+        except Exception:
+            self.handleError(record)
+            return
+        with self._news:
+            if self._closed or (self._held and self._held + len(line) > MOST_HELD):
+                self.dropped += 1
+                return
+            self._lines.append(line)
+            self._held += len(line)
+            self._news.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, or nothing has moved for a while."""
+        with self._news:
+            while self._held and self._news.wait(FLUSH_SECONDS):
+                pass
+
+    def close(self) -> None:
+        """Write what can be written, and end the thread unless the stream holds it."""
+        self.flush()
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        super().close()
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    return
+                line, dropped = self._lines.popleft(), self.dropped
+            with suppress(OSError, ValueError):  # the stream has ended, and nothing could say so
+                _write(self._stream, line)
+            with self._news:
+                self._held -= len(line)
+                if dropped and not self._lines:  # what fitted is written: say what did not
+                    says = f"{dropped} lines of the log were dropped: the standard error stream was not read"
+                    self.dropped -= dropped
+                    told = self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, says, (), None))
+                    self._lines.append(told + "\n")
+                    self._held += len(told) + 1
+                self._news.notify_all()
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write to the file itself: a thread stuck in a buffer of Python's would abort the end of the process."""
+    try:
+        file = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # a stream in memory
+        stream.write(text)
+        stream.flush()
+        return
+    data = text.encode("utf-8", "backslashreplace")
+    while data:
+        data = data[os.write(file, data) :]
+
+
 @contextmanager
 def to_stderr(settings: Settings) -> Iterator[None]:
     """Write all logs of the process to the standard error stream until the block ends."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Writer(sys.stderr)
     handler.setFormatter(_Lines(as_json=settings.log_format == "json"))
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     levels = {
@@ -88,5 +181,6 @@ def to_stderr(settings: Settings) -> Iterator[None]:
         yield
     finally:
         root.handlers[:] = before
+        handler.close()
         for logger, level in old.items():
             logger.setLevel(level)

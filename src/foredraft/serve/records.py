@@ -41,6 +41,7 @@ class Record:
         headers: That the client sent.
         id: The client's `x-request-id` if it is printable ASCII of at most 128 characters, else `own_id`.
         own_id: A fresh id; the reply's is made of it.
+        size: Bytes of the body, or characters of the frame.
         status: Of HTTP; 0 until it is known.
         key: Name of the API key; "" where none is asked for.
         address: Of the client; "" where it is not known.
@@ -62,6 +63,7 @@ class Record:
     headers: Mapping[str, str] = field(default_factory=dict)
     id: str = ""
     own_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    size: int = 0
     status: int = 0
     key: str = ""
     address: str = ""

@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foredraft.constraints.compiling import check_grammar
 from foredraft.decode.params import SamplingKeywords, SamplingParams
-from foredraft.errors import RequestError
+from foredraft.errors import RequestError, shortened
 from foredraft.llm import LLM
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.beside import without_collection
 from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
 from foredraft.serve.problems import Problem
 from foredraft.serve.tools import MOST_TOOLS, Tool, ToolChoice, Tools
@@ -130,7 +131,8 @@ class Body(BaseModel):
             Problem: It is no object, lacks a field, or a field has another type.
         """
         try:
-            return cls.model_validate(body)
+            with without_collection():
+                return cls.model_validate(body)
         except ValidationError as error:
             raise _first(error) from None
 
@@ -314,7 +316,7 @@ def check_model(name: str, names: tuple[str, ...]) -> None:
     """
     if name not in names:
         raise Problem(
-            404, f"the model {name!r} does not exist; this server has {names[0]!r}",
+            404, f"the model {shortened(name)} does not exist; this server has {names[0]!r}",
             param="model", code="model_not_found",
         )  # fmt: skip
 
@@ -434,5 +436,5 @@ def _read_completion(
 
 def _token_id(key: str) -> int:
     if not key.isdecimal() or len(key) > 10:
-        raise Problem(400, f"logit_bias names {key!r}, which is no token id", param="logit_bias")
+        raise Problem(400, f"logit_bias names {shortened(key)}, which is no token id", param="logit_bias")
     return int(key)

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
+from foredraft.errors import shortened
 from foredraft.llm.output import Output
 from foredraft.serve.blocks import Asked, Block, Step, stream_blocks
 from foredraft.serve.calls import is_object
@@ -123,7 +124,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     elif kind == "message":
         messages.append({"role": item.get("role"), "content": _texts(item.get("content"))})
     else:
-        raise Problem(400, f"input items of type {kind!r} are not supported", param="input")
+        raise Problem(400, f"input items of type {shortened(kind)} are not supported", param="input")
 
 
 def _texts(content: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -12,6 +15,7 @@ from fastapi import FastAPI
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.serve.app import create_app
+from foredraft.serve.connections import Connections, HttpConnection, SocketConnection
 from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import SWEEP_SECONDS, App, Model
@@ -25,20 +29,21 @@ SEND_BUFFER = 64 << 10
 
 
 class _Server(uvicorn.Server):
-    """Drains after the first signal, and ends at once after the second."""
+    """Drains after the first signal; ends the process at once after the second, whatever its threads do."""
 
     def __init__(self, config: uvicorn.Config, state: App) -> None:
         super().__init__(config)
         self._state = state
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            os._exit(0)  # Python's own end would wait for threads at work
         self._state.drain()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests finish before connections are closed: uvicorn closes WebSockets at once."""
-        await self._state.finish(lambda: self.force_exit)
+        await self._state.finish()
         await super().shutdown(sockets)
 
 
@@ -77,13 +82,16 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
 
 def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Return a server of an app that `create_app` made."""
+    state: App = app.state.foredraft
+    # of a WebSocket, in bytes; `Socket` bounds characters, with an error
+    connections = Connections.of(settings, lambda: 4 * state.most_body)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,
-        ws_per_message_deflate=False,
-        ws_max_size=4 * settings.max_body,  # in bytes; `Socket` bounds characters, with an error
+        ws_per_message_deflate=False, http=cast(Any, partial(HttpConnection, connections=connections)),
+        ws=cast(Any, partial(SocketConnection, connections=connections)),
     )  # fmt: skip
-    return _Server(config, app.state.foredraft)
+    return _Server(config, state)
 
 
 def listen(settings: Settings) -> socket.socket:

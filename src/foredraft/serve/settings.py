@@ -26,8 +26,12 @@ class Settings:
         shared_prefixes: Requests of all API keys find each other's beginnings there.
         max_per_key: Samples of one key, or without keys of one address, that run or wait; further requests
             get status 429. 0 is no limit.
-        max_body: Largest body of a request, in bytes.
+        max_body: Largest body of a request, in bytes; 0 follows from the length of the model's context.
         max_patterns: Bytes of a request's stop strings, banned phrases and grammar together.
+        max_connections: Open at a time; further ones are refused. The limit of open files may allow fewer.
+        max_connections_per_address: The same of one address; 0 is no limit.
+        head_seconds: The time that the head of a request has to come.
+        body_seconds: The time that its body has.
         drain_seconds: After SIGTERM, the time that requests have to finish.
         max_unread: A sample of a stream pauses where its reader has not taken so many of its tokens.
         slow_reader_seconds: A stream whose reader takes nothing for this long ends.
@@ -49,8 +53,12 @@ class Settings:
     prefix_cache: int = 512
     shared_prefixes: bool = False
     max_per_key: int = 0
-    max_body: int = 8 << 20
+    max_body: int = 0
     max_patterns: int = 256 << 10
+    max_connections: int = 4096
+    max_connections_per_address: int = 1024
+    head_seconds: float = 10.0
+    body_seconds: float = 60.0
     drain_seconds: float = 30.0
     max_unread: int = 256
     slow_reader_seconds: float = 30.0

@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from foredraft.serve.beside import beside
 from foredraft.serve.bodies import json_object
 from foredraft.serve.problems import Problem
 from foredraft.serve.records import Record, current
@@ -51,6 +52,8 @@ class Socket:
         """Serve frames until the client leaves; its requests end then."""
         try:
             while True:
+                while len(self._endings) >= MOST_OPEN:  # the client does not read: neither does the server
+                    await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
                 await self._read(await self._socket.receive())
         except WebSocketDisconnect:
             pass
@@ -65,7 +68,8 @@ class Socket:
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code", 1005))
         try:
-            frame = self._frame(message.get("text"))
+            text = message.get("text")
+            frame = await self._frame(text)
         except Problem as refused:
             await self._send(None, refused.body)
             return
@@ -86,23 +90,26 @@ class Socket:
         elif len(self._tasks) >= MOST_OPEN:
             await self._send(id, Problem(429, f"{MOST_OPEN} requests are open on this socket").body)
         else:
-            task = self._tasks[id] = asyncio.create_task(self._answer(id, frame))
+            task = self._tasks[id] = asyncio.create_task(self._answer(id, frame, len(text)))
             task.add_done_callback(lambda done: self._end(id, done))
 
-    def _frame(self, text: str | None) -> dict[str, Any]:
+    async def _frame(self, text: str | None) -> dict[str, Any]:
         if text is None:
             raise Problem(400, "a frame must be text", code="invalid_json")
         if len(text) > self._max_frame:
-            raise Problem(413, f"a frame has more than {self._max_frame} characters", code="body_too_large")
-        return json_object(text)
+            raise Problem(
+                413, f"a frame has more than {self._max_frame} characters (--max-body)", code="body_too_large"
+            )
+        return await beside(len(text), json_object, text)
 
-    async def _answer(self, id: str, frame: dict[str, Any]) -> None:
+    async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
         async def send(chunk: dict[str, Any]) -> None:
             await self._send(id, chunk if "error" in chunk else {"chunk": chunk})
 
         socket = self._record
         record = Record(socket.method, socket.path, socket.headers, f"{socket.id}/{id}", key=socket.key)
         record.address = socket.address
+        record.size = size
         record.begin()
         try:
             await self._run(frame, send)

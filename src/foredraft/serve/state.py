@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
+from foredraft.serve.beside import beside
 from foredraft.serve.clients import Client
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0  # between two looks for slow readers
 LOOK_SECONDS = 0.05  # between two looks whether all requests are over
+# What a body may have by default, in bytes: a token is 4 of plain text, up to 24 where text is escaped.
+BODY_OF_TOKEN, BODY_OF_FIELDS, LEAST_BODY = 32, 64 << 10, 1 << 20
 Loader = Callable[[], LLM]
 
 
@@ -118,7 +121,8 @@ class App:
             self.failed = error
             self.on_failure(error)
             return
-        self.on_ready(self.model)
+        # it may print, and a stream that is not read must not stop the event loop
+        await anyio.to_thread.run_sync(self.on_ready, self.model, abandon_on_cancel=True)
 
     def _load_measured(self) -> LLM:
         llm = self._load()
@@ -144,19 +148,21 @@ class App:
         """Refuse further requests; those that run go on."""
         self.draining = True
 
-    async def finish(self, at_once: Callable[[], bool]) -> None:
-        """Wait until all requests are over; those that last longer than the settings allow end with an error.
-
-        Args:
-            at_once: Whether not to wait any longer.
-        """
+    async def finish(self) -> None:
+        """Wait until all requests are over; those that last longer than allowed end with an error."""
         self.drain()
         end = time.monotonic() + self.settings.drain_seconds
-        while self.model is not None and self.model.generations.live and not at_once():
+        while self.model is not None and self.model.generations.live:
             if time.monotonic() > end:
                 self.model.generations.fail_all(busy("the server is shutting down", seconds=5))
                 return
             await asyncio.sleep(LOOK_SECONDS)
+
+    @property
+    def most_body(self) -> int:
+        """The largest body of a request, in bytes."""
+        length = 0 if self.model is None else self.model.llm.max_length
+        return self.settings.max_body or max(LEAST_BODY, BODY_OF_TOKEN * length + BODY_OF_FIELDS)
 
     def ready(self) -> Model:
         """Return the model.
@@ -179,7 +185,7 @@ class App:
         record = current()
         record.operation = "chat" if kind is ChatRequest else "text_completion"
         model = self.ready()
-        request = kind.read(body)
+        request: ChatRequest | CompletionRequest = await beside(record.size, kind.read, body)
         record.model = model.names[0]
         if self.tracing is not None:
             record.asked = asked(request)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.constraints.compiling import WHITE_SPACE
+from foredraft.errors import shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 from foredraft.serve.conversation import Messages
@@ -113,7 +114,9 @@ class Tools:
             chosen = tuple(each for each in functions if each.name == choice.function.name)
             if not chosen:
                 raise Problem(
-                    400, f"tool_choice names {choice.function.name!r}, which is no tool", param="tool_choice"
+                    400,
+                    f"tool_choice names {shortened(choice.function.name)}, which is no tool",
+                    param="tool_choice",
                 )
         described = chat.reads_tools
         return cls(

@@ -33,7 +33,7 @@ class Replica:
     ) -> None:
         self._logs = to_stderr(settings)
         self._logs.__enter__()
-        self._app = create_app(lambda: foredraft.load(model, **load), settings)
+        self._app = create_app(lambda: foredraft.load(model, **load), settings, local=False)
         self._state: App = self._app.state.foredraft
         self._lifespan = self._app.router.lifespan_context(self._app)
         loaded = asyncio.Event()
