@@ -161,7 +161,7 @@ class Soak:
         await self._send(self._head(HUGE) + b"x", read=1)
 
     async def send_huge(self) -> None:
-        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n".encode()
         part = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n"
         await self._send(head, *[part] * (HUGE >> 16), read=1)
 
@@ -193,7 +193,7 @@ class Soak:
         return connect(self.url.replace("http", "ws") + "/v1/stream", compression=None, open_timeout=PATIENCE)
 
     def _head(self, length: int) -> bytes:
-        return f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
+        return f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {length}\r\n\r\n".encode()
 
     def _request(self, **more: Any) -> bytes:
         body = json.dumps(self.body(self.dice.choice(self.prompts), **more)).encode()

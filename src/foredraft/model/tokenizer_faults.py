@@ -19,8 +19,8 @@ from typing import Any
 
 __all__ = ["check_rules", "is_panic"]
 
-MAX_GROWTH = 64  # characters for one, of all rules together; those of known tokenizers give 3 at most
-MAX_RULES = 1_000  # of a normaliser or a decoder; known tokenizers have fewer than a hundred
+MAX_GROWTH = 64  # characters for one, of all rules together
+MAX_RULES = 1_000  # of a normaliser or a decoder
 MAX_VALUES = 16  # values of one key in a file; a second one can only be the token of a vocabulary
 ESCAPED = re.compile(r"\\u00[2-7]", re.IGNORECASE)  # an ASCII character that is spelt by its number
 DECODER = json.JSONDecoder()

@@ -27,7 +27,6 @@ JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 SHAPES = 'a "text", a "prompt" with a "response", or "messages"'
 EXAMPLE = 'give lines like {"prompt": "Hello", "response": "World"}'
 # Of a conversation: finding each takes two texts of all that is before it, so time grows with their square.
-# Conversations of a data set have tens of replies; 500 of them take seconds.
 MAX_REPLIES = 500
 TEXT_PROMPT = 64  # tokens of a piece of text that the target continues
 

@@ -34,7 +34,6 @@ __all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # Characters of a token whose merges are sought: their number of places grows with the square of the length.
-# The longest tokens of known vocabularies, runs of spaces and of signs, have fewer than 300.
 MAX_TOKEN = 1_000
 MOST_SHOWN = 200  # characters of an error of the library
 
