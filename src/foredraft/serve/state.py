@@ -204,7 +204,9 @@ class App:
                     logger.info("prompts %s", job.prompts)
                 share = client.share(self.settings, request.cache_salt)
                 generation = await model.generations.start(job, place, share)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                self.metrics.cancelled.inc()
             place.free()
             raise
         return generation, Reply(record.own_id, model.names[0], job, model.texts)
