@@ -41,6 +41,11 @@ def test_reading_costs_as_measured_or_as_a_pass_of_the_target() -> None:
     assert CostTable(passes, drafts).read("small", 5) == pytest.approx(0.3 * 4.0 / 2.0)
     assert CostTable(passes, drafts, {"small": 0.01}).read("small", 5) == pytest.approx(0.3 + 4 * 0.01)
     assert CostTable(passes, drafts).read("small", 1) == 0.0, "the first draft step reads one token"
+    assert CostTable.unmeasured().read("small", 64) == 0.25, "columns are free where none was measured"
+    noisy = {1: {1: 2.0, 4: 2.0, 5: 4.0}}
+    assert CostTable(noisy, drafts).read("small", 9) == pytest.approx(0.3 * 6.0 / 2.0), (
+        "not by its last line alone"
+    )
 
 
 def test_acceptance_is_estimated_as_its_equations_say() -> None:

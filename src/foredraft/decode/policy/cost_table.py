@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +105,12 @@ class CostTable:
         if drafter in self.reads:
             return step + self.reads[drafter] * (tokens - 1)
         columns = self.passes[min(self.passes)]
-        return step * _on_line([columns[0], columns[-1]], tokens) / columns[0][1]
+        ends = columns[:: max(1, len(columns) - 1)]
+        return step * _on_line(ends, tokens) / columns[0][1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the table for JSON."""
+        return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads}
 
 
 def round_ms(table: Costs, rows: Sequence[tuple[str | None, int]]) -> float:
