@@ -112,7 +112,7 @@ def test_ids_of_calls_and_results_of_one_turn_are_single() -> None:
 
 
 def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square() -> None:
-    for id in (None, "same"):  # whatever the check of ids lets through, no result is told twice
+    for id in (None, "same"):  # the form tells no result twice, whatever ids the check lets through
         given = many_calls(200)
         for each in given[2:]:
             each["tool_call_id"] = id

@@ -24,7 +24,7 @@ class Combined(Constraint):
         self, parts: Mapping[str, Constraint], ends: frozenset[int] = frozenset(), least: int = 0
     ) -> None:
         self.parts = tuple(parts.values())
-        self.option = self._options = " and ".join([*parts, *(["min_new_tokens"] if least else [])])
+        self.option = " and ".join([*parts, *(["min_new_tokens"] if least else [])])
         self._ends, self._least = list(ends), least
         self.narrow = any(part.narrow for part in self.parts)
 
@@ -64,7 +64,7 @@ class Combined(Constraint):
             kept = part.retreat()
             if kept is not None:
                 return kept
-        self.ended_by = blocked[0].ended_by if blocked else f"{self._options} allow no token together"
+        self.ended_by = blocked[0].ended_by if blocked else f"{self.option} allow no token together"
         return None
 
     def settled(self) -> int:

@@ -7,6 +7,7 @@ than the machine's memory (https://www.kernel.org/doc/html/latest/mm/overcommit-
 
 from __future__ import annotations
 
+import errno
 import mmap
 from typing import BinaryIO
 
@@ -29,6 +30,7 @@ def mapped_bytes(file: BinaryIO, start: int, size: int) -> Tensor:
 
     Raises:
         OSError: The system refuses the map, or the file has become shorter.
+        MemoryError: There is no room for the map.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -37,4 +39,8 @@ def mapped_bytes(file: BinaryIO, start: int, size: int) -> Tensor:
         mapped = mmap.mmap(file.fileno(), start + size - begin, access=mmap.ACCESS_COPY, offset=begin)
     except ValueError as error:  # the range ends behind the file
         raise OSError(0, "it has become shorter") from error
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError from error
+        raise
     return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start - begin)

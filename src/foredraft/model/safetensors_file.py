@@ -10,7 +10,6 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -147,8 +146,6 @@ class SafetensorsFile:
         try:
             values = mapped_bytes(self._file, info.start + offset, math.prod(shape) * dtype.itemsize)
         except OSError as error:
-            if error.errno == errno.ENOMEM:
-                raise MemoryError from error
             raise self._error(f"has tensor {info.name}, which cannot be read ({error.strerror})") from error
         if values.data_ptr() % dtype.itemsize:  # the header may have any length
             values = values.clone()

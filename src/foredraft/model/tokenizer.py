@@ -28,7 +28,7 @@ import tokenizers
 from foredraft.errors import CheckpointError, Option, RequestError, shortened
 from foredraft.model.chat import CONFIG, ChatTemplate, Message
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
-from foredraft.model.tokenizer_faults import check_rules, is_panic
+from foredraft.model.tokenizer_faults import check_rules, is_fault
 from foredraft.unicode import invalid_at
 
 FILE = "tokenizer.json"
@@ -113,7 +113,7 @@ class Tokenizer:
                 inner = tokenizers.Tokenizer.from_buffer(content)
                 _try(inner)
         except BaseException as error:  # the library raises bare Exception, and panics
-            if not isinstance(error, Exception) and not is_panic(error):
+            if not is_fault(error):
                 raise
             raise CheckpointError(
                 f"{file} is not a readable tokenizer ({str(error)[:MOST_SHOWN]})", remedy=DOWNLOAD_AGAIN
@@ -409,7 +409,7 @@ def check_unicode(text: str, name: str) -> None:
 
 def _failure(task: str, error: BaseException) -> BaseException:
     """Return the error of a request that the library failed on; Ctrl-C stays what it is."""
-    if not isinstance(error, Exception) and not is_panic(error):
+    if not is_fault(error):
         return error
     return RequestError(
         f"the model's tokenizer cannot {task} ({str(error)[:MOST_SHOWN]})",

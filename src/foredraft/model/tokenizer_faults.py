@@ -5,7 +5,7 @@ tokens while it loads them. It bounds by how much normalisation, decoding and th
 can lengthen a text. It judges by the rules and not by a text: a rule may wait for any character.
 
 A library in Rust raises `pyo3_runtime.PanicException` where its own code fails. That is no `Exception`, and
-no module exports its type, so `is_panic` tells it by its name from Ctrl-C and from the end of the process.
+no module exports its type, so `is_fault` tells it by its name from Ctrl-C and from the end of the process.
 
 Format: https://huggingface.co/docs/tokenizers/api/normalizers and https://pyo3.rs/main/doc/pyo3/panic/.
 """
@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["check_rules", "is_panic"]
+__all__ = ["check_rules", "is_fault"]
 
 MAX_GROWTH = 64  # characters for one, of all rules together
 MAX_RULES = 1_000  # of a normaliser or a decoder
@@ -26,9 +26,10 @@ ESCAPED = re.compile(r"\\u00[2-7]", re.IGNORECASE)  # an ASCII character that is
 DECODER = json.JSONDecoder()
 
 
-def is_panic(error: BaseException) -> bool:
-    """Return whether an error is the panic of a library in Rust."""
-    return type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
+def is_fault(error: BaseException) -> bool:
+    """Return whether an error is a library's: an Exception, or a panic of one in Rust, but not Ctrl-C."""
+    is_panic = type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
+    return isinstance(error, Exception) or is_panic
 
 
 def check_rules(text: str) -> None:

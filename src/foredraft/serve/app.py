@@ -157,7 +157,7 @@ def _add_tokens(app: FastAPI, state: App) -> None:
         try:
             with as_problems():
                 answering = anyio.to_thread.run_sync(asked.answer, model, abandon_on_cancel=True)
-                found = await while_there(request, answering)
+                found = await _while_there(request, answering)
         finally:
             place.free()
         return JSONResponse(found, headers=_ignored(asked.further))
@@ -175,7 +175,7 @@ def _add_generation(app: FastAPI, state: App) -> None:
     async def generate(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
         body = await _body(request)
-        generation, reply = await while_there(request, state.start(kind, body, key))
+        generation, reply = await _while_there(request, state.start(kind, body, key))
         model = state.ready()
         headers = _ignored(reply.job.ignored)
         if reply.job.stream:
@@ -221,7 +221,7 @@ def _add_dialects(app: FastAPI, state: App) -> None:
         key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
         body = await _body(request)
         asked_for = {**await beside(current().size, dialect.chat_body, body), "n": 1}
-        generation, reply = await while_there(request, state.start(ChatRequest, asked_for, key))
+        generation, reply = await _while_there(request, state.start(ChatRequest, asked_for, key))
         model = state.ready()
         id = reply.id.removeprefix("chatcmpl-")
         asked = Asked(id, model.names[0], body, generation.prompt_tokens)
@@ -260,7 +260,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return await beside(len(data), json_object, data)
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what work returns; a client that leaves cancels it.
 
     Raises:
@@ -284,15 +284,9 @@ async def _finish(model: Model, generation: Generation, reply: Reply, request: R
         async for taken in generation.pieces():
             reply.take(taken)
 
-    reading, leaving = asyncio.create_task(read()), asyncio.create_task(_gone(request))
     try:
-        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            raise Problem(499, "the client closed the connection")
-        reading.result()
+        await _while_there(request, read())
     finally:
-        reading.cancel()
-        leaving.cancel()
         model.generations.end(generation)
 
 

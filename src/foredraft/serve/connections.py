@@ -95,18 +95,44 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class HttpConnection(HttpToolsProtocol):
+class _Bounded:
+    """What both kinds of connections have: a place among all, a timer, and an end that reads on a while."""
+
+    transport: asyncio.Transport
+
+    def _join(self, connections: Connections) -> None:
+        self._all = connections
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended, self._thrown = False, 0  # what comes from now on is thrown away; bytes of it
+
+    def _leave(self) -> None:
+        self._stop_timer()
+        self._all.leave(self.transport)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _throws_away(self, data: bytes) -> bool:
+        """Return whether the connection has ended, so that bytes of it no longer count."""
+        if self._ended:
+            self._thrown += len(data)
+            if self._thrown > MOST_THROWN:
+                self.transport.close()
+        return self._ended
+
+
+class HttpConnection(_Bounded, HttpToolsProtocol):
     """An HTTP connection whose heads, bodies and waiting requests are bounded in bytes and time."""
 
     def __init__(self, *args: Any, connections: Connections, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._all = connections
-        self._timer: asyncio.TimerHandle | None = None
+        self._join(connections)
         self._unread = bytearray()  # not yet given to the parser
         self._state = "head"  # or "body", which begins where the head ends
         self._framing = self._body = 0  # bytes of the message so far
         self._turned = False  # a head or a message has ended within the slice
-        self._ended, self._thrown = False, 0  # what comes from now on is thrown away; bytes of it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -118,16 +144,12 @@ class HttpConnection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._leave()
         self._unread.clear()
-        self._all.leave(self.transport)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:
-            self._thrown += len(data)
-            if self._thrown > MOST_THROWN:
-                self.transport.close()
+        if self._throws_away(data):
             return
         self._unread += data
         self._feed()
@@ -189,11 +211,6 @@ class HttpConnection(HttpToolsProtocol):
         )
         self._timer = self.loop.call_later(seconds, self._refuse, problem)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _refuse(self, problem: Problem) -> None:
         """Answer in place of the app, unless it answers already, and end the connection."""
         self._stop_timer()
@@ -218,27 +235,21 @@ class HttpConnection(HttpToolsProtocol):
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
-class SocketConnection(WebSocketsSansIOProtocol):
+class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
     """A WebSocket whose frames are bounded in number, and whose client must read what it is sent."""
 
     def __init__(self, *args: Any, connections: Connections, **more: Any) -> None:
         more["config"].ws_max_size = connections.largest_frame()
         super().__init__(*args, **more)
-        self._all = connections
+        self._join(connections)
         self._left, self._counted = float(FRAMES_AT_ONCE), time.monotonic()
-        self._stuck: asyncio.TimerHandle | None = None
-        self._ended, self._thrown = False, 0  # what comes from now on is thrown away; bytes of it
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._all.leave(self.transport)
+        self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:
-            self._thrown += len(data)
-            if self._thrown > MOST_THROWN:
-                self.transport.close()
+        if self._throws_away(data):
             return
         for start in range(0, len(data), SLICE):
             if self.transport.is_closing() or self._ended:
@@ -263,7 +274,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
             self.read_paused = True
             self.transport.pause_reading()
         seconds = self._all.settings.slow_reader_seconds
-        self._stuck = self.loop.call_later(2 * seconds, self._end, 1008, "the client does not read")
+        self._timer = self.loop.call_later(2 * seconds, self._end, 1008, "the client does not read")
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -284,11 +295,6 @@ class SocketConnection(WebSocketsSansIOProtocol):
         ):
             self.read_paused = False
             self.transport.resume_reading()
-
-    def _stop_timer(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
 
     def _end(self, code: int, reason: str) -> None:
         """Close the WebSocket with a code; a client that does not read gets as much as the kernel takes."""

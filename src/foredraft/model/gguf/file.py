@@ -10,7 +10,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import struct
@@ -152,8 +151,6 @@ class GGUFFile:
         try:
             return mapped_bytes(self._file, info.start, info.size)
         except OSError as error:
-            if error.errno == errno.ENOMEM:
-                raise MemoryError from error
             problem = f"has tensor {info.name}, which cannot be read ({error.strerror})"
             raise self.error(problem, DOWNLOAD_AGAIN) from error
 

@@ -28,7 +28,7 @@ import tokenizers
 from foredraft.errors import did_you_mean, shortened
 from foredraft.model.gguf.special import CONTROL, KEY, UNKNOWN, UNUSED, USER_DEFINED, listed, special_ids
 from foredraft.model.gguf.words import WORDS, Words
-from foredraft.model.tokenizer_faults import is_panic
+from foredraft.model.tokenizer_faults import is_fault
 
 __all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
 
@@ -310,7 +310,7 @@ def _check(text: str, added: list[dict[str, Any]]) -> None:
     try:
         read = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:  # the library raises bare Exception, and panics
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_fault(error):
             raise
         raise UnreadableVocabularyError(
             f"has a vocabulary that makes no tokenizer ({str(error)[:MOST_SHOWN]})"
