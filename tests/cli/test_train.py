@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from foredraft.cli import main
-from foredraft.train import checkpoints
+from foredraft.train.checkpoints import Checkpoints
 from tests.support.checkpoints import TEXT
 from tests.support.command import foredraft
 from tests.support.running import environment
 
 SHORT = ["--length", "32", "--steps", "6", "--step-tokens", "128", "--validate-every", "3", "--warm-up", "1"]
+CHECKPOINT = "checkpoints/step-*.safetensors"
 
 
 @pytest.fixture
@@ -147,16 +148,16 @@ def test_an_interrupt_within_a_save_waits_for_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """PyTorch takes it for a file that cannot be written."""
-    sound, work = checkpoints.save, tmp_path / "work"
+    sound, work = Checkpoints.save, tmp_path / "work"
 
     def interrupted(*args: Any, **more: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return sound(*args, **more)
 
-    monkeypatch.setattr(checkpoints, "save", interrupted)
+    monkeypatch.setattr(Checkpoints, "save", interrupted)
     code = main(command(models, "adapter", data, "--work", str(work)))
     assert code == 130 and "interrupted" in capsys.readouterr().err
-    assert list(work.glob("checkpoints/step-*[0-9]")), "the checkpoint is whole"
+    assert list(work.glob(CHECKPOINT)), "the checkpoint is whole"
 
 
 def test_an_interrupt_ends_it_and_the_same_command_goes_on(models: Path, data: Path, tmp_path: Path) -> None:
@@ -168,10 +169,10 @@ def test_an_interrupt_ends_it_and_the_same_command_goes_on(models: Path, data: P
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     ends = time.monotonic() + 100
-    while not list(work.glob("checkpoints/step-*[0-9]")) and time.monotonic() < ends:
+    while not list(work.glob(CHECKPOINT)) and time.monotonic() < ends:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors
-    steps = max(int(path.name[5:]) for path in work.glob("checkpoints/step-*") if path.name[5:].isdigit())
+    steps = max(int(path.stem.removeprefix("step-")) for path in work.glob(CHECKPOINT))
     assert 3 <= steps < 3000

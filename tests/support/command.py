@@ -39,11 +39,12 @@ PROGRESS = re.compile(
     rf"foredraft: ({'|'.join(re.escape(stage) for stage in STAGES.values())}|Texts|Choosing prompts"
     r"|Chi-square test \d+ of \d+|.*, (plain outputs|batch \d+(, warm-up)?))($|[ ,].*)"
 )
+BUSY = "foredraft: not all costs of this machine are known"
 
 
 def without_progress(stderr: str) -> list[str]:
-    """Return the lines of stderr that do not report progress."""
-    return [line for line in stderr.splitlines() if not PROGRESS.fullmatch(line)]
+    """Return the lines of stderr that neither report progress nor that this machine was busy."""
+    return [line for line in stderr.splitlines() if not (PROGRESS.fullmatch(line) or line.startswith(BUSY))]
 
 
 def _run_command(arguments: list[str]) -> None:
