@@ -19,6 +19,8 @@ static void counted_free(void *memory) {
     free(memory);
 }
 
+#include "pool.inc"  // keeps its memory for the next call
+
 #define malloc limited_malloc
 #define free counted_free
 #include "kernels.c"
@@ -251,14 +253,14 @@ static void vocabulary_operations(int64_t count, int64_t n) {
     foredraft_probs(x, temperature, keys, mass, mass, cut, 1, count, n, probs, finite, 2);
     foredraft_hash_keys(keys, NULL, keys, NULL, 4, count, 1, ids);
     foredraft_uniform(ids, count, units);
-    foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
+    softmax_rows(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, least, 2);
-    foredraft_trim(probs, least, cut, count, n, 2);
+    trim_rows(probs, least, cut, count, n, 2);
     foredraft_gumbel_argmax(probs, keys, count, n, ids, 2);
     for (int64_t r = 0; r < count; r++)
         if (ids[r] < 0 || ids[r] >= n) printf("%ld is not a token\n", (long)ids[r]), exit(1);
     x[n / 2] = NAN;
-    foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
+    softmax_rows(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, least, 2);
     foredraft_gumbel_argmax(probs, keys, count, n, ids, 2);
     free(finite), free(units), free(residual);

@@ -1,8 +1,9 @@
-"""Workers: the threads that OpenMP starts for each thread that computes, and that stay when it is done.
+"""Workers: the threads that OpenMP starts for each thread that computes with PyTorch's operators.
 
-Where more of them live than there are cores, OpenMP lets none of them spin between two operations: each
-operation has to wake them from sleep. On two cores, decoding took 1.65 times as long in every thread but the
-one that had loaded the model. So a thread ends its workers when it is done; its next operation starts others.
+They stay when it is done. Where more of them live than there are cores, OpenMP lets none of them spin between
+two operations: each operation has to wake them from sleep. On two cores, decoding by PyTorch's operators took
+1.65 times as long in every thread but the one that had loaded the model. So a thread ends its workers when it
+is done; its next operation starts others.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.kernels import building, compilation
+from foredraft.kernels import building, compilation, pool
 from foredraft.model.runner.native import check, linear, passes
 
 QUICK = "-O0"
@@ -37,6 +37,6 @@ def compile_anew(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> 
     assert command is not None
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *flags))
     built: ctypes.CDLL = compilation._build(command, folder / "kernels.so")
-    for module in (check, linear, passes):
+    for module in (check, linear, passes, pool):
         monkeypatch.setattr(module, "library", lambda: built)
     monkeypatch.setattr("foredraft.kernels.vocab.library", lambda: built)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler
 
 PROGRAM = Path(__file__).parents[1] / "kernels_memory.c"
 SANITISERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-FLAGS = ("-O0", "-g", "-fopenmp", "-Wno-psabi", f"-I{building.HERE}")
+FLAGS = ("-O0", "-g", "-pthread", "-Wno-psabi", f"-I{building.HERE}")
 # the widest tiles of this CPU, and the portable code
 CPUS = ("-march=native", pytest.param("-march=x86-64", marks=pytest.mark.slow))
 

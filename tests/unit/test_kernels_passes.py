@@ -292,16 +292,16 @@ WRONG = {
     "window edge off by one": ("seen &= key > (int32_t)(at - window)", "seen &= key >= (int32_t)(at - window)"),
     "soft-cap of scores left out": ("if (m->softcap != 0)", "if (0)"),
     "last channels of a block not written": ("if (left <= 0) break;", "if (left <= LANES) break;"),
-    "keys stored before their rotation": ("NAME(rotate)(head, table, dim);", "if (head != key) NAME(rotate)(head, table, dim);"),
-    "attended length of the first group": ("at[r] = p->start[piece.group] + t;", "at[r] = p->start[0] + t;"),
+    "keys stored before their rotation": ("NAME(rotate)(to, table, dim);", "if (h < heads_per_kv) NAME(rotate)(to, table, dim);"),
+    "attended length of the first group": ("at[r] = p->start[rows.group] + t;", "at[r] = p->start[0] + t;"),
     "key in the lane of its neighbour": ("words * BLOCK + position % BLOCK;", "words * BLOCK + (position ^ 1) % BLOCK;"),
     "block of keys written from its end": ("position / BLOCK * words * BLOCK + position % BLOCK", "position / BLOCK * words * BLOCK + (31 - position % BLOCK)"),
     "words of a key in reverse": ("to + w * BLOCK, key + w * WORD", "to + (words - 1 - w) * BLOCK, key + w * WORD"),
-    "norm of keys left out": ("r < heads_per_kv ? &l->q : &l->k", "&l->q"),
+    "norm of keys left out": ("h < heads_per_kv ? &l->q : &l->k", "&l->q"),
     "gate and up projection swapped": ("activation(NAME(read_some)(row + i, n), m->gelu)", "activation(NAME(read_some)(row + inner + i, n), m->gelu)"),
 }  # fmt: skip
 THREADS = {
-    "heads of another thread rotated as well": ("m->kv_heads - h < share.to - i ? m->kv_heads :", "1 ? m->kv_heads :"),
+    "a key head of the next piece stored as well": ("if (!commits(w)) continue;\n        for (int64_t unit = piece.from; unit < piece.to; unit++) {\n            const KeyRun run = key_run(m, p, unit);", "if (!commits(w)) continue;\n        for (int64_t unit = piece.from; unit < piece.to; unit++) {\n            const KeyRun run = key_run(m, p, unit + 1 < units ? unit + 1 : unit);"),
     "query rows computed again by the next thread": ("query = index % query_rows(m, p, g);", "query = index % query_rows(m, p, g) / QUERIES * QUERIES;"),
 }  # fmt: skip
 BITS = {

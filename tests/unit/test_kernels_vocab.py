@@ -268,7 +268,7 @@ def test_a_request_without_work_memory_ends_with_an_error(
     """Here the allocations of the softmax fail; `tests/kernels_memory.c` fails every allocation in turn."""
     pair, changed = checkpoints.save_pair(tmp_path), tmp_path / "changed"
     changed.mkdir()
-    old = "return NO_MEMORY;\n    float *top"
+    old = "return NO_MEMORY;\n    const Softmax"
     plant(monkeypatch, changed, f"if (!sums) {old}", f"if (1) {old}")
     llm = foredraft.load(  # a policy that measures no costs, which would fail as the requests do
         pair / "big", draft=pair / "small", policy="fixed", device="cpu", kernels=True, max_length=64
@@ -285,25 +285,25 @@ def test_a_request_without_work_memory_ends_with_an_error(
 
 
 DEFECTS = {
-    "mass above the last bin of the nucleus forgotten": ("i < left && above < mass[r]", "i < left && above < mass[r] / 2"),
+    "mass above the last bin of the nucleus forgotten": ("i < left && above < mass;", "i < left && above < mass / 2;"),
     "noise of the next token": ("mix64(key + at + i)", "mix64(key + at + i + 1)"),
-    "noise of the first row": ("(uint64_t)keys[p.row]", "(uint64_t)keys[0]"),
+    "noise of the first row": ("(uint64_t)r->keys[s.row]", "(uint64_t)r->keys[0]"),
     "tokens below the bound kept": ("choose(v < bound, (V){0}, v)", "choose(v < bound * 0.01f, (V){0}, v)"),
-    "rows without a cut normalised again": ("if (!cut[p.row]) continue;", ""),
-    "temperature of the first row": ("splat(temperature[p.row / columns])", "splat(temperature[0])"),
-    "NaN lost between pieces": ("i < PIECES && most == most; i++) most =", "i < PIECES; i++) most ="),
+    "rows without a cut normalised again": ("if (t->cut[s.row]) divide", "divide"),
+    "temperature of the first row": ("splat(f->temperature[s.row / f->columns])", "splat(f->temperature[0])"),
+    "NaN lost between slices": ("i < SLICES && most == most; i++) most =", "i < SLICES; i++) most ="),
     "zero residual kept": ("if (!found) memcpy(to", "if (found > 1) memcpy(to"),
     "residual of a row without rejection": ("if (where[r] && less)", "if (less)"),
     "one-hot token kept in the residual": ("maximum(v - splat(1), (V){0})", "v"),
     "heap in the wrong order": ("heap[child + 1] < heap[child]) child++", "heap[child + 1] > heap[child]) child++"),
     "one token fewer than top_k": ("return DONE;\n    float *heap", "return DONE;\n    k--;\n    float *heap"),
     "ties at the bound dropped": ("choose(v < bound, (V){0}, exponential", "choose(v <= bound, (V){0}, exponential"),
-    "bound of the first row": ("splat(least ? least[p.row]", "splat(least ? least[0]"),
+    "bound of the first row": ("splat(f->least ? f->least[s.row]", "splat(f->least ? f->least[0]"),
     "noise without its purpose": ("fold(base[r], purpose)", "fold(base[r], 0)"),
     "noise without its round": ("if (round) key", "if (0) key"),
     "padding compared": ("at < lengths[r] && drafted", "at < k && drafted"),
     "draft of the first row": ("drafted[r * k + at] ==", "drafted[at] =="),
-    "last of several tied tokens": ("if (!(found[r * PIECES + i].value <= best.value))", "if (!(found[r * PIECES + i].value < best.value))"),
+    "last of several tied tokens": ("if (!(found[r * SLICES + i].value <= best.value))", "if (!(found[r * SLICES + i].value < best.value))"),
 }  # fmt: skip
 
 

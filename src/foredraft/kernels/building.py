@@ -40,6 +40,7 @@ __all__ = [
 HERE = Path(__file__).parent
 SOURCES = (
     "kernels.c",
+    "pool.inc",
     "passes.inc",
     "coding.inc",
     "codes.inc",
@@ -48,7 +49,7 @@ SOURCES = (
     "fused.inc",
     "vocab.inc",
 )
-FLAGS = ("-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
+FLAGS = ("-O3", "-fPIC", "-pthread", "-Wno-psabi")
 # GCC copies vectors in pieces of 16 bytes by default, and reading them whole then waits for the pieces: with
 # AVX2, products take 2 to 4 times as long. GCC 12 and later know these flags, for x86 alone.
 WHOLE_COPIES = ("-mmove-max=512", "-mstore-max=512")
@@ -103,9 +104,6 @@ def compiler() -> list[str] | None:
 
 def build(command: list[str], path: Path, target: tuple[str, ...] = NATIVE) -> None:
     """Compile the kernels to a shared library.
-
-    The linker gets no -fopenmp: the OpenMP functions resolve to those that PyTorch loaded, so that both use
-    one team of threads.
 
     Args:
         command: The compiler, as `compiler` returns it.

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 KIND = "kernels"  # of the user's cache
 SUFFIX = ".so"
+NO_MEMORY = 1  # a result of the kernels, as in kernels.c
 ELSEWHERE = "foredraft-kernels-"  # first characters of the names of folders for kernels that are not kept
 
 
@@ -65,7 +66,7 @@ def declare(function: Any, arguments: tuple[type, ...], *, allocates: bool = Fal
     Args:
         function: A function of the library.
         arguments: Its ctypes argument types.
-        allocates: The function allocates work memory and returns nonzero where it gets none. Calls of the
+        allocates: The function allocates work memory and returns NO_MEMORY where it gets none. Calls of the
             declared function then raise MemoryError, and their outputs hold nothing of use.
     """
     function.argtypes, function.restype = arguments, ctypes.c_int if allocates else None
@@ -74,9 +75,10 @@ def declare(function: Any, arguments: tuple[type, ...], *, allocates: bool = Fal
     return function
 
 
-def _check_memory(failed: int, *_: Any) -> None:
-    if failed:
+def _check_memory(result: int, *_: Any) -> int:
+    if result & NO_MEMORY:
         raise MemoryError("the kernels got no work memory; decode fewer sequences at once (max_batch)")
+    return result
 
 
 @functools.cache

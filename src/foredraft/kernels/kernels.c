@@ -6,7 +6,6 @@
 
 #include <float.h>
 #include <math.h>
-#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -34,6 +33,10 @@ enum {
     KEYS = 128,    // keys that one step of the online softmax covers
     QUERIES = 12,  // query rows that one thread attends with at a time
     GROUP = 6,     // query rows whose accumulators fit into registers
+    WORTHWHILE = 4096,       // elements of rows that one thread takes at a time
+    WEIGHT_BYTES = 1 << 17,  // of a product that one thread takes at a time
+    MOST_BLOCKS = 8,         // as many blocks at most
+    MOST_LANES = 64,         // vectors of a gate that one thread takes at a time, at most
 };
 #ifdef __AVX512F__
 enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 registers
@@ -203,13 +206,16 @@ static inline __attribute__((always_inline)) void transpose(U *m) {
          ((U){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}))
 }
 
-typedef struct { int64_t from, to; } Share;
+#include "pool.inc"
 
-// The calling thread's share of `count` pieces of work.
-static inline Share thread_share(int64_t count) {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    return (Share){count * thread / threads, count * (thread + 1) / threads};
+// The size of pieces, `most` or less, of which every thread gets as many of `units`.
+static inline int64_t even_size(const Worker *w, int64_t units, int64_t most) {
+    const int64_t rounds = (units + w->threads * most - 1) / (w->threads * most), pieces = rounds * w->threads;
+    return pieces ? (units + pieces - 1) / pieces : 1;
 }
+
+// Rows of n elements that make a piece of work that is worth taking.
+static inline int64_t few_rows(int64_t n) { return n < WORTHWHILE ? WORTHWHILE / n : 1; }
 
 // The query rows of group g that share a key head.
 static inline int64_t query_rows(const Model *m, const Pass *p, int64_t g) {
@@ -221,35 +227,88 @@ static inline int64_t aligned_runs(const Pass *p, int64_t g) {
     return (p->start[g] + p->count[g] - 1) / LANES - p->start[g] / LANES + 1;
 }
 
+// Operations of the parts of a pass: a product may round and order its inputs first.
+enum { PRODUCT_OPERATIONS = 3, LAYER_OPERATIONS = 4 * PRODUCT_OPERATIONS + 7, HEAD_OPERATIONS = 1 + PRODUCT_OPERATIONS };
+
+// Copies an array to `memory`, which moves on behind it.
+static void *copied(const void *from, int64_t bytes, char **memory) {
+    void *to = memcpy(*memory, from, bytes);
+    *memory += (bytes + LANES - 1) / LANES * LANES;
+    return to;
+}
+
+static inline int64_t rotary_tables(const Model *m) {
+    int64_t tables = 0;
+    for (int64_t i = 0; i < m->layers; i++) tables = m->layer[i].rope < tables ? tables : m->layer[i].rope + 1;
+    return tables;
+}
+
+// The bytes of the copies of a pass and of two masks [layers].
+static int64_t pass_bytes(const Model *m, const Pass *p) {
+    return sizeof(int64_t) * (4 * p->groups + rotary_tables(m) + m->layers) + 2 * m->layers + 8 * LANES;
+}
+
+static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
+    Pass pass = *p;
+    const int64_t groups = p->groups * sizeof(int64_t);
+    pass.first = copied(p->first, groups, memory);
+    pass.count = copied(p->count, groups, memory);
+    pass.start = copied(p->start, groups, memory);
+    pass.row = copied(p->row, groups, memory);
+    pass.rotary = copied(p->rotary, rotary_tables(m) * sizeof(void *), memory);
+    pass.cache = copied(p->cache, m->layers * sizeof(void *), memory);
+    return pass;
+}
+
+// Positions [from, to) of a group, within an aligned run, and a key head. Their words of keys fill whole cache lines, so no two
+// threads write into one.
+typedef struct { int64_t group, kv, from, to; } KeyRun;
+
+// The run of this number, counted over all groups, runs and heads.
+static KeyRun key_run(const Model *m, const Pass *p, int64_t number) {
+    int64_t g = 0;
+    for (; number >= m->kv_heads * aligned_runs(p, g); g++) number -= m->kv_heads * aligned_runs(p, g);
+    const int64_t first = (p->start[g] / LANES + number / m->kv_heads) * LANES, end = p->start[g] + p->count[g];
+    return (KeyRun){
+        g, number % m->kv_heads, first > p->start[g] ? first : p->start[g], first + LANES < end ? first + LANES : end};
+}
+
 static inline void prefetch(const void *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch((const char *)from + i);
 }
 
-// Packs a weight [n, words] into blocks (see Linear); outputs past n in the last block are zero.
-void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *packed, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        const Share blocks = thread_share((n + BLOCK - 1) / BLOCK);
-        for (int64_t block = blocks.from; block < blocks.to; block++)
-            for (int64_t w = 0; w < words; w += LANES)
+typedef struct { const uint32_t *weight; int64_t n, words; uint32_t *packed; } Packing;
+
+static void pack(Worker *worker, const void *context) {
+    const Packing p = *(const Packing *)context;
+    const int64_t blocks = (p.n + BLOCK - 1) / BLOCK;
+    for (Piece piece = first_direct_piece(worker, blocks, few_rows(BLOCK * p.words)); piece.from < piece.to;
+         piece = next_piece(worker))
+        for (int64_t block = piece.from; block < piece.to; block++)
+            for (int64_t w = 0; w < p.words; w += LANES)
                 for (int half = 0; half < BLOCK; half += LANES) {
-                    const int64_t left = words - w < LANES ? words - w : LANES;
+                    const int64_t left = p.words - w < LANES ? p.words - w : LANES;
                     U m[LANES] = {0};
                     for (int i = 0; i < LANES; i++) {
                         const int64_t row = block * BLOCK + half + i;
-                        if (row < n) memcpy(m + i, weight + row * words + w, left * sizeof(uint32_t));
+                        if (row < p.n) memcpy(m + i, p.weight + row * p.words + w, left * sizeof(uint32_t));
                     }
                     transpose(m);
                     for (int64_t i = 0; i < left; i++)
-                        memcpy(packed + (block * words + w + i) * BLOCK + half, m + i, sizeof(U));
+                        memcpy(p.packed + (block * p.words + w + i) * BLOCK + half, m + i, sizeof(U));
                 }
-    }
+}
+
+// Packs a weight [n, words] into blocks (see Linear); outputs past n in the last block are zero.
+void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *packed, int threads) {
+    run_direct(pack, &(Packing){weight, n, words, packed}, sizeof(Packing), 1, threads);
 }
 
 #include "coding.inc"
 
-// The result of a kernel that allocates work memory. After NO_MEMORY its outputs hold nothing of use.
-enum { DONE, NO_MEMORY };
+// The result of a kernel. After NO_MEMORY its outputs hold nothing of use. LATE_THREADS: some may still read what the call was
+// given, until the pool is settled.
+enum { DONE, NO_MEMORY, LATE_THREADS };
 
 // Sampling parameters, [rows] each. A null pointer, 1 (top_p) or 0 (top_k, min_p) turns one off; without temperatures
 // every row is greedy. cut: whether the row has a top_p or a min_p.

@@ -28,6 +28,7 @@ from foredraft.decode.planning import has_drafters
 from foredraft.decode.sequence import Sequence, State
 from foredraft.errors import RequestError
 from foredraft.forks import check_process
+from foredraft.kernels import pool
 from foredraft.llm.inbox import Inbox
 from foredraft.llm.interrupts import Interrupts
 from foredraft.profiling.profile import use_profile
@@ -144,6 +145,7 @@ class Driver:
                 result = self._drive(waiter, interrupts)
                 if self._waiters or _finished(request):
                     release_workers()  # or they would slow down the thread that steps next
+                    pool.settle()
                 interrupts.deliver()
                 return result
             except BaseException:

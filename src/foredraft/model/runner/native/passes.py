@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from foredraft.kernels import pool
 from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, Plan
@@ -140,6 +141,7 @@ class NativePasses:
         self._forward = declare(
             forward,
             (*(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
+            allocates=True,
         )
         self._head = declare(head, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
         self._draft = declare(
@@ -184,7 +186,7 @@ class NativePasses:
         pass_ = pass_struct(cache, groups, self._rotary)
         scratch = self._scratch(count * self._scratch_per_column)
         logits = self._logits(hidden) if head else None
-        self._forward(
+        result = self._forward(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
             pointer(tokens),
@@ -198,6 +200,8 @@ class NativePasses:
             pointer(logits),
             torch.get_num_threads(),
         )
+        if result == pool.LATE_THREADS:
+            pool.keep(self, self._tables, hidden, cache, scratch)
         return logits
 
     def draft(
@@ -247,7 +251,7 @@ class NativePasses:
         )
         scratch = self._scratch(len(read) * (self._scratch_per_column + self.decoder.spec.hidden_size))
         logits = torch.empty(len(active), vocabulary)
-        self._draft(
+        result = self._draft(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
             ctypes.addressof(draft),
@@ -258,6 +262,8 @@ class NativePasses:
             logits.data_ptr(),
             torch.get_num_threads(),
         )
+        if result == pool.LATE_THREADS:
+            pool.keep(self, self._tables, cache, scratch)
         return FusedDraft(drawn, finite, probs, states)
 
     def _scratch(self, values: int) -> Tensor:
