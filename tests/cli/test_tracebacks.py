@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 from foredraft import ConfigError
 from foredraft.cli import main
 from foredraft.errors import CheckpointError
-from foredraft.model.chat import ChatTemplate
 from foredraft.model.config import read_json
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.train.texts import Reader
@@ -89,17 +87,6 @@ def test_a_table_of_what_is_no_utf8_is_one_error(tokenizer: Tokenizer, tmp_path:
     parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="which is not UTF-8 text"):
         Reader(tokenizer, None, 64).corpus([tmp_path / "a.parquet"])
-
-
-def test_a_chat_of_very_many_replies_is_one_error(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each reply takes two texts of the whole chat so far, which grows with the square of their number."""
-    messages = [{"role": role, "content": "the"} for _ in range(1500) for role in ("user", "assistant")]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
-    monkeypatch.setattr(tokenizer, "chat", object.__new__(ChatTemplate))
-    with pytest.raises(ConfigError, match="has 1,500 replies of the assistant, more than 500"):
-        Reader(tokenizer, None, 64).corpus([tmp_path / "a.jsonl"])
 
 
 def test_lines_with_a_byte_order_mark_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
