@@ -35,6 +35,14 @@ __all__ = ["Prepared", "check_out", "prepare"]
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
 HELD_OUT, MOST_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
 GROUP_TOKENS = 4096  # of one pass, unless the user says otherwise
+NOT_OF_THE_RUN = (
+    "data",
+    "validation",
+    "work",
+    "fresh",
+    "out",
+    "kept_states",
+)  # options; of files, the content is
 MOST_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 256 MiB
 
 
@@ -51,6 +59,7 @@ class Prepared:
         held_out: Documents of the validation.
         skipped: Bad lines that were left out.
         folder: Of checkpoints and logs.
+        digest: Of what makes it the same run.
     """
 
     checkpoint: Checkpoint
@@ -61,6 +70,7 @@ class Prepared:
     held_out: list[Document]
     skipped: int
     folder: Path
+    digest: str
 
 
 def prepare(
@@ -98,7 +108,8 @@ def prepare(
         )
     hash = target_hash(checkpoint.folder)
     check_place(checkpoint, hash)
-    folder = _work(options, hash, processes)
+    key = RunKey.of(options, hash)
+    folder = _work(options, key, processes)
     length = min(options.length or LENGTH, checkpoint.spec.max_positions)
     eos = next(iter(checkpoint.spec.eos_token_ids), None)
     reader = Reader(checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
@@ -141,19 +152,53 @@ def prepare(
         held_out,
         skipped,
         folder,
+        key.digest,
     )
 
 
-def _work(options: TrainOptions, hash: str, processes: Processes) -> Path:
-    """Return the folder of the run, with the key that no other run has."""
-    files = {str(file): _digest(file, "data") for file in options.data}
-    files |= {str(file): _digest(file, "validation") for file in options.validation}
-    settings = {
-        name: value
-        for name, value in asdict(options).items()
-        if name not in ("data", "validation", "work", "fresh", "out", "kept_states")
-    }
-    key = json.dumps([hash, files, settings], sort_keys=True, default=str)
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """What makes a run itself: the target, the content of the files, and the options that decide its figures.
+
+    Attributes:
+        target: The target's hash.
+        files: The digest of each file.
+        settings: The options by name.
+    """
+
+    target: str
+    files: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, options: TrainOptions, target: str) -> RunKey:
+        """Return the key of a run.
+
+        Raises:
+            ConfigError: A file cannot be read.
+        """
+        files = {str(file): _digest(file, "data") for file in options.data}
+        files |= {str(file): _digest(file, "validation") for file in options.validation}
+        settings = {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_RUN}
+        return cls(target, files, settings)
+
+    @property
+    def text(self) -> str:
+        """All of it as JSON, which no other run has."""
+        return self._as_json(self.settings)
+
+    @property
+    def digest(self) -> str:
+        """The digest of what checkpoints of one run share: all but where it is to end."""
+        lasting = {name: value for name, value in self.settings.items() if name != "steps"}
+        return hashlib.sha256(self._as_json(lasting).encode()).hexdigest()
+
+    def _as_json(self, settings: Mapping[str, Any]) -> str:
+        return json.dumps([self.target, self.files, settings], sort_keys=True, default=str)
+
+
+def _work(options: TrainOptions, key: RunKey, processes: Processes) -> Path:
+    """Return the folder of the run, with its key."""
     folder = options.work
     if folder is None:
         kept = cache_folder("training")
@@ -161,9 +206,9 @@ def _work(options: TrainOptions, hash: str, processes: Processes) -> Path:
             raise ConfigError(
                 "there is no cache folder for the run's checkpoints", remedy=("give ", Option("work"))
             )
-        folder = kept / hashlib.sha256(key.encode()).hexdigest()[:32]
+        folder = kept / hashlib.sha256(key.text.encode()).hexdigest()[:32]
     if processes.first:
-        _claim(folder, key, options)
+        _claim(folder, key.text, options)
     processes.wait()
     return folder
 

@@ -104,7 +104,7 @@ def _by_windows(
 
 
 def _window_start(roles: Sequence[object], opening: int, former: int) -> int:
-    """Return the place of the question before a reply; where it is far away, one more than `MAX_WINDOW` away."""
+    """Return the place of the question before a reply, or one that is further away than `MAX_WINDOW`."""
     start = former
     while start > opening and roles[start] != "user" and former - start <= MAX_WINDOW:
         start -= 1
