@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = [
     "check_folder_place",
     "check_place",
     "discard_unfinished",
+    "is_no_file",
     "probe",
     "replacing",
     "replacing_folder",
@@ -90,6 +92,18 @@ def probe(file: Path) -> None:
     with replacing(file) as new:
         new.write_bytes(bytes(PROBE))
     file.unlink()
+
+
+def is_no_file(path: Path) -> bool:
+    """Return whether something else than a file lies at a path, as a folder or a pipe.
+
+    Reading is to be refused before the path is opened: opening a pipe waits for a writer, and a pipe can be
+    read once. What cannot be examined may be a file; reading it says why not.
+    """
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def discard_unfinished() -> None:

@@ -15,6 +15,7 @@ import torch
 from foredraft import demo
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.errors import ConfigError, Option
+from foredraft.files import is_no_file
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
@@ -257,7 +258,7 @@ def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
 
 
 def _digest(file: Path, option: str) -> str:
-    if file.exists() and not file.is_file():  # a pipe could be read once, and would wait for a writer
+    if is_no_file(file):
         raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     try:
         with file.open("rb") as opened:

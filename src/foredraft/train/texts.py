@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.files import is_no_file
 from foredraft.model.config import parse_json
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.train.packed import Document
@@ -194,7 +195,7 @@ def _read(file: Path, option: str) -> Iterator[tuple[str | None, Any]]:
     Raises:
         ConfigError: The file cannot be read, is empty, or holds no text.
     """
-    if file.exists() and not file.is_file():  # a pipe is not opened: it would wait for a writer
+    if is_no_file(file):
         raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     if file.suffix in PARQUET:
         yield from _rows(file, option)
