@@ -19,6 +19,7 @@ from pathlib import Path
 from foredraft.errors import ConfigError
 
 __all__ = [
+    "NO_FILE",
     "TEMPORARY",
     "check_folder_place",
     "check_place",
@@ -34,6 +35,7 @@ TEMPORARY = ".new-"  # first characters of the names of temporary files
 # Bytes that a check writes. A full disk may still take an empty file, or one of a few bytes, which lie
 # within the folder's own entry.
 PROBE = 64 << 10
+NO_FILE = "it is no file"  # why it is not read, in place of an error of the system
 _unfinished: set[Path] = set()  # what `replacing` and `replacing_folder` are writing
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
 from foredraft.drafters.strict_records import Bound, Record, is_date
 from foredraft.errors import ConfigError, shortened
-from foredraft.files import is_no_file, replacing_folder
+from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.config import read_json
 from foredraft.ownership import check_folder, read_private
@@ -127,8 +127,6 @@ def read_adapter(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
         ConfigError: It cannot be read, or is not valid.
     """
     record = Record("adapter", REMEDY, "train a new one with `foredraft train adapter`", BOUNDS)
-    if is_no_file(folder / CONFIG):
-        raise record.refused(folder / CONFIG, "which is no file")
     found = record.read(AdapterConfig, folder / CONFIG, read)
     if found.depth >= found.layers:
         problem = f"whose depth is {found.depth}, but its target has {found.layers} layers"
