@@ -154,3 +154,21 @@ def test_what_cannot_be_examined_is_named_by_its_reader(tokenizer: Tokenizer, tm
         assert not is_no_file(tmp_path / name)
         with pytest.raises(ConfigError, match=r"which cannot be read \((File name too long|No such file)"):
             Reader(tokenizer, None, 64).corpus([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    "record", ["{}", '{"format": 2}', '{"file": 1, "identity": []}', '{"no_tokenizer": "x"}']
+)
+def test_a_record_of_no_gguf_file_is_one_line(
+    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_checkpoint(tmp_path / "model", "llama", tokenizer=True)
+    (model / "model.safetensors").unlink()
+    (model / "gguf.json").write_text(record)
+    for words in (
+        ["generate", "hi"],
+        ["info"],
+        ["tune", "--trials", "1", "--prompts", str(model / "config.json")],
+    ):
+        assert main([*words, "--model", str(model)]) == 2
+        assert "gguf.json does not say which GGUF file" in capsys.readouterr().err

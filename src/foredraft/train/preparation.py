@@ -15,7 +15,7 @@ import torch
 from foredraft import demo
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.errors import ConfigError, Option
-from foredraft.files import is_no_file
+from foredraft.files import TEMPORARY, is_no_file, replacing
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
@@ -33,6 +33,7 @@ from foredraft.user_cache import cache_folder
 
 __all__ = ["Prepared", "check_out", "prepare"]
 
+KEY = "key.json"  # in the folder of a run
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
 HELD_OUT, MOST_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
 GROUP_TOKENS = 4096  # of one pass, unless the user says otherwise
@@ -216,17 +217,21 @@ def _work(options: TrainOptions, key: RunKey, processes: Processes) -> Path:
 
 def _claim(folder: Path, key: str, options: TrainOptions) -> None:
     """Make the folder a run's own, or check that it is."""
-    file = folder / "key.json"
+    file = folder / KEY
     try:
         if options.fresh and file.is_file():
             shutil.rmtree(folder)
         if not file.is_file():
             make_folder(folder)
-            if any(folder.iterdir()):
+            named = (KEY,) if file.is_file() else ()  # another process may claim the same run at this moment
+            if any(
+                each.name not in named and not each.name.startswith(TEMPORARY) for each in folder.iterdir()
+            ):
                 raise ConfigError(
                     "which holds other files", option="work", value=str(folder), remedy="give a new folder"
                 )
-            file.write_text(key, encoding="utf-8")
+            with replacing(file) as new:
+                new.write_text(key, encoding="utf-8")
         elif file.read_bytes() != key.encode():
             raise ConfigError(
                 "which holds a run of another target, other data or other options", option="work",
