@@ -8,9 +8,11 @@ names the option whose value is the file.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,10 +20,12 @@ from pathlib import Path
 from foredraft.errors import ConfigError
 
 __all__ = [
+    "NO_FILE",
     "TEMPORARY",
     "check_folder_place",
     "check_place",
     "discard_unfinished",
+    "is_no_file",
     "probe",
     "replacing",
     "replacing_folder",
@@ -32,6 +36,8 @@ TEMPORARY = ".new-"  # first characters of the names of temporary files
 # Bytes that a check writes. A full disk may still take an empty file, or one of a few bytes, which lie
 # within the folder's own entry.
 PROBE = 64 << 10
+NO_FILE = "it is no file"  # why it is not read, in place of an error of the system
+RACES = 100  # attempts to rename a folder, each of which another process may come before
 _unfinished: set[Path] = set()  # what `replacing` and `replacing_folder` are writing
 
 
@@ -92,6 +98,18 @@ def probe(file: Path) -> None:
     file.unlink()
 
 
+def is_no_file(path: Path) -> bool:
+    """Return whether something else than a file lies at a path, as a folder or a pipe.
+
+    Reading is to be refused before the path is opened: opening a pipe waits for a writer, and a pipe can be
+    read once. What cannot be examined may be a file; reading it says why not.
+    """
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+
+
 def discard_unfinished() -> None:
     """Remove the files that are being written, for a process that ends without leaving its blocks."""
     for path in list(_unfinished):
@@ -147,7 +165,8 @@ def replacing(file: Path) -> Iterator[Path]:
 def replacing_folder(folder: Path, keeps: Callable[[], bool] = lambda: False) -> Iterator[Path]:
     """Yield a new folder, which takes the place of `folder` when the block ends without an error.
 
-    A reader sees the old folder, the new one, or for an instant none.
+    A reader sees the old folder, the new one, or for an instant none. Several processes may do so at once:
+    each writes a folder of its own, and the last one stays.
 
     Args:
         folder: The folder to make or to replace.
@@ -163,20 +182,33 @@ def replacing_folder(folder: Path, keeps: Callable[[], bool] = lambda: False) ->
         yield new
         for file in new.iterdir():
             _flush(file)
-        if folder.exists():
-            if keeps():
-                return
-            folder.rename(old)
-        try:
-            new.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
+        if not (folder.exists() and keeps()):
+            _put(new, folder, old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
         _unfinished.discard(new)
+
+
+def _put(new: Path, folder: Path, old: Path) -> None:
+    """Give a new folder its name; what had the name takes another.
+
+    Raises:
+        OSError: It cannot be renamed; what had the name has it again.
+    """
+    for left in reversed(range(RACES)):
+        try:
+            with suppress(FileNotFoundError):  # there is none, or another process moved it
+                folder.rename(old)
+            new.rename(folder)
+            return
+        except OSError as error:
+            raced = error.errno in (errno.ENOTEMPTY, errno.EEXIST) and left  # another process was faster
+            if not raced:
+                with suppress(OSError):
+                    old.rename(folder)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(file: Path) -> None:

@@ -14,7 +14,8 @@ those that fit into memory, `find_file` and `new_file` for those that are used i
 
 Contract: a key holds everything that the content depends on. A reader sees a whole file or none, also while
 several processes write it. Only content that this user wrote is believed: a file whose digest differs, or
-that another user could have written (`ownership.py`), counts as missing. The cache only saves time, so no
+that another user could have written (`ownership.py`), counts as missing; so whatever is kept is shut to other
+users (`shut`). The cache only saves time, so no
 state of the folder is an error for `read`, `write` and `find_file`.
 """
 
@@ -26,6 +27,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +46,7 @@ __all__ = [
     "new_file",
     "read",
     "read_bytes",
+    "shut",
     "sweep",
     "write",
     "write_bytes",
@@ -171,6 +174,16 @@ def keep_newest(kind: str, suffix: str, most: int) -> None:
             file.with_suffix(".json").unlink()
 
 
+def shut(path: Path) -> None:
+    """Shut other users out of a file, or of a folder and the files in it; a permissive umask lets them in.
+
+    Raises:
+        OSError: Its mode cannot be changed.
+    """
+    for each in (path, *(path.iterdir() if path.is_dir() else ())):
+        each.chmod(each.stat().st_mode & stat.S_IRWXU)
+
+
 def sweep(folder: Path, *prefixes: str) -> None:
     """Remove what writers that were killed left in a folder: this user's entries with one of these prefixes.
 
@@ -205,7 +218,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     sweep(folder, TEMPORARY)
     with replacing(folder / path.name) as new:
         yield new
-        new.chmod(0o600)  # a permissive umask would make the file one that `read_private` refuses
+        shut(new)
 
 
 def _read_bytes(path: Path | None) -> bytes | None:

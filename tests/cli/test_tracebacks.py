@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import foredraft
 from foredraft import ConfigError
 from foredraft.cli import main
-from foredraft.errors import CheckpointError
-from foredraft.model.chat import ChatTemplate
+from foredraft.drafters.adapter_files import read_adapter
+from foredraft.drafters.plan_files import read_plan
+from foredraft.errors import CheckpointError, ForedraftError
+from foredraft.files import is_no_file
 from foredraft.model.config import read_json
+from foredraft.model.gguf.file import GGUFFile
+from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.train.options import AdapterOptions
+from foredraft.train.preparation import RunKey
 from foredraft.train.texts import Reader
 from tests.support.checkpoints import save_checkpoint
 from tests.support.limits import no_more_bytes
@@ -91,17 +97,6 @@ def test_a_table_of_what_is_no_utf8_is_one_error(tokenizer: Tokenizer, tmp_path:
         Reader(tokenizer, None, 64).corpus([tmp_path / "a.parquet"])
 
 
-def test_a_chat_of_very_many_replies_is_one_error(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each reply takes two texts of the whole chat so far, which grows with the square of their number."""
-    messages = [{"role": role, "content": "the"} for _ in range(1500) for role in ("user", "assistant")]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
-    monkeypatch.setattr(tokenizer, "chat", object.__new__(ChatTemplate))
-    with pytest.raises(ConfigError, match="has 1,500 replies of the assistant, more than 500"):
-        Reader(tokenizer, None, 64).corpus([tmp_path / "a.jsonl"])
-
-
 def test_lines_with_a_byte_order_mark_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
     line = '{"text": "the target"}\n'
     (tmp_path / "a.jsonl").write_text(line)
@@ -110,15 +105,70 @@ def test_lines_with_a_byte_order_mark_are_read(tokenizer: Tokenizer, tmp_path: P
     assert one == other
 
 
-def test_a_pipe_is_never_waited_for(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    from foredraft.drafters.adapter_files import read_adapter
+# reader of a file -> its name there, and the room's own error
+READERS: dict[str, tuple[Callable[[Path, Tokenizer], object], type[ForedraftError], str]] = {
+    "config.json": (lambda file, _: read_json(file), CheckpointError, "config.json is not readable JSON"),
+    "adapter/config.json": (
+        lambda file, _: read_adapter(file.parent),
+        ConfigError,
+        "adapter is .*which is no file",
+    ),
+    "plan.json": (lambda file, _: read_plan(file), ConfigError, "plan is .*which is no file"),
+    "data.jsonl": (lambda file, own: Reader(own, None, 64).corpus([file]), ConfigError, "data is .*no file"),
+    "run.txt": (
+        lambda file, _: RunKey.of(AdapterOptions(data=(file,)), ""),
+        ConfigError,
+        "data is .*no file",
+    ),
+    "m.safetensors": (
+        lambda file, _: SafetensorsFile(file),
+        CheckpointError,
+        "cannot be read .it is no file",
+    ),
+    "m.gguf": (lambda file, _: GGUFFile(file), CheckpointError, "cannot be read .it is no file"),
+    "m": (lambda file, _: foredraft.load(str(file)), ForedraftError, "m"),
+}
 
-    for name in ("config.json", "data.jsonl"):
-        os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match="it is no file"):
-        read_json(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="which is no file"):
-        read_adapter(tmp_path)
-    given: Any = [tmp_path / "data.jsonl"]
-    with pytest.raises(ConfigError, match="which is no file"):
-        Reader(tokenizer, None, 64).corpus(given)
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_file_is_never_opened(name: str, kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A pipe would be waited for; a device might never end."""
+    read, error, message = READERS[name]
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero")
+    with pytest.raises(error, match=message):
+        read(file, tokenizer)
+
+
+def test_what_cannot_be_examined_is_named_by_its_reader(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A name that the system refuses is neither a file nor something else."""
+    for name in ("x" * 300, "a/b/c"):
+        assert not is_no_file(tmp_path / name)
+        with pytest.raises(ConfigError, match=r"which cannot be read \((File name too long|No such file)"):
+            Reader(tokenizer, None, 64).corpus([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    "record", ["{}", '{"format": 2}', '{"file": 1, "identity": []}', '{"no_tokenizer": "x"}']
+)
+def test_a_record_of_no_gguf_file_is_one_line(
+    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_checkpoint(tmp_path / "model", "llama", tokenizer=True)
+    (model / "model.safetensors").unlink()
+    (model / "gguf.json").write_text(record)
+    for words in (
+        ["generate", "hi"],
+        ["info"],
+        ["tune", "--trials", "1", "--prompts", str(model / "config.json")],
+    ):
+        assert main([*words, "--model", str(model)]) == 2
+        assert "gguf.json does not say which GGUF file" in capsys.readouterr().err

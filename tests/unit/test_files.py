@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foredraft import ConfigError
-from foredraft.files import check_place, replacing, write_whole
+from foredraft.files import check_place, replacing, replacing_folder, write_whole
 
 
 def test_a_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +75,50 @@ def test_writers_at_the_same_time_do_not_share_a_file(tmp_path: Path) -> None:
         one.write_text("one")
         other.write_text("other")
     assert path.read_text() == "one"  # the outer block ends last
+
+
+def replace_again_and_again(barrier: Any, folder: Path, own: str, errors: Any) -> None:
+    for _ in range(200):
+        barrier.wait(30)
+        try:
+            with replacing_folder(folder) as new:
+                (new / "file").write_text(own)
+        except OSError as error:
+            errors.put(str(error))
+
+
+def test_processes_that_replace_a_folder_at_once_do_not_fail(tmp_path: Path) -> None:
+    """The last one stays, whole, and nothing lies beside it."""
+    context = multiprocessing.get_context("spawn")
+    barrier, errors, folder = context.Barrier(3), context.Queue(), tmp_path / "folder"
+    writers = [
+        context.Process(target=replace_again_and_again, args=(barrier, folder, f"writer {n}", errors))
+        for n in range(3)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0] and errors.empty()
+    assert (folder / "file").read_text().startswith("writer") and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = tmp_path / "folder", Path.rename
+    with replacing_folder(folder) as new:
+        (new / "file").write_text("old")
+
+    def refuse(self: Path, target: Path) -> Path:
+        if target == folder and not (self / "file").read_text() == "old":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Read-only"), replacing_folder(folder) as new:
+        (new / "file").write_text("new")
+    assert (folder / "file").read_text() == "old" and list(tmp_path.iterdir()) == [folder]
 
 
 def test_the_content_is_on_the_disk_before_the_name_is(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -93,12 +95,80 @@ def test_rules_that_multiply_text_are_refused(rules: list[Any], escaped: bool, t
     if escaped:
         file = folder / "tokenizer.json"
         file.write_text(file.read_text().replace('"normalizer"', '"normali\\u007aer"'))
-    with pytest.raises(CheckpointError, match=r"has a normalizer that can make|rules in a row"):
+    with pytest.raises(
+        CheckpointError, match=r"has a normalizer and pre_tokenizer that can make|rules in a row"
+    ):
         Tokenizer.from_folder(folder)
     decoders = {"type": "Sequence", "decoders": [each for each in rules if each["type"] == "Replace"]}
     if len(decoders["decoders"]) > 1:
         with pytest.raises(CheckpointError, match=r"has a decoder that can make|rules in a row"):
             Tokenizer.from_folder(write(tmp_path, BASE | {"decoder": decoders}))
+
+
+def table(*texts: str) -> dict[str, Any]:
+    """Return a table of characters that writes these texts, with an empty index."""
+    content = struct.pack("<I", 0) + b"".join(text.encode() + b"\0" for text in texts)
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BERT = {
+    "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
+    "lowercase": True,
+}  # fmt: skip
+CTC = {"type": "CTC", "pad_token": "x", "word_delimiter_token": "", "cleanup": True}
+WITHOUT_TYPE = {"pattern": {"String": "a"}, "content": "a" * 9}
+HIDDEN: dict[str, dict[str, list[Any]]] = {
+    "of no type": {"normalizer": [WITHOUT_TYPE] * 2},
+    "prepended, of no type": {"normalizer": [{"prepend": "a" * 9}] * 2},
+    "nothing sought": {"normalizer": [replace("", "a")] * 7},
+    "an expression that matches nothing": {"normalizer": [replace("", "a", "Regex")] * 7},
+    "bytes of bytes": {"normalizer": [BYTES] * 7},
+    "bytes of bytes before the vocabulary": {"pre_tokenizer": [BYTES] * 7},
+    "bytes after a normaliser": {"normalizer": [replace("a", "b" * 40)], "pre_tokenizer": [BYTES]},
+    "characters that Unicode writes out": {"normalizer": [replace("ل", "ﷺ"), {"type": "NFKD"}] * 3},
+    "capitals that become two characters": {
+        "normalizer": [replace("i", "İ"), replace("\N{COMBINING DOT ABOVE}", "İ"), {"type": "Lowercase"}] * 7
+    },
+    "spaces around characters": {"normalizer": [BERT] * 4},
+    "a table": {"normalizer": [table("a", "b" * 65)]},
+    "tables": {"normalizer": [table("a" * 9)] * 2},
+    "a table after a rule": {"normalizer": [replace("a", "b" * 9), table("a" * 9)]},
+    "an empty suffix": {"decoder": [{"type": "BPEDecoder", "suffix": ""}] * 7},
+    "an empty suffix of no type": {"decoder": [{"suffix": ""}] * 7},
+    "an empty delimiter": {"decoder": [CTC] * 7},
+    "a space before each token": {"decoder": [{"type": "WordPiece", "prefix": "##", "cleanup": True}] * 7},
+}
+PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_rules_that_multiply_text_in_other_ways_are_refused(name: str, tmp_path: Path) -> None:
+    content = {key: {"type": "Sequence", PARTS[key]: rules} for key, rules in HIDDEN[name].items()}
+    with pytest.raises(CheckpointError, match=r"that can make [\d,]+ characters of one, more than 64"):
+        Tokenizer.from_folder(write(tmp_path, BASE | content))
+
+
+def test_the_bound_holds_for_rules_that_pass(tmp_path: Path) -> None:
+    """A text of each Unicode form's longest characters, through as many rules as are let through."""
+    text = "ﷺİéل漢ai"
+    for name, (key, rules) in ((name, next(iter(found.items()))) for name, found in HIDDEN.items()):
+        for count in range(1, len(rules)):
+            content = BASE | {key: {"type": "Sequence", PARTS[key]: rules[:count]}}
+            try:
+                loaded = Tokenizer.from_folder(write(tmp_path, content))
+            except CheckpointError:
+                break
+            assert loaded is not None, name
+            inner = loaded.inner
+            for each in text:
+                if key == "normalizer":
+                    long = len(inner.normalizer.normalize_str(each))
+                elif key == "pre_tokenizer":
+                    long = sum(len(piece) for piece, _ in inner.pre_tokenizer.pre_tokenize_str(each))
+                else:
+                    long = len(inner.decoder.decode([each] * 8)) // 8
+                assert long <= 64 * 18, (name, count, each)
 
 
 def test_nine_nested_rules_of_an_added_token_take_no_memory(tmp_path: Path) -> None:
@@ -119,9 +189,9 @@ def test_rules_of_known_tokenizers_are_read(tmp_path: Path) -> None:
     table = [replace(one, other) for one, other in (("…", "..."), ("½", "1/2"), ("№", "No."), ("℃", "°C"))]
     rules = [
         {"type": "Prepend", "prepend": "▁"}, replace(" ", "▁"), *table * 3, replace(" {2,}", " ", "Regex"),
-        {"type": "NFKC"},
+        {"type": "NFKD"}, {"type": "Lowercase"}, {"type": "NFKC"},
     ]  # fmt: skip
-    content = BASE | {"normalizer": {"type": "Sequence", "normalizers": rules}}
+    content = BASE | {"normalizer": {"type": "Sequence", "normalizers": rules}, "pre_tokenizer": BYTES}
     content["model"] = BASE["model"] | {"vocab": {"a": 0, "normalizer": 1, "decoder": 2}}
     assert Tokenizer.from_folder(write(tmp_path, content)) is not None
 

@@ -21,6 +21,7 @@ from foredraft import ConfigError
 from foredraft.train.adapter import train_adapter
 from foredraft.train.checkpoints import Checkpoints
 from foredraft.train.options import AdapterOptions
+from foredraft.train.preparation import RunKey
 from tests.support.checkpoints import TEXT, save_checkpoint
 from tests.support.limits import no_more_bytes
 
@@ -118,6 +119,11 @@ def test_pickles_in_place_of_files_run_nothing(model: Path, data: Path, folder: 
 Spoiler = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
 
 
+def header_of(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata())
+
+
 def lacks(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
     del tensors[sorted(tensors)[0]]
 
@@ -172,19 +178,49 @@ def test_a_broken_checkpoint_is_one_line(
     spoil: Spoiler, message: str, model: Path, data: Path, folder: Path
 ) -> None:
     file = folder / "work" / FILE
-    with safe_open(file, "pt") as opened:
-        metadata = json.loads(opened.metadata()["progress"])
+    header = header_of(file)
+    metadata = json.loads(header["progress"])
     tensors = load_file(file)
     spoil(tensors, metadata)
-    save_file(tensors, file, {"progress": json.dumps(metadata)})
+    save_file(tensors, file, header | {"progress": json.dumps(metadata)})
     with pytest.raises(ConfigError, match=f"whose checkpoint step-4.safetensors .*{message}.*fresh"):
         train(model, options(data, folder))
 
 
+@pytest.mark.parametrize("change", ["seed", "data", "target", "a header of none", "no header"])
+def test_a_checkpoint_of_another_run_with_equal_shapes_is_one_line(
+    change: str, model: Path, data: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The checkpoint of another run, whole and of equal shapes, lies in the place of the run's own."""
+    file = folder / "work" / FILE
+    if change in ("no header", "a header of none"):
+        header = header_of(file) | {"run": "0" * 64}
+        save_file(load_file(file), file, None if change == "no header" else header)
+        again = options(data, folder)
+    else:
+        if change == "data":
+            data = Path(shutil.copy(data, tmp_path / "data.jsonl"))
+            data.write_text(data.read_text() + '{"text": "one more line"}\n')
+        if change == "target":
+            model = save_checkpoint(tmp_path / "m", "llama", tokenizer=True, vocab_size=97, seed=1)
+        again = options(data, tmp_path, steps=4, seed=int(change == "seed"))
+        train(model, again)
+        shutil.copy(file, tmp_path / "work" / FILE)
+    with pytest.raises(ConfigError, match=r"whose checkpoint step-4.safetensors is that of a run of another"):
+        train(model, again)
+
+
+def test_a_checkpoint_of_fewer_steps_is_of_the_same_run(model: Path, data: Path) -> None:
+    keys = [RunKey.of(options(data, data.parent, steps=steps), "target") for steps in (4, 8)]
+    assert keys[0].digest == keys[1].digest and keys[0].text != keys[1].text
+
+
 def test_a_checkpoint_without_progress_is_one_line(model: Path, data: Path, folder: Path) -> None:
     file = folder / "work" / FILE
-    for metadata in (None, {"progress": "[]"}, {"progress": "{"}, {"progress": "[" * 5000}):
-        save_file(load_file(file), file, metadata)
+    header = header_of(file)
+    del header["progress"]
+    for metadata in ({}, {"progress": "[]"}, {"progress": "{"}, {"progress": "[" * 5000}):
+        save_file(load_file(file), file, header | metadata)
         with pytest.raises(ConfigError, match="whose checkpoint step-4.safetensors .*fresh"):
             train(model, options(data, folder))
 

@@ -470,7 +470,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         with pytest.raises(ConfigError, match="No space left on device.*the one before it is whole"):
             train(model, given)
     assert {path: path.stat().st_size for path in before} == before
-    assert Checkpoints(folder, Any).latest == folder / "step-4.safetensors"  # type: ignore[arg-type]
+    assert Checkpoints(folder, Any, "").latest == folder / "step-4.safetensors"  # type: ignore[arg-type]
     assert (tmp_path / "adapter" / "model.safetensors").read_bytes() != b"" != adapter
     assert train(model, given).steps == 12
 

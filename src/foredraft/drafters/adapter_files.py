@@ -22,8 +22,8 @@ from foredraft.errors import ConfigError, shortened
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.config import read_json
-from foredraft.ownership import check_folder, read_private
-from foredraft.user_cache import cache_folder
+from foredraft.ownership import check_file, check_folder, read_private
+from foredraft.user_cache import cache_folder, shut
 
 __all__ = [
     "CONFIG",
@@ -127,8 +127,6 @@ def read_adapter(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
         ConfigError: It cannot be read, or is not valid.
     """
     record = Record("adapter", REMEDY, "train a new one with `foredraft train adapter`", BOUNDS)
-    if os.path.lexists(folder / CONFIG) and not (folder / CONFIG).is_file():
-        raise record.refused(folder / CONFIG, "which is no file")  # opening a pipe would wait for a writer
     found = record.read(AdapterConfig, folder / CONFIG, read)
     if found.depth >= found.layers:
         problem = f"whose depth is {found.depth}, but its target has {found.layers} layers"
@@ -145,6 +143,8 @@ def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, Ten
     with replacing_folder(folder) as new:
         (new / WEIGHTS).write_bytes(save(dict(tensors)))  # save_file writes for this user alone
         (new / CONFIG).write_text(json.dumps(asdict(config), indent=1, allow_nan=False) + "\n")
+        if folder.parent == cache_folder("adapters"):
+            shut(new)
 
 
 def adapter_place(hash: str) -> Path | None:
@@ -174,8 +174,21 @@ def find_adapter(hash: str) -> Path | None:
     place = adapter_place(hash)
     if place is None or not os.path.lexists(place):
         return None
-    read_adapter(place, read=lambda file: read_private(check_folder(file.parent) / file.name))
+    read_adapter(place, read=_read_private)
     return place
+
+
+def _read_private(config: Path) -> bytes:
+    """Return the content of a kept adapter's `config.json`, after both files were checked.
+
+    Raises:
+        NotPrivateError: Another user could have written one of them.
+        OSError: It cannot be read.
+    """
+    folder = check_folder(config.parent)
+    if (folder / WEIGHTS).exists():  # else the reader of the weights says what is missing
+        check_file(folder / WEIGHTS)
+    return read_private(folder / config.name)
 
 
 def target_hash(folder: Path) -> str:

@@ -21,7 +21,7 @@ from foredraft.files import TEMPORARY, write_whole
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.config import read_json
 from foredraft.ownership import check_folder, make_folder, read_private
-from foredraft.user_cache import cache_folder, sweep
+from foredraft.user_cache import cache_folder, shut, sweep
 
 __all__ = [
     "PlanFile",
@@ -176,6 +176,8 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
             make_folder(place.parent)
             sweep(place.parent, TEMPORARY)
         write_plan(plan, place, option)
+        with suppress(OSError):  # the reader of a plan that stays open refuses it
+            shut(place)
     return place
 
 

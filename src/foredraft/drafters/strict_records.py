@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from foredraft.errors import ConfigError, shortened
+from foredraft.files import is_no_file
 from foredraft.model.config import MAX_FLOAT, parse_json
 from foredraft.ownership import NotPrivateError
 from foredraft.user_cache import PRIVATE_CACHE
@@ -56,6 +57,8 @@ class Record:
         Raises:
             ConfigError: The file cannot be read, or is not such a record.
         """
+        if is_no_file(file):
+            raise self.refused(file, "which is no file")
         try:
             found = parse_json(read(file).decode())
         except NotPrivateError as error:

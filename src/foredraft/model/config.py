@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
+from foredraft.files import NO_FILE, is_no_file
 
 DOWNLOAD_AGAIN = "download it again"  # the remedy for a broken or incomplete file
 MAX_FLOAT = sys.float_info.max
@@ -29,8 +30,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, or does not hold a JSON object.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe is not opened: it would wait for a writer
-            raise OSError("it is no file")
+        if is_no_file(path):
+            raise OSError(NO_FILE)
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not readable JSON ({error})", remedy=DOWNLOAD_AGAIN) from error

@@ -10,6 +10,7 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
+from foredraft.files import NO_FILE, is_no_file
 from foredraft.model.config import DOWNLOAD_AGAIN, parse_json
 from foredraft.model.mapping import mapped_bytes
 
@@ -95,6 +97,8 @@ class SafetensorsFile:
             CheckpointError: It cannot be read, or is broken or incomplete.
         """
         self.path = path
+        if is_no_file(path):
+            raise self._unreadable(OSError(errno.EINVAL, NO_FILE))
         try:
             self._file = path.open("rb")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Measuring: takes samples of those costs of forwards that are not steady yet."""
+"""Measuring: takes samples of those costs of forwards and of host work that are not known well enough yet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from foredraft.decode.engine import Engine
 from foredraft.profiling.forwards import ForwardMeter, reading
+from foredraft.profiling.host import host_ms
 from foredraft.profiling.samples import Samples, agreed
 from foredraft.profiling.timing import Turns, timed
 
-__all__ = ["Forwards", "Reading"]
+__all__ = ["Forwards", "HostWork", "Reading"]
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 DRAFT = 4  # tokens of the drafts that are timed, besides drafts of one: long ones take long
@@ -61,6 +62,58 @@ class Forwards:
             samples.add(self.costs[work], [1e3 * each for each in seconds])
         return True
 
+    def ms(self, samples: Samples) -> dict[Any, float | None]:
+        """Return work -> ms; None where there is no sample."""
+        return {work: samples.ms(cost) for work, cost in self.costs.items()}
+
+    def steady(self, samples: Samples) -> list[bool]:
+        """Return of each cost whether two samples agree."""
+        return [samples.steady(cost) is not None for cost in self.costs.values()]
+
+
+class HostWork:
+    """The host work of rounds by batch: of plain ones and of the longest drafts, greedy and sampled.
+
+    Attributes:
+        batches: Those that were asked for.
+        sound: Every round that was tried could be timed.
+    """
+
+    def __init__(self, engine: Engine, longest: int) -> None:
+        self.engine, self.longest = engine, longest
+        self.batches: list[int] = []
+        self.sound = True
+
+    def measure(self, batch: int, samples: Samples, deadline: float) -> bool:
+        """Take a sample of what has none; return whether any was tried."""
+        self.batches.append(batch)
+        tried = False
+        for draws in (False, True):
+            for length, cost in self._costs(batch, draws).items():
+                if samples.ms(cost) is None and time.perf_counter() < deadline:
+                    took, tried = host_ms(self.engine, batch, length, draws=draws, until=deadline), True
+                    self.sound &= took is not None
+                    if took is not None:
+                        samples.add(cost, [took])
+        return tried
+
+    def ms(self, samples: Samples, *, draws: bool) -> dict[int, tuple[float, ...]]:
+        """Return batch -> ms of a plain round and of the longest draft's: 0, where it is not known."""
+        return {
+            batch: tuple(samples.ms(cost) or 0.0 for cost in self._costs(batch, draws).values())
+            for batch in self.batches
+        }
+
+    def steady(self, samples: Samples) -> list[bool]:
+        """Return of each cost whether it has a sample, the least of a run's rounds, or none can be had."""
+        costs = [self._costs(batch, draws) for batch in self.batches for draws in (False, True)]
+        return [samples.ms(cost) is not None or not self.sound for named in costs for cost in named.values()]
+
+    def _costs(self, batch: int, draws: bool) -> dict[int, str]:
+        """Return drafted tokens -> the name of the cost among the samples."""
+        kind = "sampled" if draws else "greedy"
+        return {length: f"host of {batch} x {length}, {kind}" for length in (0, self.longest)}
+
 
 class Reading:
     """What the draft models, which read texts in a cache of their own, take for a token more."""
@@ -97,6 +150,11 @@ class Reading:
         for (name, tokens), seconds in turns.seconds.items():
             samples.add(self._cost(name, tokens), [1e3 * each for each in seconds])
         return True
+
+    def steady(self, samples: Samples) -> list[bool]:
+        """Return of each draft model whether its samples are steady."""
+        known = self.ms(samples)
+        return [name in known for name in self.readers]
 
     def _cost(self, name: str, tokens: int) -> str:
         return f"reading of {name} x {tokens}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,7 @@ from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Auto, CostTable, Policy
 from foredraft.kernels.machine import describe_cpu
-from foredraft.profiling.host import host_ms
-from foredraft.profiling.measuring import Forwards, Reading
+from foredraft.profiling.measuring import Forwards, HostWork, Reading
 from foredraft.profiling.samples import Samples
 
 __all__ = ["Profile", "load_profile", "measure_profile", "use_profile"]
@@ -155,49 +154,52 @@ def measure_profile(
     deadline = started + budget
     longest = min(longest, engine.target.max_queries - 1)
     batches = sorted({1, engine.cache.rows})
-    passes: dict[int, dict[int, float]] = {}
-    drafts: dict[str, dict[int, tuple[float, float]]] = {}
-    host: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
-    steady: list[bool] = []  # of each cost that is wanted
-    sound, measured = True, False
-    for done, batch in enumerate(batches):
+    forwards = [Forwards(engine, batch, longest) for batch in batches]
+    host, reading = HostWork(engine, longest), Reading(engine)
+    measured = False
+    for done, each in enumerate(forwards):
         progress(done, len(batches))
-        forwards = Forwards(engine, batch, longest)
-        measured |= forwards.measure(samples, deadline)
-        steady += [samples.steady(cost) is not None for cost in forwards.costs.values()]
-        ms = {work: samples.ms(cost) for work, cost in forwards.costs.items()}
-        if ms[1] is None:
-            continue  # the costs of one row serve
-        passes[batch] = {n: known for n in forwards.widths if (known := ms[n]) is not None}
-        for name, drafter in engine.drafters.items():
-            steps = _draft_cost(ms, name, drafter, forwards.draft)
-            if steps is not None:
-                drafts.setdefault(name, {})[batch] = steps
-        for draws in (False, True):
-            host[draws][batch] = []
-            for length in (0, longest):
-                cost = f"host of {batch} x {length}, {'sampled' if draws else 'greedy'}"
-                if samples.ms(cost) is None and time.perf_counter() < deadline:
-                    took, measured = host_ms(engine, batch, length, draws=draws, until=deadline), True
-                    sound &= took is not None
-                    if took is not None:
-                        samples.add(cost, [took])
-                known_ms = samples.ms(cost)
-                steady.append(known_ms is not None or not sound)
-                host[draws][batch].append(known_ms or 0.0)  # as if it were free, where it is not known
-    reading = Reading(engine)
+        measured |= each.measure(samples, deadline)
+        if each.ms(samples)[1] is not None:  # else the costs of one row serve
+            measured |= host.measure(each.batch, samples, deadline)
     measured |= reading.measure(samples, deadline)
-    reads = reading.ms(samples)  # reading draws no tokens, so both tables share it
-    steady += [name in reads for name in reading.readers]
     progress(len(batches), len(batches))
     seconds = time.perf_counter() - started if measured else 0.0
-    doubt = _doubt(seconds, budget, steady, sound)
+    steady = [known for each in forwards for known in each.steady(samples)]
+    steady += [*host.steady(samples), *reading.steady(samples)]
+    doubt = _doubt(seconds, budget, steady, host.sound)
+    timed = [each for each in forwards if each.batch in host.batches]
+    passes = _passes(timed, samples)
     if doubt is not None:
         passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
+    drafts, reads = _drafts(engine, timed, samples), reading.ms(samples)  # these draw no tokens
     greedy, sampled = (
-        CostTable(_with_host(passes, host[draws], longest), drafts, reads) for draws in (False, True)
+        CostTable(_with_host(passes, host.ms(samples, draws=draws), longest), drafts, reads)
+        for draws in (False, True)
     )
     return Profile(greedy, sampled, doubt, seconds)
+
+
+def _passes(forwards: Sequence[Forwards], samples: Samples) -> dict[int, dict[int, float]]:
+    """Return batch -> columns of a row -> ms of the pass."""
+    found = {}
+    for each in forwards:
+        ms = each.ms(samples)
+        found[each.batch] = {width: known for width in each.widths if (known := ms[width]) is not None}
+    return found
+
+
+def _drafts(
+    engine: Engine, forwards: Sequence[Forwards], samples: Samples
+) -> dict[str, dict[int, tuple[float, float]]]:
+    """Return drafter -> batch -> ms of the first and of a further step."""
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for each in forwards:
+        ms = each.ms(samples)
+        for name, drafter in engine.drafters.items():
+            if (steps := _draft_cost(ms, name, drafter, each.draft)) is not None:
+                found.setdefault(name, {})[each.batch] = steps
+    return found
 
 
 def _doubt(seconds: float, budget: float, steady: Sequence[bool], sound: bool) -> str | None:
@@ -253,7 +255,7 @@ def _assumed(by_width: dict[int, float], longest: int) -> dict[int, float]:
 
 
 def _with_host(
-    passes: dict[int, dict[int, float]], host: dict[int, list[float]], longest: int
+    passes: dict[int, dict[int, float]], host: Mapping[int, Sequence[float]], longest: int
 ) -> dict[int, dict[int, float]]:
     """Return batch -> columns in all -> ms of the pass and of the host, whose work grows with the columns."""
     tables: dict[int, dict[int, float]] = {}

@@ -90,7 +90,7 @@ def _trained(
 
     run = Run(
         student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
-        prepared.folder, processes, keep, place.exists, report,
+        prepared.folder, prepared.digest, processes, keep, place.exists, report,
     )  # fmt: skip
     progress = run.train()
     return Result.of(place, progress, prepared)

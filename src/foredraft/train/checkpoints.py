@@ -3,12 +3,13 @@
     checkpoints/step-400.safetensors
         student/layer.self_attn.q_proj.weight              a parameter
         optimizer/exp_avg/layer.self_attn.q_proj.weight    what the optimiser keeps of it (`MOMENTS`)
-        header: {"progress": "{\"step\": 400, ...}"}
+        header: {"progress": "{\"step\": 400, ...}", "run": "9f86d081..."}
 
-Contract: the latest checkpoint is whole, whatever ended the run. One is written under another name, which
-then takes its place; the former one goes only after that. Reading one executes nothing that it holds: the
-file is numbers and JSON, each of which is checked. The first process writes the tensors whole, and any number
-of processes can read them.
+Contract: a checkpoint is read by its own run alone. The digest in its header names the run: target, data and
+options, but for the number of steps. The latest checkpoint is whole, whatever ended the run. One is written
+under another name, which then takes its place; the former one goes only after that. Reading one executes
+nothing that it holds: the file is numbers and JSON, each of which is checked. The first process writes the
+tensors whole, and any number of processes can read them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from foredraft.train.students import Student
 
 __all__ = ["Checkpoints", "Progress"]
 
-PREFIX, SUFFIX, PROGRESS = "step-", ".safetensors", "progress"
+PREFIX, SUFFIX = "step-", ".safetensors"
+PROGRESS, RUN = "progress", "run"  # of the header
 STEPS = "step"  # what AdamW counts for each parameter, a scalar
 MOMENTS = (STEPS, "exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 
@@ -85,10 +87,11 @@ class Checkpoints:
     Args:
         folder: Holds them.
         processes: Those that train.
+        run: The digest of the run.
     """
 
-    def __init__(self, folder: Path, processes: Processes) -> None:
-        self.folder, self.processes = folder, processes
+    def __init__(self, folder: Path, processes: Processes, run: str) -> None:
+        self.folder, self.processes, self.run = folder, processes, run
 
     @property
     def latest(self) -> Path | None:
@@ -119,7 +122,8 @@ class Checkpoints:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with replacing(file) as new:
-                    write_tensors(new, tensors, {PROGRESS: json.dumps(asdict(progress))})
+                    header = {PROGRESS: json.dumps(asdict(progress)), RUN: self.run}
+                    write_tensors(new, tensors, header)
                 if former is not None and former != file:
                     former.unlink()
             except OSError as error:
@@ -137,6 +141,8 @@ class Checkpoints:
             return None
         try:
             with SafetensorsFile(latest) as file:
+                if file.metadata.get(RUN) != self.run:
+                    raise ValueError("is that of a run of another target, other data or other options")
                 progress = Progress.read(file.metadata.get(PROGRESS))
                 if self._file(progress.step) != latest:
                     raise ValueError(f"is that of step {progress.step}")

@@ -93,8 +93,8 @@ def _trained(
 
     cost = _reads(spec) / _reads(target.spec)
     run = Run(
-        student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder, processes,
-        keep, place.exists, report,
+        student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder,
+        prepared.digest, processes, keep, place.exists, report,
     )  # fmt: skip
     return Result.of(place, run.train(), prepared)
 

@@ -49,6 +49,7 @@ class Run:
         cost: c, of a draft step by the student, in plain steps; by the bytes that both read.
         options: The options.
         folder: Of checkpoints and logs.
+        digest: Of what makes it the same run (`preparation.RunKey`).
         processes: Those that train together.
         keep: Writes the student, with how it does; called whenever it is the best so far.
         kept: Returns whether what `keep` wrote is still there.
@@ -62,6 +63,7 @@ class Run:
     cost: float
     options: TrainOptions
     folder: Path
+    digest: str
     processes: Processes
     keep: Callable[[Validation, Progress], None]
     kept: Callable[[], bool]
@@ -84,7 +86,7 @@ class Run:
         self._kept = KeptStates(
             self.target, self.student.depth, self.folder / "states", int(options.kept_states * GIB)
         )
-        self._checkpoints = Checkpoints(self.folder / "checkpoints", self.processes)
+        self._checkpoints = Checkpoints(self.folder / "checkpoints", self.processes, self.digest)
         tokens = self.batches.tokens
         self._groups = max(self.processes.count, round(options.step_tokens / tokens))
         self._groups -= self._groups % self.processes.count

@@ -15,6 +15,7 @@ import torch
 from foredraft import demo
 from foredraft.drafters.adapter_files import target_hash
 from foredraft.errors import ConfigError, Option
+from foredraft.files import TEMPORARY, is_no_file, replacing
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
@@ -32,9 +33,18 @@ from foredraft.user_cache import cache_folder
 
 __all__ = ["Prepared", "check_out", "prepare"]
 
+KEY = "key.json"  # in the folder of a run
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
 HELD_OUT, MOST_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
 GROUP_TOKENS = 4096  # of one pass, unless the user says otherwise
+NOT_OF_THE_RUN = (
+    "data",
+    "validation",
+    "work",
+    "fresh",
+    "out",
+    "kept_states",
+)  # options; of files, the content is
 MOST_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 256 MiB
 
 
@@ -51,6 +61,7 @@ class Prepared:
         held_out: Documents of the validation.
         skipped: Bad lines that were left out.
         folder: Of checkpoints and logs.
+        digest: Of what makes it the same run.
     """
 
     checkpoint: Checkpoint
@@ -61,6 +72,7 @@ class Prepared:
     held_out: list[Document]
     skipped: int
     folder: Path
+    digest: str
 
 
 def prepare(
@@ -98,7 +110,8 @@ def prepare(
         )
     hash = target_hash(checkpoint.folder)
     check_place(checkpoint, hash)
-    folder = _work(options, hash, processes)
+    key = RunKey.of(options, hash)
+    folder = _work(options, key, processes)
     length = min(options.length or LENGTH, checkpoint.spec.max_positions)
     eos = next(iter(checkpoint.spec.eos_token_ids), None)
     reader = Reader(checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
@@ -141,19 +154,53 @@ def prepare(
         held_out,
         skipped,
         folder,
+        key.digest,
     )
 
 
-def _work(options: TrainOptions, hash: str, processes: Processes) -> Path:
-    """Return the folder of the run, with the key that no other run has."""
-    files = {str(file): _digest(file, "data") for file in options.data}
-    files |= {str(file): _digest(file, "validation") for file in options.validation}
-    settings = {
-        name: value
-        for name, value in asdict(options).items()
-        if name not in ("data", "validation", "work", "fresh", "out", "kept_states")
-    }
-    key = json.dumps([hash, files, settings], sort_keys=True, default=str)
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """What makes a run itself: the target, the content of the files, and the options that decide its figures.
+
+    Attributes:
+        target: The target's hash.
+        files: The digest of each file.
+        settings: The options by name.
+    """
+
+    target: str
+    files: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, options: TrainOptions, target: str) -> RunKey:
+        """Return the key of a run.
+
+        Raises:
+            ConfigError: A file cannot be read.
+        """
+        files = {str(file): _digest(file, "data") for file in options.data}
+        files |= {str(file): _digest(file, "validation") for file in options.validation}
+        settings = {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_RUN}
+        return cls(target, files, settings)
+
+    @property
+    def text(self) -> str:
+        """All of it as JSON, which no other run has."""
+        return self._as_json(self.settings)
+
+    @property
+    def digest(self) -> str:
+        """The digest of what checkpoints of one run share: all but where it is to end."""
+        lasting = {name: value for name, value in self.settings.items() if name != "steps"}
+        return hashlib.sha256(self._as_json(lasting).encode()).hexdigest()
+
+    def _as_json(self, settings: Mapping[str, Any]) -> str:
+        return json.dumps([self.target, self.files, settings], sort_keys=True, default=str)
+
+
+def _work(options: TrainOptions, key: RunKey, processes: Processes) -> Path:
+    """Return the folder of the run, with its key."""
     folder = options.work
     if folder is None:
         kept = cache_folder("training")
@@ -161,26 +208,30 @@ def _work(options: TrainOptions, hash: str, processes: Processes) -> Path:
             raise ConfigError(
                 "there is no cache folder for the run's checkpoints", remedy=("give ", Option("work"))
             )
-        folder = kept / hashlib.sha256(key.encode()).hexdigest()[:32]
+        folder = kept / hashlib.sha256(key.text.encode()).hexdigest()[:32]
     if processes.first:
-        _claim(folder, key, options)
+        _claim(folder, key.text, options)
     processes.wait()
     return folder
 
 
 def _claim(folder: Path, key: str, options: TrainOptions) -> None:
     """Make the folder a run's own, or check that it is."""
-    file = folder / "key.json"
+    file = folder / KEY
     try:
         if options.fresh and file.is_file():
             shutil.rmtree(folder)
         if not file.is_file():
             make_folder(folder)
-            if any(folder.iterdir()):
+            named = (KEY,) if file.is_file() else ()  # another process may claim the same run at this moment
+            if any(
+                each.name not in named and not each.name.startswith(TEMPORARY) for each in folder.iterdir()
+            ):
                 raise ConfigError(
                     "which holds other files", option="work", value=str(folder), remedy="give a new folder"
                 )
-            file.write_text(key, encoding="utf-8")
+            with replacing(file) as new:
+                new.write_text(key, encoding="utf-8")
         elif file.read_bytes() != key.encode():
             raise ConfigError(
                 "which holds a run of another target, other data or other options", option="work",
@@ -212,7 +263,7 @@ def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
 
 
 def _digest(file: Path, option: str) -> str:
-    if file.exists() and not file.is_file():  # a pipe could be read once, and would wait for a writer
+    if is_no_file(file):
         raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     try:
         with file.open("rb") as opened:

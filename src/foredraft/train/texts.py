@@ -11,23 +11,25 @@ A text as long as it may be is cut into pieces of `length` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.files import is_no_file
 from foredraft.model.config import parse_json
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.train.packed import Document
+from foredraft.train.replies import MAX_REPLIES, TooManyRepliesError, reply_spans, role_of
 
 __all__ = ["Corpus", "Reader"]
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 SHAPES = 'a "text", a "prompt" with a "response", or "messages"'
 EXAMPLE = 'give lines like {"prompt": "Hello", "response": "World"}'
-# Of a conversation: finding each takes two texts of all that is before it, so time grows with their square.
-MAX_REPLIES = 500
 TEXT_PROMPT = 64  # tokens of a piece of text that the target continues
 
 
@@ -154,26 +156,22 @@ class Reader:
         chat = self.tokenizer.chat
         if chat is None:
             raise BadRecordError("has messages, but the model's folder has no chat template")
-        replies = [at for at, message in enumerate(messages) if _role(message) == "assistant"]
-        if not replies:
+        last = max((at for at, each in enumerate(messages) if role_of(each) == "assistant"), default=None)
+        if last is None:
             raise BadRecordError("has no message of the assistant")
-        if len(replies) > MAX_REPLIES:
-            raise BadRecordError(f"has {len(replies):,} replies of the assistant, more than {MAX_REPLIES}")
-        messages = messages[: replies[-1] + 1]
+        messages = messages[: last + 1]
         whole = chat.render(messages, add_generation_prompt=False)
-        spans: list[tuple[int, int]] = []
-        for at in replies:
-            before = chat.render(messages[:at], add_generation_prompt=True) if at else ""
-            after = chat.render(messages[: at + 1], add_generation_prompt=False)
-            if whole.startswith(before) and whole.startswith(after) and len(before) < len(after):
-                spans.append((len(before), len(after)))
+        try:
+            spans = reply_spans(chat, messages, whole)
+        except TooManyRepliesError as error:
+            raise BadRecordError(
+                f"has {error.args[0]:,} replies of the assistant, more than the {MAX_REPLIES} that are read"
+                " where the chat template changes earlier turns"
+            ) from error
         if not spans:
             raise BadRecordError("has no reply that the chat template writes after its own beginning of it")
         encoding = self.tokenizer.encoding(whole, add_special_tokens=False)
-        counts = [
-            any(first <= start and stop <= last for first, last in spans) for start, stop in encoding.offsets
-        ]
-        return list(encoding.ids), counts
+        return list(encoding.ids), _within(encoding.offsets, spans)
 
     def _pieces(self, ids: list[int], counts: list[bool]) -> Iterator[Document]:
         for start in range(0, len(ids), self.length):
@@ -183,8 +181,12 @@ class Reader:
                 yield document
 
 
-def _role(message: Any) -> object:
-    return message.get("role") if isinstance(message, Mapping) else None
+def _within(tokens: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return whether a span holds each token; both are a first character and the one after the last."""
+    ordered = sorted(spans)
+    firsts = [first for first, _ in ordered]
+    furthest = [-1, *accumulate((last for _, last in ordered), max)]  # of the spans before a place
+    return [stop <= furthest[bisect_right(firsts, start)] for start, stop in tokens]
 
 
 def _read(file: Path, option: str) -> Iterator[tuple[str | None, Any]]:
@@ -193,7 +195,7 @@ def _read(file: Path, option: str) -> Iterator[tuple[str | None, Any]]:
     Raises:
         ConfigError: The file cannot be read, is empty, or holds no text.
     """
-    if file.exists() and not file.is_file():  # a pipe is not opened: it would wait for a writer
+    if is_no_file(file):
         raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     if file.suffix in PARQUET:
         yield from _rows(file, option)

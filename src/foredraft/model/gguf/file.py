@@ -10,6 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import struct
@@ -22,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
+from foredraft.files import NO_FILE, is_no_file
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.mapping import mapped_bytes
 from foredraft.model.quantisation import blocks
@@ -86,6 +88,8 @@ def is_gguf(path: Path) -> bool:
     """Return whether a file says that it is a GGUF file, by its name or its first bytes."""
     if path.suffix == ".gguf":
         return True
+    if is_no_file(path):
+        return False
     try:
         with path.open("rb") as opened:
             return opened.read(len(MAGIC)) == MAGIC
@@ -114,6 +118,8 @@ class GGUFFile:
             CheckpointError: It is no GGUF file, is broken, or holds what this package cannot read.
         """
         self.path, self._lists = path, lists
+        if is_no_file(path):
+            raise self._unreadable(OSError(errno.EINVAL, NO_FILE))
         try:
             self._file = path.open("rb", buffering=BUFFER)
         except OSError as error:

@@ -37,7 +37,7 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.model.weights import build_decoder
 from foredraft.ownership import check_folder, make_folder, read_private
-from foredraft.user_cache import cache_folder
+from foredraft.user_cache import cache_folder, shut
 
 __all__ = ["check_vocabulary", "checkpoint_folder"]
 
@@ -87,10 +87,9 @@ def _is_of(folder: Path, record: dict[str, Any]) -> bool:
 def _write(folder: Path, files: dict[str, str], record: dict[str, Any]) -> None:
     """Write the folder of a record; the same one of another process stays, because it may be in use."""
     with replacing_folder(folder, keeps=lambda: _is_of(folder, record)) as new:
-        new.chmod(0o700)  # a permissive umask would make it one that `_record` refuses
         for name, content in files.items():
             (new / name).write_text(content, encoding="utf-8")
-            (new / name).chmod(0o600)
+        shut(new)
 
 
 def _write_temporary(folder: Path, files: dict[str, str], record: dict[str, Any]) -> None:
@@ -216,4 +215,4 @@ def _record(folder: Path) -> dict[str, Any] | None:
         found = json.loads(read_private(check_folder(folder) / RECORD))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "no_tokenizer" in found else None
+    return found if isinstance(found, dict) and {"no_tokenizer", "file"} <= found.keys() else None

@@ -8,6 +8,7 @@ reads them). Where nothing has to be restored, the result is a view of the map.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,26 @@ PLAIN = {  # kinds that are not quantised
 
 
 def source_of(folder: Path) -> Path:
-    """Return the GGUF file that a folder was made from (its first part), or the folder itself."""
-    record = folder / RECORD
-    return Path(read_json(record)["file"]) if record.is_file() else folder
+    """Return the GGUF file that a folder was made from (its first part), or the folder itself.
+
+    Raises:
+        CheckpointError: The folder does not say which file.
+    """
+    return _file_of(folder, read_json(folder / RECORD)) if (folder / RECORD).is_file() else folder
+
+
+def _file_of(folder: Path, record: dict[str, Any]) -> Path:
+    """Return the GGUF file that a folder's record names.
+
+    Raises:
+        CheckpointError: It names none.
+    """
+    if not isinstance(record.get("file"), str) or not isinstance(record.get("identity"), list):
+        raise CheckpointError(
+            f"{folder / RECORD} does not say which GGUF file the folder was made from",
+            remedy="give the model's file again",
+        )
+    return Path(record["file"])
 
 
 def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
@@ -50,12 +68,7 @@ def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
         CheckpointError: The file is broken, gone, or another than when the folder was made.
     """
     record = read_json(folder / RECORD)
-    if not isinstance(record.get("file"), str) or not isinstance(record.get("identity"), list):
-        raise CheckpointError(
-            f"{folder / RECORD} does not say which GGUF file the folder was made from",
-            remedy="give the model's file again",
-        )
-    path = Path(record["file"])
+    path = _file_of(folder, record)
     try:
         same = identity(path) == record["identity"]
     except OSError as error:
