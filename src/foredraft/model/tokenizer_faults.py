@@ -1,13 +1,10 @@
-"""Faults of tokenizer files that the library does not refuse itself: panics, and rules that multiply text.
+"""Faults of tokenizer files that the library does not refuse itself: rules that multiply text.
 
 Contract: `check_rules` reads a `tokenizer.json` before the library does, because the library normalises added
 tokens while it loads them. It bounds by how much normalisation, decoding and the template of special tokens
 can lengthen a text. It judges by the rules and not by a text: a rule may wait for any character.
 
-A library in Rust raises `pyo3_runtime.PanicException` where its own code fails. That is no `Exception`, and
-no module exports its type, so `is_fault` tells it by its name from Ctrl-C and from the end of the process.
-
-Format: https://huggingface.co/docs/tokenizers/api/normalizers and https://pyo3.rs/main/doc/pyo3/panic/.
+Format: https://huggingface.co/docs/tokenizers/api/normalizers.
 """
 
 from __future__ import annotations
@@ -17,19 +14,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["check_rules", "is_fault"]
+__all__ = ["check_rules"]
 
 MAX_GROWTH = 64  # characters for one, of all rules together
 MAX_RULES = 1_000  # of a normaliser or a decoder
 MAX_VALUES = 16  # values of one key in a file; a second one can only be the token of a vocabulary
 ESCAPED = re.compile(r"\\u00[2-7]", re.IGNORECASE)  # an ASCII character that is spelt by its number
 DECODER = json.JSONDecoder()
-
-
-def is_fault(error: BaseException) -> bool:
-    """Return whether an error is a library's: an Exception, or a panic of one in Rust, but not Ctrl-C."""
-    is_panic = type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
-    return isinstance(error, Exception) or is_panic
 
 
 def check_rules(text: str) -> None:
