@@ -143,7 +143,8 @@ def test_masks_that_keep_the_pace_may_go_on() -> None:
 # --- honest schemas ----------------------------------------------------------------------------------------
 
 DICE = random.Random(5)
-TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+TEXT: dict[str, Any] = {"type": "string"}
+WHOLE: dict[str, Any] = {"type": "integer"}
 
 
 def word() -> str:
@@ -196,7 +197,9 @@ HONEST: dict[str, tuple[Any, Any]] = {
 @pytest.fixture(scope="module")
 def vocabulary() -> tuple[ByteCodec, LLTokenizer, int]:
     folder = demo.target_path()
-    codec, spec = ByteCodec(Tokenizer.from_folder(folder)), ModelSpec.from_folder(folder)
+    read, spec = Tokenizer.from_folder(folder), ModelSpec.from_folder(folder)
+    assert read is not None
+    codec = ByteCodec(read)
     return codec, with_slices(grammar_tokenizer(codec, spec.vocab_size, frozenset([0]))), spec.vocab_size
 
 

@@ -30,6 +30,7 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["ConstraintFactory"]
 
+SMALL = 2048  # characters of a schema or a regular expression; a mask of 50 recursive lists takes 0.04 s
 # Requests with a grammar before slices are made for them: a process most often has only one, and slices would
 # double its wait for the first token.
 WITHOUT_SLICES = 1
@@ -139,8 +140,10 @@ class ConstraintFactory:
                 f"cannot be used now: {MOST_OVERDUE} masks of other requests, which were too slow, still run",
                 option=option, remedy="try again later",
             )  # fmt: skip
+        small = option != "grammar" and len(text) <= SMALL
         sliced = next(self._grammars_used) >= WITHOUT_SLICES
-        tokenizer, pace = self._sliced() if sliced else self._ll_tokenizer(), Pace(self._mask_threads)
+        tokenizer = self._sliced() if sliced else self._ll_tokenizer()
+        pace = Pace(self._mask_threads, small=small)
         matcher = compile_grammar(option, text, tokenizer, pace)
         return lambda: Grammar(
             matcher.deep_copy(), self._ends, tokenizer.eos_token, self._vocabulary, option, pace

@@ -98,15 +98,23 @@ def _serve(tasks: queue.SimpleQueue[Task | None], answers: queue.SimpleQueue[Ans
         del task, answer, failed  # an idle thread keeps no grammar alive
 
 
+def _compute_here(matcher: LLMatcher) -> tuple[bytes, float]:
+    began = time.thread_time()
+    mask: bytes = matcher.compute_bitmask()
+    return mask, time.thread_time() - began
+
+
 class Pace:
     """The time of one request's grammar. Its samples share it, as they share the grammar's states.
 
     Args:
         threads: Compute the masks.
+        small: The grammar is too small for a mask that lasts. Its masks are computed without another thread,
+            which costs milliseconds each on a busy machine.
     """
 
-    def __init__(self, threads: MaskThreads) -> None:
-        self._threads = threads
+    def __init__(self, threads: MaskThreads, *, small: bool = False) -> None:
+        self._compute = _compute_here if small else threads.compute
         self._behind = 0.0  # seconds by which the masks exceed what they may take
         self._error: str | None = None
 
@@ -119,7 +127,7 @@ class Pace:
         if self._error is not None:
             raise TimeoutError(self._error)
         try:
-            mask, seconds = self._threads.compute(matcher)
+            mask, seconds = self._compute(matcher)
         except TimeoutError:
             raise self._too_slow(f"a mask took more than {OVERDUE} s") from None
         self._behind = max(0.0, self._behind - SECONDS_PER_MASK)
