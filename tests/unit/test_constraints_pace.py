@@ -157,7 +157,8 @@ def record(properties: dict[str, Any], required: Any = ()) -> dict[str, Any]:
 
 
 def nested(depth: int) -> tuple[Any, Any]:
-    schema, value = record({"leaf": TEXT}, ["leaf"]), {"leaf": "a"}
+    schema = record({"leaf": TEXT}, ["leaf"])
+    value: dict[str, Any] = {"leaf": "a"}
     for _ in range(depth):
         schema, value = record({"down": schema, "note": TEXT}, ["down"]), {"down": value, "note": "b"}
     return schema, value
@@ -167,10 +168,14 @@ MANY = {f"field_{place}": TEXT for place in range(1000)}
 WORDS = [word() for _ in range(1000)]
 MAIL = r"^[A-Za-z0-9._%+-]{1,64}@([A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}$"
 URL = r"^https?://([a-z0-9-]+\.)+[a-z]{2,10}(/[A-Za-z0-9._~%-]*)*(\?[^#\s]*)?(#\S*)?$"
-TAGGED = [
-    record(keys := {"type": {"const": f"kind_{place}"}, **{f"f{place}_{n}": TEXT for n in range(8)}}, keys)
-    for place in range(500)
-]
+
+
+def tagged(place: int) -> dict[str, Any]:
+    keys: dict[str, Any] = {"type": {"const": f"kind_{place}"}, **{f"f{place}_{n}": TEXT for n in range(8)}}
+    return record(keys, keys)
+
+
+TAGGED = [tagged(place) for place in range(500)]
 HONEST: dict[str, tuple[Any, Any]] = {
     "1000 optional properties": (record(MANY), dict.fromkeys(list(MANY)[::30], "ab")),
     "500 required properties": (
