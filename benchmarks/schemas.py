@@ -20,6 +20,7 @@ from workload import machine, write
 
 from foredraft import RequestError, SamplingParams, demo
 from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
+from foredraft.constraints.pace import MaskThreads, Pace
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ def compare(suite: Path) -> dict[str, Any]:
     codec = ByteCodec(Tokenizer.from_folder(folder))
     spec = ModelSpec.from_folder(folder)
     tokenizer = grammar_tokenizer(codec, spec.vocab_size, frozenset(spec.eos_token_ids))
+    threads = MaskThreads()
     counts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     differing = []
@@ -39,7 +41,7 @@ def compare(suite: Path) -> dict[str, Any]:
             try:
                 schema = SamplingParams(json_schema=case["schema"]).json_schema
                 assert schema is not None
-                start = compile_grammar("json_schema", schema, tokenizer)
+                start = compile_grammar("json_schema", schema, tokenizer, Pace(threads))
             except RequestError as error:
                 counts["schemas refused"] += 1
                 refusals[str(error).split("; ")[0]] += 1

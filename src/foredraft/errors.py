@@ -8,6 +8,10 @@
 An error holds the option, its value, the problem and the remedy in fields of their own. `str(error)` joins
 them into one line with the names of the Python API; the command line spells the same fields as flags. The
 line can be printed anywhere: what UTF-8 cannot hold, and control characters, are spelled as escapes.
+
+A library in Rust raises `pyo3_runtime.PanicException` where its own code fails. That is no `Exception`, and
+no module exports its type, so `is_fault` tells it by its name from Ctrl-C and from the end of the process
+(https://pyo3.rs/main/doc/pyo3/panic/).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ __all__ = [
     "Option",
     "RequestError",
     "Text",
+    "is_fault",
     "shortened",
 ]
 
@@ -122,6 +127,12 @@ def _printable(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") else c for c in line)
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether an error is a library's: an Exception, or a panic of one in Rust, but not Ctrl-C."""
+    is_panic = type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
+    return isinstance(error, Exception) or is_panic
 
 
 def shortened(value: object, most: int = 80) -> str:

@@ -90,7 +90,9 @@ def test_a_panic_of_a_compilation_fails_its_request(llm: LLM, monkeypatch: pytes
         assert post(served, regex="[a-z]+").status_code == 200
 
 
-def test_stop_strings_are_compiled_once_for_all_samples(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_strings_are_compiled_once_for_all_prompts_and_samples(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, init = list[tuple[str, ...]](), StopAutomaton.__init__
 
     def note(self: StopAutomaton, strings: tuple[str, ...]) -> None:
@@ -98,5 +100,10 @@ def test_stop_strings_are_compiled_once_for_all_samples(llm: LLM, monkeypatch: p
         init(self, strings)
 
     monkeypatch.setattr(StopAutomaton, "__init__", note)
-    llm.generate("x", SamplingParams(stop=["abc"], max_new_tokens=2, seed=1), n=4)
+    llm.generate(["x", "y"], SamplingParams(stop=["abc"], max_new_tokens=2, seed=1), n=4)
     assert made == [("abc",)]
+    with serving(llm) as served:
+        assert post(served, prompt=["x", "y", "z"], stop=["xyz"], n=2).status_code == 200
+    assert made == [("abc",), ("xyz",)]
+    llm.generate("x", SamplingParams(stop=["a" * (257 << 10)], max_new_tokens=1), n=2)
+    assert len(made) == 3 and llm._stops.total <= 256 << 10, "what is too large is not kept"

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 
 import foredraft
 from foredraft import LLM, RequestError, SamplingParams
-from foredraft.constraints import compiling
+from foredraft.constraints import compiling, pace
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.compiling import SPELLED
 from foredraft.constraints.grammar import Grammar
-from foredraft.constraints.kept import Kept
+from foredraft.constraints.kept import KEPT_BYTES, Kept
+from foredraft.constraints.pace import MaskThreads
 from foredraft.decode.constraint import Constraint
 from foredraft.model.byte_codec import ByteCodec
+from tests.support.panics import panic
 
 PROMPT = "def fibonacci(n):\n"
 # The first mask fits into the library's limits; the token "aa" makes more items than a row may have.
@@ -27,10 +29,6 @@ MANY = "\n".join(
 )
 EXHAUSTING = r"(.|\n)*[aeiou](.|\n){300}[xyz](.|\n)*"  # nearly each token makes new states of the lexer
 AMBIGUOUS = "start: s\ns: s s s | s s | /(.|\\n)/ |"
-
-
-class Panic(BaseException):
-    """As libraries in Rust raise."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,10 @@ def beside(llm: LLM, failing: SamplingParams, drafter: str) -> tuple[foredraft.O
 
 
 @pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup"])
-def test_a_grammar_that_fails_while_it_reads_a_token_ends_its_own_text(llm: LLM, drafter: str) -> None:
+def test_a_grammar_that_fails_while_it_reads_a_token_ends_its_own_text(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    monkeypatch.setattr(compiling, "LIMITS", LLParserLimits(max_items_in_row=2000, verbose_errors=False))
     params = SamplingParams(temperature=0, grammar=MANY, ban=["b"], drafter=drafter, max_new_tokens=20)
     output, _ = beside(llm, params, drafter)
     assert output.finish_reason == "error"
@@ -68,7 +69,7 @@ def failing(method: str, error: BaseException, after: int) -> Callable[..., Any]
     return call
 
 
-@pytest.mark.parametrize("error", [RuntimeError("planted"), Panic("planted")], ids=["error", "panic"])
+@pytest.mark.parametrize("error", [RuntimeError("planted"), panic()], ids=["error", "panic"])
 @pytest.mark.parametrize("method", ["mask", "advance", "rewind", "forced", "settled"])
 @pytest.mark.parametrize("drafter", ["none", "draft-model"])
 def test_any_error_of_a_constraint_ends_its_own_text(
@@ -83,7 +84,7 @@ def test_any_error_of_a_constraint_ends_its_own_text(
     else:
         output, _ = beside(llm, params, drafter)
     assert output.finish_reason == "error"
-    assert output.error == f"regex failed: {type(error).__name__}: planted"
+    assert output.error == f"regex failed: {type(error).__name__}: {error}"
     assert set(output.text or "") <= set("abcdefghijklmnopqrstuvwxyz ")
 
 
@@ -145,12 +146,59 @@ def test_a_long_forced_text_is_cut_into_tokens_bit_by_bit(
 
 def test_a_grammar_whose_masks_stay_slow_ends_its_own_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 0.03)  # of each call
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 0.01)  # of each call
     params = SamplingParams(temperature=0, regex="[a-z ]{90}", drafter="none", max_new_tokens=80)
     output, _ = beside(llm, params, "none")
     assert output.finish_reason == "error"
-    assert (output.error or "").startswith("regex is too slow: ")
+    assert (output.error or "").startswith(
+        "regex is too slow for this machine: its masks took 0.5 s of a proc"
+    )
     assert 3 < len(output.token_ids) < 60
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_mask_that_takes_long_ends_its_own_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """What comes before it takes no time, so nothing warns. Samples share a grammar, so one mask ends all."""
+    monkeypatch.setattr(pace, "OVERDUE", 0.02)
+    threads, told = llm._constraints._mask_threads, list[int]()  # type: ignore[union-attr]
+    compute = MaskThreads.compute
+
+    def note(self: MaskThreads, matcher: LLMatcher) -> tuple[bytes, float]:
+        try:
+            return compute(self, matcher)
+        except TimeoutError:
+            told.append(self.overdue)
+            raise
+
+    monkeypatch.setattr(MaskThreads, "compute", note)
+    lists = [
+        {"type": "array", "items": {"$ref": "#/$defs/any"}, "maxItems": 100 + place} for place in range(200)
+    ]
+    pair = {"type": "array", "prefixItems": [{"const": 12}, {"$ref": "#/$defs/any"}], "minItems": 2}
+    params = SamplingParams(json_schema={"$defs": {"any": {"anyOf": lists}}, **pair}, max_new_tokens=20)
+    other = SamplingParams(temperature=0.9, seed=3, max_new_tokens=24, ban=["return"])
+    [alone] = llm.generate(PROMPT, other)
+    *outputs, sound = llm.generate([PROMPT, PROMPT], [params, other], n=n)[: n + 1]
+    assert (sound.token_ids, sound.error) == (alone.token_ids, None)
+    assert {output.finish_reason for output in outputs} == {"error"}
+    says = "json_schema is too slow for this machine: a mask took more than 0.02 s; give a simpler one"
+    assert {output.error for output in outputs} == {says}
+    assert told == [1]
+    end = time.monotonic() + 60
+    while threads.overdue:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_masks_that_still_run_bar_further_grammars(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._constraints._mask_threads, "overdue", 2)  # type: ignore[union-attr]
+    with pytest.raises(
+        RequestError, match=r"^regex cannot be used now: 2 masks .* still run; try again later$"
+    ):
+        llm.generate(PROMPT, SamplingParams(regex="a"))
+    assert llm.generate(PROMPT, SamplingParams(ban=["a"], max_new_tokens=1))
 
 
 def test_an_ambiguous_grammar_meets_a_limit(llm: LLM) -> None:
@@ -177,6 +225,14 @@ def test_tokens_taken_back_are_bounded_by_the_longest_text(llm: LLM) -> None:
 def test_rollbacks_have_a_maximum() -> None:
     with pytest.raises(RequestError, match=r"^ban_rollbacks is 10001; .*from 0 to 10000$"):
         SamplingParams(ban=["a"], ban_rollbacks=10_001)
+
+
+def test_a_large_ban_is_not_kept(llm: LLM) -> None:
+    params = SamplingParams(
+        ban=["a" * (KEPT_BYTES + 1)], ban_mode="rollback", max_new_tokens=1, drafter="none"
+    )
+    llm.generate(PROMPT, params)
+    assert llm._constraints is not None and llm._constraints._lists.total <= KEPT_BYTES
 
 
 def test_what_is_kept_is_bounded_by_its_size() -> None:

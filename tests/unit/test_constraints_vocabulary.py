@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
+from torch import Tensor
 
 import foredraft.constraints as constraints
 from foredraft.constraints import ConstraintFactory
 from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer, with_slices
-from foredraft.constraints.grammar import Grammar
+from foredraft.constraints.grammar import KEPT, Grammar
 from foredraft.constraints.open_characters import BLOCK, LAST, is_word, words_within
+from foredraft.constraints.pace import MaskThreads, Pace
 from foredraft.constraints.phrases import BOUNDARY, ROOT, PhraseAutomaton, Symbols
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
@@ -76,20 +78,51 @@ SCHEMA = (
 TEXT = '{"a": "The target checks", "b": "all to"}'
 
 
+def made(option: str, text: str, tokenizer: LLTokenizer, ends: frozenset[int], size: int) -> Grammar:
+    pace = Pace(MaskThreads())
+    matcher = compile_grammar(option, text, tokenizer, pace)
+    return Grammar(matcher, ends, tokenizer.eos_token, size, option, pace)
+
+
 @pytest.mark.parametrize("name", alphabets.KINDS)
 def test_masks_with_slices_are_those_without(name: str) -> None:
     codec, size, ends = ByteCodec(alphabets.make(name)), 600, frozenset([2])
     plain = grammar_tokenizer(codec, size, ends)
     for option, text in (("json_schema", SCHEMA), ("regex", '.*"b": "[a-z ]{1,30}"}')):
-        one, other = (
-            Grammar(compile_grammar(option, text, each), ends, size, option)
-            for each in (plain, with_slices(plain))
-        )
+        one, other = (made(option, text, each, ends, size) for each in (plain, with_slices(plain)))
         for token in codec.spell(TEXT):
             masks = one.mask(), other.mask()
             assert masks[0] is not None and masks[1] is not None and torch.equal(*masks)
             one.advance(token)
             other.advance(token)
+
+
+def test_a_long_text_keeps_few_masks_and_can_be_rewound_to_all() -> None:
+    codec, size, ends = ByteCodec(alphabets.make("byte-level")), 600, frozenset([2])
+    tokenizer = grammar_tokenizer(codec, size, ends)
+    grammar = made("regex", "[a-z ]{1,400}", tokenizer, ends, size)
+    tokens, masks = codec.spell("the target checks all " * 16), list[Tensor | None]()
+    for token in tokens:
+        masks.append(grammar.mask())
+        grammar.advance(token)
+    assert len(tokens) > 2 * KEPT >= 2 * len(grammar._masks)
+    for length in range(len(tokens) - 1, -1, -1):
+        grammar.rewind(length)
+        found, before = grammar.mask(), masks[length]
+        assert found is not None and before is not None and torch.equal(found, before)
+
+
+@pytest.mark.parametrize("name", alphabets.KINDS)
+def test_a_whole_text_of_a_model_without_an_end_can_only_stop(name: str) -> None:
+    """The library needs an end of text, and gets an id that shows no text; it must not be drawn."""
+    codec, size, ends = ByteCodec(alphabets.make(name)), 600, frozenset[int]()
+    tokenizer = grammar_tokenizer(codec, size, ends)
+    grammar = made("regex", "ab", tokenizer, ends, size)
+    for token in codec.spell("ab"):
+        assert not grammar.at_dead_end
+        grammar.advance(token)
+    assert grammar.at_dead_end and grammar.retreat() is None
+    assert grammar.ended_by == "regex: the text is complete, and no end-of-text token is allowed"
 
 
 def test_slices_are_made_for_the_second_request_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 
 import foredraft
 from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
+from foredraft.constraints.pace import MaskThreads, Pace
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
@@ -155,7 +156,10 @@ def allows(llm: foredraft.LLM, grammar: str | None, text: str) -> bool:
     assert grammar is not None and llm.tokenizer is not None
     ends = frozenset(llm._spec.eos_token_ids)
     codec = grammar_tokenizer(ByteCodec(llm.tokenizer), llm._spec.vocab_size, ends)
-    matcher, ids = compile_grammar("grammar", grammar, codec), llm.tokenizer.encode(text, False)
+    matcher, ids = (
+        compile_grammar("grammar", grammar, codec, Pace(MaskThreads())),
+        llm.tokenizer.encode(text, False),
+    )
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
 
-from llguidance import LLMatcher
-
 from foredraft.constraints.ban_list import BanList, Phrases
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.combined import Combined
 from foredraft.constraints.compiling import SIMPLER, compile_grammar, grammar_tokenizer, with_slices
 from foredraft.constraints.grammar import Grammar
-from foredraft.constraints.kept import Kept
+from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
+from foredraft.constraints.pace import MOST_OVERDUE, MaskThreads, Pace
 from foredraft.constraints.phrases import State
 from foredraft.constraints.token_automaton import TokenAutomaton
 from foredraft.constraints.token_table import TokenTable
@@ -31,8 +30,7 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["ConstraintFactory"]
 
-KEPT_LISTS = 16  # compiled ban lists; one of 10,000 phrases takes some 100 MB with its masks
-KEPT_BYTES = 256 << 10  # of their phrases together; an automaton takes some 350 bytes a byte
+SMALL = 2048  # characters of a schema or a regular expression; a mask of 50 recursive lists takes 0.04 s
 # Requests with a grammar before slices are made for them: a process most often has only one, and slices would
 # double its wait for the first token.
 WITHOUT_SLICES = 1
@@ -55,6 +53,7 @@ class ConstraintFactory:
         self._ll_tokenizer = lru_cache(1)(lambda: grammar_tokenizer(self._codec(), vocabulary, ends))
         self._sliced = lru_cache(1)(lambda: with_slices(self._ll_tokenizer()))
         self._grammars_used = count()
+        self._mask_threads = MaskThreads()
 
     def maker(
         self, prompt: list[int], params: SamplingParams, *, show_special: bool = False
@@ -76,15 +75,14 @@ class ConstraintFactory:
             return lambda: None
         ends = frozenset[int]() if params.ignore_eos else self._ends
         banned = self._ban_maker(prompt, params, ends, show_special) if params.ban else None
-        matcher = None if params.text_grammar is None else self._matcher(params.text_grammar)
+        grammar = self._grammar_maker(*params.text_grammar) if params.text_grammar is not None else None
 
         def make() -> Guarded:
             parts: dict[str, Constraint] = {}
             if banned is not None:
                 parts["ban"] = banned()
-            if params.text_grammar is not None and matcher is not None:
-                option, _ = params.text_grammar
-                parts[option] = Grammar(matcher.deep_copy(), self._ends, self._vocabulary, option)
+            if grammar is not None and params.text_grammar is not None:
+                parts[params.text_grammar[0]] = grammar()
             if len(parts) == 1 and not (ends and params.min_new_tokens):
                 return Guarded(next(iter(parts.values())))
             return Guarded(Combined(parts, ends, params.min_new_tokens))
@@ -135,6 +133,18 @@ class ConstraintFactory:
     def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
         return TokenTable.of(self._codec(), self._vocabulary, ends, show_special=show_special)
 
-    def _matcher(self, grammar: tuple[str, str]) -> LLMatcher:
+    def _grammar_maker(self, option: str, text: str) -> Callable[[], Grammar]:
+        """Return a function that makes the grammar of each sequence; what they share is made here."""
+        if self._mask_threads.overdue >= MOST_OVERDUE:
+            raise RequestError(
+                f"cannot be used now: {MOST_OVERDUE} masks of other requests, which were too slow, still run",
+                option=option, remedy="try again later",
+            )  # fmt: skip
+        small = option != "grammar" and len(text) <= SMALL
         sliced = next(self._grammars_used) >= WITHOUT_SLICES
-        return compile_grammar(*grammar, self._sliced() if sliced else self._ll_tokenizer())
+        tokenizer = self._sliced() if sliced else self._ll_tokenizer()
+        pace = Pace(self._mask_threads, small=small)
+        matcher = compile_grammar(option, text, tokenizer, pace)
+        return lambda: Grammar(
+            matcher.deep_copy(), self._ends, tokenizer.eos_token, self._vocabulary, option, pace
+        )

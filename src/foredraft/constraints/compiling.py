@@ -11,6 +11,7 @@ import re
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from foredraft.constraints.pace import Pace
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 
@@ -20,9 +21,13 @@ __all__ = ["DEAD_ENDS", "SIMPLER", "check_grammar", "compile_grammar", "grammar_
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 # how the library's messages point at a place in a regular expression
 POINTED = re.compile(r"regex parse error:\n    (?P<text>.*)\n    (?P<before> *)\^+\nerror: (?P<error>.*)")
-# Bounds of a matcher's time and memory; what exceeds them is an error of its own request.
+# Bounds of a matcher's memory; what exceeds them is an error of its own request. Time is bounded by `Pace`.
+# A JSON schema of 1,000 optional properties needs 8,789 symbols, 4,000 items in a row and, at a vocabulary of
+# 262,144, between 200,000 and 400,000 items of a mask; one of 500 tagged objects needs 18,750 symbols.
 LIMITS = LLParserLimits(
-    step_max_items=20_000,  # of a mask: 60 ms where the grammar is ambiguous
+    max_grammar_size=25_000,  # symbols
+    max_items_in_row=10_000,
+    step_max_items=400_000,  # of a mask
     max_lexer_states=65_536,  # 0.3 to 2 kB each, for all samples of a request
     verbose_errors=False,  # a message says what was exceeded, not the whole state
 )
@@ -70,7 +75,7 @@ def with_slices(tokenizer: LLTokenizer) -> LLTokenizer:
     return tokenizer.with_slices(LLTokenizer.general_slices())
 
 
-def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
+def compile_grammar(option: str, text: str, tokenizer: LLTokenizer, pace: Pace) -> LLMatcher:
     """Return a matcher at the beginning of a text, with its first mask computed.
 
     Args:
@@ -78,14 +83,18 @@ def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher
         text: The regular expression, which choices are, too; the schema as JSON; or the grammar in
             llguidance's Lark dialect.
         tokenizer: Of the target.
+        pace: Of the request.
 
     Raises:
-        RequestError: The text is invalid or not supported.
+        RequestError: The text is invalid or not supported, or takes too long.
     """
     matcher = LLMatcher(tokenizer, _source(option, text), log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise _refused(option, matcher.get_error())
-    matcher.compute_bitmask()  # so that the text it forces is known to all copies
+    try:
+        pace.mask(matcher)  # so that the text it forces is known to all copies
+    except TimeoutError as error:
+        raise RequestError(str(error), option=option, remedy=SIMPLER) from error
     if matcher.is_error() and matcher.stop_reason() not in DEAD_ENDS:
         raise _refused(option, matcher.get_error(), SIMPLER)
     return matcher

@@ -19,13 +19,12 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from foredraft.constraints.compiling import DEAD_ENDS, SIMPLER
+from foredraft.constraints.pace import Pace
 from foredraft.decode.constraint import Constraint, ConstraintError
 
 __all__ = ["Grammar"]
 
-# Seconds of a processor that a sequence's grammar may take in the engine's turn, for all rows wait for it: so
-# many at once, and so many for each mask. Most masks take 0.02 to 3 ms.
-PATIENCE, SECONDS_PER_MASK = 0.5, 0.02
+KEPT = 64  # latest lengths whose masks are kept, for drafts that are rewound; V bytes each
 UNSAID = "<non-verbose/>"  # stands in the library's messages where they do not show its state
 
 T = TypeVar("T")
@@ -37,13 +36,23 @@ class Grammar(Constraint):
     Args:
         matcher: At the beginning of a text; this sequence's own.
         ends: Ids that end a text.
+        end: The id that ends a text for the library, which needs one; perhaps none of `ends`.
         vocabulary: Size V.
         option: The option that asked for it, for `ended_by`.
+        pace: Of the request.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int], vocabulary: int, option: str) -> None:
-        self._matcher, self._ends, self._vocabulary, self.option = matcher, ends, vocabulary, option
-        self._seconds, self._computed = 0.0, 0  # of a processor; masks
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: frozenset[int],
+        end: int,
+        vocabulary: int,
+        option: str,
+        pace: Pace,
+    ) -> None:
+        self._matcher, self._ends, self._end, self._pace = matcher, ends, end, pace
+        self._vocabulary, self.option = vocabulary, option
         self._tokens: list[int] = []  # read now and, behind `_length`, on the way that was last rewound
         self._length = 0
         self._masks: dict[int, Tensor] = {}  # length -> mask along `_tokens`
@@ -61,29 +70,29 @@ class Grammar(Constraint):
             return None
         mask = self._masks.get(self._length)
         if mask is None:
-            mask = self._masks[self._length] = self._compute_mask()
+            mask = self._compute_mask()
+            self._masks = {at: kept for at, kept in self._masks.items() if at > self._length - KEPT}
+            self._masks[self._length] = mask
         return mask
 
     def _compute_mask(self) -> Tensor:
-        self._computed += 1
-        packed = np.frombuffer(self._ask(self._matcher.compute_bitmask), dtype=np.uint8)
+        packed = np.frombuffer(self._ask(lambda: self._pace.mask(self._matcher)), dtype=np.uint8)
         mask = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
+        mask[self._end] = False
         mask[list(self._ends)] = self._matcher.is_accepting()
         return torch.from_numpy(mask)
 
     def _ask(self, ask: Callable[[], T]) -> T:
         """Return the library's answer; an error of it, or too much of its time, is raised."""
         began = time.thread_time()
-        answer = ask()
-        self._seconds += time.thread_time() - began
+        try:
+            answer = ask()
+            self._pace.count(time.thread_time() - began)
+        except TimeoutError as error:
+            raise ConstraintError(f"{self.option} {error}; {SIMPLER}") from error
         if self._matcher.is_error() and self._matcher.stop_reason() not in DEAD_ENDS:
             message = " ".join(self._matcher.get_error().replace(UNSAID, "").split())
             raise ConstraintError(f"{self.option} failed: {message}; {SIMPLER}")
-        if self._seconds > PATIENCE + SECONDS_PER_MASK * self._computed:
-            raise ConstraintError(
-                f"{self.option} is too slow: {self._computed} masks took {self._seconds:.1f} s; {SIMPLER}, "
-                "such as a less ambiguous one"
-            )
         return answer
 
     def advance(self, token: int) -> int:

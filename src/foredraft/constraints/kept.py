@@ -7,7 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["Kept"]
+__all__ = ["KEPT_BYTES", "KEPT_LISTS", "Kept"]
+
+KEPT_LISTS = 16  # of phrases, compiled; one ban of 10,000 phrases takes some 100 MB with its masks
+KEPT_BYTES = 256 << 10  # of their phrases together; an automaton takes some 350 bytes a byte
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

@@ -7,7 +7,7 @@ sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting
 device once per round (`round_results`), and once after each draft step that a policy or a constraint may end.
 
 A non-finite value harms its own request alone, and only if plain decoding meets it too (`faults`). An error
-of a constraint ends its own sequence alone (`guarded`).
+of a constraint, or of the tokenizer while it decodes a text, ends its own sequence alone (`guarded`).
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Engine:
         for sequence, idle, budget, drafter, result in rows:
             if idle:
                 continue
-            if sequence.failure is not None:  # what the round decided for the row was not constrained
+            if sequence.failure is not None:  # what the round decided for the row was perhaps not constrained
                 finished.append((sequence, Finish.ERROR, sequence.failure))
                 continue
             base = len(sequence.tokens) - 1

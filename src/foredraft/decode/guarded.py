@@ -1,9 +1,12 @@
-"""Guarded: a constraint whose errors end its own sequence and harm no other.
+"""Guards: faults of what belongs to one sequence end that sequence and harm no other.
 
-The round asks constraints in many places: while it plans, drafts, verifies and commits. So an error is caught
-here, in one place. From then on the constraint has `failed`: it forces nothing, goes no further along a
-draft, and masks nothing, so that every distribution of the round stays finite. The engine discards what the
-round decided for the row, and ends the sequence with the error.
+A library may fail in a constraint, and in the tokenizer while it decodes the text (`TextBuffer`). Both keep
+the error as `failed` and answer without the library from then on. The engine discards what the round decided
+for the row, and ends the sequence with the error. What is no fault, such as Ctrl-C, passes through.
+
+The round asks constraints in many places: while it plans, drafts, verifies and commits. So `Guarded` catches
+their errors in one place. A constraint that has failed forces nothing, goes no further along a draft, and
+masks nothing, so that every distribution of the round stays finite.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, ConstraintError
+from foredraft.errors import ForedraftError, is_fault
 
-__all__ = ["Guarded", "guarded"]
+__all__ = ["Guarded", "fault_of", "guarded"]
 
 T = TypeVar("T")
 
@@ -79,17 +83,24 @@ class Guarded(Constraint):
             return otherwise
         try:
             return ask()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except ConstraintError as error:
-            self._fail(str(error))
         except BaseException as error:  # a panic of a library in Rust is no Exception
-            logger.exception("%s failed; its request ends with an error", self.option)
-            self._fail(f"{self.option} failed: {type(error).__name__}: {error}")
-        return otherwise
+            self.failed = self.ended_by = fault_of(self.option, error)
+            return otherwise
 
-    def _fail(self, error: str) -> None:
-        self.failed = self.ended_by = error
+
+def fault_of(part: str, error: BaseException) -> str:
+    """Return what a fault of a sequence's part says to people; an error that is none is raised again.
+
+    Args:
+        part: Its name, for errors that do not name it themselves.
+        error: That was caught.
+    """
+    if not is_fault(error):
+        raise error
+    if isinstance(error, ConstraintError | ForedraftError):
+        return str(error)
+    logger.error("%s failed; its request ends with an error", part, exc_info=error)
+    return f"{part} failed: {type(error).__name__}: {error}"
 
 
 def guarded(constraint: Constraint | None) -> Constraint | None:

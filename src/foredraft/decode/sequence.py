@@ -129,8 +129,9 @@ class Sequence:
 
     @property
     def failure(self) -> str | None:
-        """Return the error that broke the constraint; None while it works."""
-        return None if self.constraint is None else self.constraint.failed
+        """Return the error that broke the constraint or the text; None while they work."""
+        parts = (self.constraint, self.text_buffer)
+        return next((part.failed for part in parts if part is not None and part.failed is not None), None)
 
     @property
     def settled(self) -> int:
@@ -207,6 +208,14 @@ class Sequence:
         if self.text_buffer is not None:
             new = self.tokens[len(self.prompt) + len(self.text_buffer.tokens) :]
             self.text_buffer.push(new, ended=ended)
+
+    def finish_text(self) -> None:
+        """Push the last tokens and finish the text; where that fails, the sequence ended with this error."""
+        if self.text_buffer is not None:
+            self.update_text()
+            self.text_buffer.finish()
+            if self.text_buffer.failed is not None and self.finish is not Finish.ERROR:
+                self.finish, self.error = Finish.ERROR, self.text_buffer.failed
 
     def _roll_back(self, kept: int) -> None:
         """Roll back to `kept` new tokens; the noise of every crossed position is never used again."""

@@ -8,6 +8,9 @@ so one that a detokeniser still holds back counts at once.
 
 Text that may be the beginning of a stop string is held back until it cannot be: as many characters as the
 automaton's state (Aho and Corasick 1975, "Efficient string matching") is deep.
+
+A tokenizer may fail on the tokens of one text. Then its buffer has `failed`: further tokens add no text, and
+the text's sequence ends with the error (`guarded`).
 """
 
 from __future__ import annotations
@@ -16,10 +19,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
+from foredraft.decode.guarded import fault_of
 from foredraft.model.tokenizer import Detokenizer
 
 __all__ = ["StopAutomaton", "TextBuffer"]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -76,6 +84,9 @@ class TextBuffer:
         ends: Tokens that are stop strings by themselves and show no text.
         include: Keep the stop string in the text.
         least: A stop string that is complete before so many tokens does not end the text.
+
+    Attributes:
+        failed: The tokenizer's error, for people; None while it works.
     """
 
     def __init__(
@@ -91,10 +102,11 @@ class TextBuffer:
         self._include, self._least = include, least
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(tuple(stops))
         self._released = (0, 0)  # a token, and of its piece so many characters
-        self._start()
+        self.failed: str | None = None
+        self._start(detokenizer())
 
-    def _start(self) -> None:
-        self._detokenizer = self._fresh()
+    def _start(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
         self._node = self._automaton.start
         self.tokens: list[int] = []
         self.pieces: list[str] = []  # per token: the text that it made certain; they join to the text
@@ -111,7 +123,7 @@ class TextBuffer:
         """
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            self.pieces.append(self._detokenizer.push([token]))
+            self.pieces.append(self._decoded(partial(self._detokenizer.push, [token]), ""))
             if self._automaton.start.next and not (ended and count == len(tokens)):
                 self._look(token)
             self._holds.append(0 if self._over else self._node.open)
@@ -121,7 +133,7 @@ class TextBuffer:
 
     def _look(self, token: int) -> None:
         """Look for a stop string that the token just read completes, and cut off what follows it."""
-        begin, held = self._length, self._detokenizer.pending()
+        begin, held = self._length, self._pending()
         self._length += len(self.pieces[-1])
         if len(self.tokens) < self._least:
             self._early = self._length + len(held)
@@ -149,15 +161,31 @@ class TextBuffer:
     def finish(self) -> None:
         """Finish the text: held-back characters belong to it, but for an incomplete one."""
         if not self._over and self.pieces:
-            self.pieces[-1] += self._detokenizer.pending()
+            self.pieces[-1] += self._pending()
             self._holds[-1] = 0
         self._over = True
 
     def rewind(self, count: int) -> None:
         """Keep only the first `count` tokens."""
-        kept = self.tokens[:count]
-        self._start()
-        self.push(kept)
+        tokens, pieces, holds = self.tokens[:count], self.pieces[:count], self._holds[:count]
+        fresh = self._decoded(self._fresh, self._detokenizer)
+        self._start(fresh)
+        self.push(tokens)
+        if self.failed is not None:  # what was decoded before
+            self.pieces, self._holds = pieces, holds
+
+    def _pending(self) -> str:
+        return self._decoded(self._detokenizer.pending, "")
+
+    def _decoded(self, decode: Callable[[], T], otherwise: T) -> T:
+        """Return the tokenizer's answer; after an error `otherwise`, without asking."""
+        if self.failed is not None:
+            return otherwise
+        try:
+            return decode()
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            self.failed = fault_of("the tokenizer", error)
+            return otherwise
 
     def release(self, settled: int) -> list[tuple[int, str]]:
         """Return the text of the first `settled` tokens that is final and was not released before.

@@ -18,10 +18,12 @@ import torch
 
 from foredraft.arguments import clear_calls
 from foredraft.constraints import ConstraintFactory
+from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Finish, Sequence, State
 from foredraft.decode.stats import Stats
+from foredraft.decode.text_buffer import StopAutomaton
 from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds.compatibility import is_lossless
 from foredraft.llm.driver import Driver, Request, closed
@@ -85,6 +87,7 @@ class LLM:
         self.deterministic, self.profile_seconds = deterministic, profile_seconds
         self._ids, self._policies = itertools.count(), RequestPolicies()
         self._driver: Driver | None = Driver(engine, progress)  # None once closed
+        self._stops = Kept[tuple[str, ...], StopAutomaton](KEPT_LISTS, KEPT_BYTES)
         self._constraints = None if tokenizer is None else ConstraintFactory(
             tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids)
         )  # fmt: skip
@@ -382,16 +385,14 @@ class LLM:
         """The checks and the defaults of requests, by the current values of the attributes."""
         return Requests(
             self._engine, self._spec, self.tokenizer, self.default_drafter, self.max_length, self._ids,
-            self._constraints, self._policies,
+            self._constraints, self._policies, self._stops,
         )  # fmt: skip
 
     def _output(self, sequence: Sequence, requests: Requests) -> Output:
         assert sequence.finish is not None
+        sequence.finish_text()
         text_buffer, params = sequence.text_buffer, sequence.params
         lossless = is_lossless(params.acceptance, requests.drafters(params))
-        if text_buffer is not None:
-            sequence.update_text()
-            text_buffer.finish()
         return Output(
             text=None if text_buffer is None else text_buffer.text,
             token_ids=sequence.new_ids,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from foredraft.constraints import ConstraintFactory
+from foredraft.constraints.kept import Kept
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
@@ -44,6 +45,7 @@ class Requests:
         ids: Fresh ids of sequences.
         constraints: Makes constraints; None without a tokenizer.
         policies: That requests name.
+        stops: Automata of stop strings; all prompts and samples of a request share one.
     """
 
     engine: Engine
@@ -54,6 +56,7 @@ class Requests:
     ids: Iterator[int]
     constraints: ConstraintFactory | None
     policies: RequestPolicies
+    stops: Kept[tuple[str, ...], StopAutomaton]
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt.
@@ -112,7 +115,9 @@ class Requests:
         ids = [next(self.ids) for _ in range(n)]
         constraint = self._constraint(prompt, params, show_special)
         prediction = self._prediction(params.prediction)
-        stops = StopAutomaton(tuple(params.stop))
+        strings = tuple(params.stop)
+        size = sum(len(string.encode()) for string in strings)
+        stops = self.stops.get(strings, size, lambda: StopAutomaton(strings))
         prompt_scores: list[Score | None] = [None]  # the first token has no context to be scored by
         return [
             Sequence(

@@ -25,10 +25,10 @@ from typing import Any
 
 import tokenizers
 
-from foredraft.errors import CheckpointError, Option, RequestError, shortened
+from foredraft.errors import CheckpointError, Option, RequestError, is_fault, shortened
 from foredraft.model.chat import CONFIG, ChatTemplate, Message
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
-from foredraft.model.tokenizer_faults import check_rules, is_fault
+from foredraft.model.tokenizer_faults import check_rules
 from foredraft.unicode import invalid_at
 
 FILE = "tokenizer.json"

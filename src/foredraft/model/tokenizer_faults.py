@@ -1,15 +1,12 @@
-"""Faults of tokenizer files that the library does not refuse itself: panics, and rules that multiply text.
+"""Faults of tokenizer files that the library does not refuse itself: rules that multiply text.
 
 Contract: `check_rules` reads a `tokenizer.json` before the library does, because the library normalises added
 tokens while it loads them. It bounds by how much the rules before the vocabulary, those of decoding and the
 template of special tokens can lengthen a text, beyond what Unicode's own forms make of it (18 characters of
 one at most). It judges by the rules and not by a text: a rule may wait for any character.
 
-A library in Rust raises `pyo3_runtime.PanicException` where its own code fails. That is no `Exception`, and
-no module exports its type, so `is_fault` tells it by its name from Ctrl-C and from the end of the process.
-
-Formats: https://huggingface.co/docs/tokenizers/api/normalizers and https://pyo3.rs/main/doc/pyo3/panic/; of a
-table of characters https://github.com/google/sentencepiece/blob/master/src/normalizer.cc.
+Formats: https://huggingface.co/docs/tokenizers/api/normalizers; of a table of characters
+https://github.com/google/sentencepiece/blob/master/src/normalizer.cc.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = ["check_rules", "is_fault"]
+__all__ = ["check_rules"]
 
 MAX_GROWTH = 64  # characters for one, of all rules together
 MAX_RULES = 1_000  # of a normaliser with what follows it, or of a decoder
@@ -36,12 +33,6 @@ FORMS: dict[str, Callable[[str], str]] = {
 MAX_VALUES = 16  # values of one key in a file; a second one can only be the token of a vocabulary
 ESCAPED = re.compile(r"\\u00[2-7]", re.IGNORECASE)  # an ASCII character that is spelt by its number
 DECODER = json.JSONDecoder()
-
-
-def is_fault(error: BaseException) -> bool:
-    """Return whether an error is a library's: an Exception, or a panic of one in Rust, but not Ctrl-C."""
-    is_panic = type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
-    return isinstance(error, Exception) or is_panic
 
 
 def check_rules(text: str) -> None:

@@ -25,10 +25,9 @@ from typing import Any
 
 import tokenizers
 
-from foredraft.errors import did_you_mean, shortened
+from foredraft.errors import did_you_mean, is_fault, shortened
 from foredraft.model.gguf.special import CONTROL, KEY, UNKNOWN, UNUSED, USER_DEFINED, listed, special_ids
 from foredraft.model.gguf.words import WORDS, Words
-from foredraft.model.tokenizer_faults import is_fault
 
 __all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
 
