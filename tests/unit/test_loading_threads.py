@@ -28,6 +28,7 @@ from foredraft.loading.cpus import Cpus
 from foredraft.loading.threads import choose_threads, use_threads
 from foredraft.profiling import hyperthreads
 from foredraft.profiling.hyperthreads import faster_threads, known_faster
+from foredraft.profiling.others import Load
 from foredraft.quantise import quantise_checkpoint
 from tests.support.checkpoints import save_checkpoint
 
@@ -221,7 +222,21 @@ class Step:
         time.sleep(self.seconds[number])
 
 
+def beside(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    """Let other programs use so many CPUs."""
+
+    class Pretended:
+        def load(self) -> Load:
+            return Load(10.0, others)
+
+    monkeypatch.setattr(hyperthreads, "Watch", Pretended)
+
+
 class TestHyperthreads:
+    @pytest.fixture(autouse=True)
+    def quiet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        beside(monkeypatch, 0.0)
+
     @pytest.mark.parametrize(
         ("on_cores", "on_all", "faster"), [(0.02, 0.002, 8), (0.002, 0.02, 4), (0.01, 0.01, 4)]
     )
@@ -240,12 +255,20 @@ class TestHyperthreads:
         step = Step({4: 1.0})
         assert faster_threads(4, 4, ["cpu"], step) == 4 and not step.taken
 
-    def test_a_step_that_takes_long_runs_once_and_nothing_is_kept(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("seconds", "steps"), [(0.05, 2), (0.11, 1)])
+    def test_a_step_that_takes_long_is_not_measured_and_nothing_is_kept(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
     ) -> None:
         monkeypatch.setattr(hyperthreads, "SECONDS", 0.1)
-        step = Step({4: 0.05, 8: 0.001})
-        assert faster_threads(4, 8, ["cpu"], step) == 4 and step.taken == [4]
+        step = Step({4: seconds, 8: 0.001})
+        assert faster_threads(4, 8, ["cpu"], step) == 4 and step.taken == [4] * steps
+        assert known_faster(4, 8, ["cpu"]) is None
+
+    def test_beside_other_programs_the_cores_are_taken_and_nothing_is_kept(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beside(monkeypatch, 1.0)
+        assert faster_threads(4, 8, ["cpu"], Step({4: 0.02, 8: 0.002})) == 4
         assert known_faster(4, 8, ["cpu"]) is None
 
     @pytest.mark.parametrize("kept", [5, "8", None, [8]])

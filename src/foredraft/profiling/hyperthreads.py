@@ -16,6 +16,7 @@ import torch
 
 from foredraft import user_cache
 from foredraft.profiling.forwards import SETTLE
+from foredraft.profiling.others import Watch
 from foredraft.profiling.timing import Turns, timed
 
 __all__ = ["faster_threads", "known_faster"]
@@ -47,21 +48,27 @@ def faster_threads(physical: int, logical: int, machine: Any, step: Callable[[in
 
     Returns:
         The physical cores, unless the logical CPUs are faster by GAIN or more. Where a step takes too long
-        to compare several within SECONDS, nothing is kept.
+        to compare several within SECONDS, or other programs disturbed them, it is the cores, and nothing is
+        kept.
     """
     known = known_faster(physical, logical, machine)
     if known is not None:
         return known
     until = time.perf_counter() + SECONDS
-    if timed(partial(step, physical), CPU)[0] > SECONDS / STEPS:
+    on_cores = partial(step, physical)
+    if (
+        timed(on_cores, CPU)[0] > SECONDS or timed(on_cores, CPU)[0] > SECONDS / STEPS
+    ):  # the first one warms up
         return physical
+    watch = Watch()
     turns = Turns({n: partial(step, n) for n in (physical, logical)}, CPU, SETTLE)
     for _ in range(TURNS):
         turns.take(until=until)
-    if not all(turns.seconds.values()):
+    load = watch.load()
+    if not all(turns.seconds.values()) or (load is not None and load.disturbed):
         return physical
-    on_cores, on_all = (min(turns.seconds[n]) for n in (physical, logical))
-    faster = logical if on_cores >= GAIN * on_all else physical
+    fewer, more = (min(turns.seconds[n]) for n in (physical, logical))
+    faster = logical if fewer >= GAIN * more else physical
     user_cache.write(KIND, _key(physical, logical, machine), faster)
     return faster
 
