@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 DISTURBED = 0.25  # CPUs that others use from which on a timed turn is repeated
 RESOLUTION = 1.5  # ticks by which the difference of two readings may be off, for each CPU
-ATTEMPTS = 3  # of a turn at most: who waits longer than that for a quiet moment waits for ever
+ATTEMPTS = 3  # of a turn at most: what disturbs three in a row is no passing disturbance
 ROOT = Path("/")
 # Fields of a line of /proc/stat, in ticks: user, nice, system, idle, iowait, irq, softirq, steal, ...
 BUSY = (0, 1, 2, 5, 6, 7)
