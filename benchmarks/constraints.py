@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from timing import spread
+from timing import Quiet, spread
 from workload import DEMO_LAYERS, demo_plan, heldout, machine, padded_demo, write
 
 import foredraft
@@ -74,12 +74,18 @@ def in_turns(
     """Return the ratios of the seconds of `base` to each call's, timed in random order after a warm-up."""
     outputs = {name: call() for name, call in calls.items()}
     ratios: dict[str, list[float]] = defaultdict(list)
-    for _ in range(repeats):
+
+    def turn() -> dict[str, float]:
         seconds: dict[str, float] = {}
         for name in random.sample(sorted(calls), len(calls)):
             start = time.perf_counter()
             outputs[name] = calls[name]()
             seconds[name] = time.perf_counter() - start
+        return seconds
+
+    quiet = Quiet(repeats)
+    for _ in range(repeats):
+        seconds = quiet.take(turn)
         for name in calls:
             ratios[name].append(seconds[base] / seconds[name])
     return dict(ratios), outputs

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
-from timing import spread, timed
+from timing import Quiet, spread, timed
 from workload import heldout, machine, write
 
 import foredraft
@@ -45,12 +46,20 @@ def compare(
     alone = [decode(llms[True], [prompt], "none", new_tokens)[1][0].token_ids for prompt in prompts]
     speeds: dict[bool, list[float]] = {side: [] for side in llms}
     ids: dict[bool, list[list[int]]] = {}
-    for turn in range(-WARM, repeats):
-        for side in list(llms)[:: 1 if turn % 2 else -1]:
-            speed, outputs = decode(llms[side], prompts, drafter, new_tokens)
+
+    def turn(at: int) -> dict[bool, float]:
+        taken = {}
+        for side in list(llms)[:: 1 if at % 2 else -1]:
+            taken[side], outputs = decode(llms[side], prompts, drafter, new_tokens)
             ids[side] = [output.token_ids for output in outputs]
-            if turn >= 0:
-                speeds[side].append(speed)
+        return taken
+
+    for at in range(-WARM, 0):
+        turn(at)
+    quiet = Quiet(repeats)
+    for at in range(repeats):
+        for side, speed in quiet.take(partial(turn, at)).items():
+            speeds[side].append(speed)
     pairs = zip(speeds[True], speeds[False], strict=True)
     return {
         "tokens_per_second": {SIDES[side]: spread(several) for side, several in speeds.items()},

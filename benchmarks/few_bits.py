@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from loading import loading_memory
 from shape import SHAPES, random_checkpoint
-from timing import interleaved, spread
+from timing import OwnSeconds, interleaved, spread
 from workload import machine, write
 
 import foredraft
@@ -114,16 +114,13 @@ def passes(folder: Path, repeats: int, peers: Callable[[LLM], dict[str, Any]]) -
         for rows in ROWS:
             tokens = torch.zeros(1, rows, dtype=torch.int64)
             works[name, rows] = lambda runner=runner, tokens=tokens: runner.forward(cache, tokens, [CONTEXT])  # type: ignore[misc]
-    taken: dict[Any, list[float]] = {}
     others = peers(llm)
     for name, other in others.items():
         for rows in ROWS:  # timed by the contender, which has to fill its KV cache before each pass
-            taken[name, rows] = []
-            works[name, rows] = lambda key=(name, rows), other=other: taken[key].append(  # type: ignore[misc]
-                other.forward_seconds(key[1], CONTEXT)
+            works[name, rows] = lambda rows=rows, other=other: OwnSeconds(  # type: ignore[misc]
+                other.forward_seconds(rows, CONTEXT)
             )
     seconds = interleaved(works, torch.device("cpu"), repeats)
-    seconds |= {key: times[-repeats:] for key, times in taken.items()}
     for other in others.values():
         other.close()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from loading import anonymous_peak
-from timing import interleaved, spread
+from timing import OwnSeconds, interleaved, spread
 from workload import machine, write
 
 import foredraft
@@ -88,20 +88,18 @@ def beside_peer(file: Path, repeats: int) -> dict[str, Any]:
     """Time passes of a file's model by rows of inputs, beside llama.cpp's."""
     with foredraft.load(file, device="cpu", drafter="none", max_batch=1, max_length=512) as llm:
         target: Any = llm._engine.target
-        cache, taken = target.new_cache(1, 512), dict[int, list[float]]()
+        cache = target.new_cache(1, 512)
         peer = LlamaCpp(BenchContext(llm, resolve(file), None, torch.bfloat16, torch.device("cpu"), 512))
         works: dict[Any, Any] = {}
         for rows in ROWS[:3]:
-            tokens, taken[rows] = torch.zeros(1, rows, dtype=torch.int64), []
+            tokens = torch.zeros(1, rows, dtype=torch.int64)
             works[rows] = lambda tokens=tokens: target.forward(cache, tokens, [CONTEXT])
-            works["llama.cpp", rows] = lambda rows=rows: taken[rows].append(
-                peer.forward_seconds(rows, CONTEXT)
-            )
+            works["llama.cpp", rows] = lambda rows=rows: OwnSeconds(peer.forward_seconds(rows, CONTEXT))
         seconds = interleaved(works, torch.device("cpu"), repeats)
         peer.close()
     found = {}
-    for rows, theirs in taken.items():
-        ratios = [a / b for a, b in zip(theirs[-repeats:], seconds[rows], strict=True)]
+    for rows in ROWS[:3]:
+        ratios = [a / b for a, b in zip(seconds["llama.cpp", rows], seconds[rows], strict=True)]
         own = spread([1e3 * each for each in seconds[rows]])
         found[rows] = {"milliseconds": own, "peer_over_foredraft": spread(ratios)}
     return {"passes": found}

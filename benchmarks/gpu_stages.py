@@ -17,7 +17,7 @@ from typing import Any
 import peer
 import torch
 from random_model import SHAPES, Pair, Shape, find_factor, make_llm, random_prompts
-from timing import interleaved, spread
+from timing import Quiet, interleaved, spread
 
 from foredraft import LLM, SamplingParams, Stats
 from foredraft.bench.figures import divergence
@@ -191,13 +191,21 @@ class Bench:
         length = ceiling(costs, DRAFT, alpha).draft_length
         llm = make_llm(target, draft, self.positions, length)
         ratios, stats, shares, identical = [], [], [], True
+
+        def turn(at: int, prompt: list[int]) -> dict[str, Any]:
+            nonlocal identical
+            order = ("none", DRAFT)[:: 1 if at % 2 else -1]
+            both = {name: decoded(llm, prompt, self.new_tokens, name) for name in order}
+            identical = identical and both["none"][1] == both[DRAFT][1]
+            return both
+
+        quiet = Quiet(self.prompts * self.repeats)
         for prompt in random_prompts(self.prompts, PROMPT, pair.target.spec.vocab_size):
-            for turn in range(-WARM, self.repeats):
-                order = ("none", DRAFT)[:: 1 if turn % 2 else -1]
-                both = {name: decoded(llm, prompt, self.new_tokens, name) for name in order}
-                identical = identical and both["none"][1] == both[DRAFT][1]
-                if turn >= 0:
-                    ratios.append(both["none"][0] / both[DRAFT][0])
+            for at in range(-WARM, 0):
+                turn(at, prompt)
+            for at in range(self.repeats):
+                both = quiet.take(partial(turn, at, prompt))
+                ratios.append(both["none"][0] / both[DRAFT][0])
             stats.append(both[DRAFT][2])
             shares.append(repeated(both[DRAFT][1]))
         merged = Stats.merge(stats)

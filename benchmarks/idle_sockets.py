@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 from serving import Client, start_server
-from timing import spread
+from timing import Quiet, spread
 from websockets.asyncio.client import connect
 from workload import heldout, machine, padded_demo, write
 
@@ -86,16 +86,21 @@ def measure(port: int, pid: int, given: argparse.Namespace) -> dict[str, Any]:
         return process.memory_info().rss
 
     want, _ = stream()
-    same, ratios, grown = True, [], []
-    for _ in range(given.repeats):
+    same, grown = True, list[int]()
+
+    def turn() -> float:
+        nonlocal same
         before, (text, without) = memory(), stream()
         with Holder(f"ws://127.0.0.1:{port}/v1/stream", given.sockets):
             grown.append(memory() - before)
             time.sleep(given.rest)  # the handshakes are over, and pings go out
             other, beside = stream()
         same &= text == other == want
-        ratios.append(beside / without)
         time.sleep(given.rest)
+        return beside / without
+
+    quiet = Quiet(given.repeats)
+    ratios = [quiet.take(turn) for _ in range(given.repeats)]
     client.close()
     return {
         "mebibytes": max(grown) / (1 << 20), "bytes_per_socket": max(grown) / given.sockets,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from loading import loading_memory
 from shape import SHAPES, random_checkpoint
-from timing import interleaved, spread
+from timing import OwnSeconds, Quiet, interleaved, spread
 from workload import machine, write
 
 import foredraft
@@ -84,17 +84,14 @@ class Bench:
             for rows, tokens in made.items()
         }
         peer = _llama_cpp(self.context(llm))
-        peer_seconds: dict[Any, list[float]] = {}
         if peer is not None:
             for rows in ROWS:  # timed by the contender, which has to fill its KV cache before each forward
-                peer_seconds[("llama.cpp", rows)] = []
-                works[("llama.cpp", rows)] = lambda rows=rows: peer_seconds[("llama.cpp", rows)].append(  # type: ignore[misc]
+                works["llama.cpp", rows] = lambda rows=rows: OwnSeconds(  # type: ignore[misc]
                     peer.forward_seconds(rows, CONTEXT)
                 )
         seconds = interleaved(works, torch.device("cpu"), self.repeats)
         if peer is not None:
             peer.close()
-        seconds |= {key: taken[-self.repeats :] for key, taken in peer_seconds.items()}
         step, read = seconds["foredraft", 1], seconds["read"]
         size = model_record("target", "target", runner).step_bytes
         return {
@@ -121,13 +118,20 @@ class Bench:
         prompt = [[100 + i for i in range(32)]]
         params = SamplingParams(temperature=0, max_new_tokens=self.new_tokens, ignore_eos=True)
         runs: dict[str, list[tuple[float, list[int]]]] = {"foredraft": [], "transformers": []}
-        for _ in range(self.repeats + 1):
+
+        def turn() -> dict[str, tuple[float, list[int]]]:
             timing = peer.run(prompt, self.new_tokens)
-            seconds_per_token = timing.decode_seconds / timing.decoded_tokens
-            runs["transformers"].append((seconds_per_token, list(timing.tokens[0])))
+            theirs = timing.decode_seconds / timing.decoded_tokens, list(timing.tokens[0])
             [output] = llm.generate(prompt, params)
-            runs["foredraft"].append((output.stats.seconds / len(output.token_ids), output.token_ids))
-        seconds = {name: [taken for taken, _ in several[1:]] for name, several in runs.items()}
+            ours = output.stats.seconds / len(output.token_ids), output.token_ids
+            return {"transformers": theirs, "foredraft": ours}
+
+        turn()
+        quiet = Quiet(self.repeats)
+        for _ in range(self.repeats):
+            for name, taken in quiet.take(turn).items():
+                runs[name].append(taken)
+        seconds = {name: [taken for taken, _ in several] for name, several in runs.items()}
         outputs = [ids for _, ids in runs["foredraft"]]
         return {
             "seconds_per_token": {name: spread(taken) for name, taken in seconds.items()},

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import interleaved, spread, timed
+from timing import Quiet, interleaved, spread, timed
 from workload import fluent, machine, padded_demo, write
 
 import foredraft
@@ -60,8 +61,9 @@ def decoding(llm: LLM, repeats: int, new_tokens: int) -> dict[str, Any]:
     def whole(own: Kangaroo) -> None:
         own._known.forget()
 
-    for turn in range(-1, repeats):
-        for side in list(seconds)[:: 1 if turn % 2 else -1]:
+    def turn(at: int) -> dict[str, float]:
+        totals = {}
+        for side in list(seconds)[:: 1 if at % 2 else -1]:
             Kangaroo.resume = resume if side == "resumed" else whole  # type: ignore[method-assign, assignment]
             total = 0.0
             ids = []
@@ -71,9 +73,14 @@ def decoding(llm: LLM, repeats: int, new_tokens: int) -> dict[str, Any]:
                 )
                 total += took
                 ids.append(outputs[0].token_ids)
-            texts[side] = ids
-            if turn >= 0:
-                seconds[side].append(total)
+            texts[side], totals[side] = ids, total
+        return totals
+
+    turn(-1)
+    quiet = Quiet(repeats)
+    for at in range(repeats):
+        for side, total in quiet.take(partial(turn, at)).items():
+            seconds[side].append(total)
     Kangaroo.resume = resume  # type: ignore[method-assign]
     ratios = [r / w for r, w in zip(seconds["resumed"], seconds["whole"], strict=True)]
     return {"resumed_over_whole": spread(ratios), "identical": texts["resumed"] == texts["whole"]}

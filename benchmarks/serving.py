@@ -24,11 +24,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from timing import spread
+from timing import Quiet, spread
 from workload import heldout, machine, padded_demo, write
 
 import foredraft
@@ -125,33 +126,45 @@ class Measurement:
 
     def single(self) -> dict[str, Any]:
         sender, ratios, same = OwnSender(self.llm), [], True
-        for turn in range(-1, self.given.repeats):
-            for prompt in heldout(4):
-                bodies = [self.body(prompt, self.given.new_tokens, **self.drafting())]
-                thread = threading.Thread(target=sender.serve_one)
-                thread.start()
-                [own] = self.client.read(sender.port, bodies)
-                thread.join()
-                [other] = self.client.read(self.port, bodies)
-                same &= own["text"] == other["text"]
-                if turn >= 0:
-                    ratios.append(own["seconds"] / other["seconds"])
+
+        def turn(prompt: str) -> float:
+            nonlocal same
+            bodies = [self.body(prompt, self.given.new_tokens, **self.drafting())]
+            thread = threading.Thread(target=sender.serve_one)
+            thread.start()
+            [own] = self.client.read(sender.port, bodies)
+            thread.join()
+            [other] = self.client.read(self.port, bodies)
+            same &= own["text"] == other["text"]
+            return float(own["seconds"] / other["seconds"])
+
+        prompts = heldout(4)
+        for prompt in prompts:
+            turn(prompt)
+        quiet = Quiet(self.given.repeats * len(prompts))
+        for _ in range(self.given.repeats):
+            ratios += [quiet.take(partial(turn, prompt)) for prompt in prompts]
         return {"server_over_engine": spread(ratios), "identical": same}
 
     def batch(self) -> dict[str, Any]:
-        ratios, same, prompts = [], True, (heldout(8) * 2)
+        same, prompts = True, (heldout(8) * 2)
         params = self.llm.params(
             temperature=0, max_new_tokens=self.given.new_tokens, ignore_eos=True, **self.drafting()
         )
         bodies = [self.body(prompt, self.given.new_tokens, **self.drafting()) for prompt in prompts]
-        for turn in range(-1, self.given.repeats):
+
+        def turn() -> float:
+            nonlocal same
             begun = time.perf_counter()
             outputs = self.llm.generate(prompts, params)
             own = time.perf_counter() - begun
             found = self.client.read(self.port, bodies)
             same &= [output.text for output in outputs] == [each["text"] for each in found]
-            if turn >= 0:
-                ratios.append(own / max(each["seconds"] for each in found))
+            return float(own / max(each["seconds"] for each in found))
+
+        turn()
+        quiet = Quiet(self.given.repeats)
+        ratios = [quiet.take(turn) for _ in range(self.given.repeats)]
         return {"server_over_engine": spread(ratios), "identical": same}
 
     def first(self) -> dict[str, Any]:
@@ -205,6 +218,18 @@ class Measurement:
             "cold_over_warm": statistics.median(cold) / statistics.median(warm),
         }
 
+    def every_way(
+        self, ways: dict[str, dict[str, Any]], prompts: list[str], texts: set[tuple[str, ...]]
+    ) -> dict[str, float]:
+        """Return the seconds until all prompts are answered, by way; add the answers to `texts`."""
+        seconds = {}
+        for name, own in ways.items():
+            bodies = [self.body(prompt, self.given.new_tokens, **own) for prompt in prompts]
+            found = self.client.read(self.port, bodies)
+            texts.add(tuple(each["text"] for each in found))
+            seconds[name] = float(max(each["seconds"] for each in found))
+        return seconds
+
     def auto(self) -> dict[str, Any]:
         ways: dict[str, dict[str, Any]] = {
             "auto": {},
@@ -215,14 +240,13 @@ class Measurement:
         for at_a_time in (1, 4, 16, 32):
             prompts = (heldout(8) * 4)[:at_a_time]
             seconds: dict[str, list[float]] = {name: [] for name in ways}
-            texts = set()
-            for turn in range(-1, self.given.repeats):
-                for name, own in ways.items():
-                    bodies = [self.body(prompt, self.given.new_tokens, **own) for prompt in prompts]
-                    found = self.client.read(self.port, bodies)
-                    texts.add(tuple(each["text"] for each in found))
-                    if turn >= 0:
-                        seconds[name].append(max(each["seconds"] for each in found))
+            texts = set[tuple[str, ...]]()
+            turn = partial(self.every_way, ways, prompts, texts)
+            turn()
+            quiet = Quiet(self.given.repeats)
+            for _ in range(self.given.repeats):
+                for name, taken in quiet.take(turn).items():
+                    seconds[name].append(taken)
             best = min(("never", "always"), key=lambda name: statistics.median(seconds[name]))
             ratios = [theirs / own for theirs, own in zip(seconds[best], seconds["auto"], strict=True)]
             tokens = at_a_time * self.given.new_tokens

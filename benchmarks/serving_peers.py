@@ -23,13 +23,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from serving import Client, start_server
-from timing import spread
+from timing import Quiet, spread
 from workload import heldout, machine, padded_demo, write
 
 from foredraft import demo
@@ -58,6 +59,22 @@ def start_peer(command: list[str], port: int, log: Path, **environment: str) -> 
                 break
             time.sleep(0.5)
     raise RuntimeError(f"{command[0]} did not start:\n{log.read_text()[-2000:]}")
+
+
+def ask_every_way(
+    client: Client,
+    ways: dict[str, tuple[int, dict[str, Any]]],
+    fields: dict[str, Any],
+    prompts: list[str],
+    texts: dict[str, list[str]],
+) -> dict[str, float]:
+    """Return the seconds until all prompts are answered, by way; keep the answers in `texts`."""
+    seconds = {}
+    for name, (port, own) in ways.items():
+        found = client.read(port, [{**fields, **own, "prompt": prompt} for prompt in prompts])
+        texts[name] = [each["text"] for each in found]
+        seconds[name] = float(max(each["seconds"] for each in found))
+    return seconds
 
 
 def main() -> None:
@@ -121,13 +138,14 @@ def main() -> None:
                 prompts = (heldout(8) * 2)[:at_a_time]
                 seconds: dict[str, list[float]] = {name: [] for name in ways}
                 texts: dict[str, list[str]] = {}
-                for turn in range(-1, given.repeats):
-                    for name, (to, own_fields) in ways.items():
-                        fields = {**greedy, **own_fields, "max_tokens": given.new_tokens}
-                        found = client.read(to, [{**fields, "prompt": prompt} for prompt in prompts])
-                        texts[name] = [each["text"] for each in found]
-                        if turn >= 0:
-                            seconds[name].append(max(each["seconds"] for each in found))
+                turn = partial(
+                    ask_every_way, client, ways, greedy | {"max_tokens": given.new_tokens}, prompts, texts
+                )
+                turn()
+                quiet = Quiet(given.repeats)
+                for _ in range(given.repeats):
+                    for name, taken in quiet.take(turn).items():
+                        seconds[name].append(taken)
                 cases[str(at_a_time)] = {
                     name: {
                         "tokens_per_second": at_a_time * given.new_tokens / statistics.median(each),

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -89,7 +90,7 @@ def work(options: dict[str, Any]) -> None:
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each method."""
-    from timing import spread
+    from timing import Quiet, spread
     from workload import DEMO_LAYERS, demo_plan, fluent, padded_demo
 
     import foredraft
@@ -110,14 +111,22 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         assert old.package != new.package
         seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
         same: dict[str, bool] = defaultdict(lambda: True)
+        methods = options.methods.split(",")
+
+        def pair(at: int, method: str, prompt: list[int]) -> tuple[float, float]:
+            order = (old, new) if at % 2 else (new, old)
+            done = {version: version.decode(method, prompt) for version in order}
+            same[method] &= done[old]["tokens"] == done[new]["tokens"]
+            return done[old]["seconds"], done[new]["seconds"]
+
+        quiet = Quiet(options.repeats * len(prompts) * len(methods))
         for turn in range(-1, options.repeats):
             for prompt in prompts:
-                for method in options.methods.split(","):
-                    order = (old, new) if turn % 2 else (new, old)
-                    done = {version: version.decode(method, prompt) for version in order}
-                    same[method] &= done[old]["tokens"] == done[new]["tokens"]
-                    if turn >= 0:
-                        seconds[method].append((done[old]["seconds"], done[new]["seconds"]))
+                for method in methods:
+                    if turn < 0:
+                        pair(turn, method, prompt)
+                    else:
+                        seconds[method].append(quiet.take(partial(pair, turn, method, prompt)))
         for version in (old, new):
             version.close()
     return [

@@ -31,6 +31,7 @@ __all__ = [
     "RequestError",
     "Text",
     "is_fault",
+    "join_text",
     "shortened",
 ]
 
@@ -105,7 +106,7 @@ class ForedraftError(Exception):
             subject = spelling(Option(self.option))
             if self.value is not NO_VALUE:
                 subject += f" is {shortened(self.value, SHOWN)}"
-        problem, remedy = _join(self.problem, spelling), _join(self.remedy, spelling)
+        problem, remedy = join_text(self.problem, spelling), join_text(self.remedy, spelling)
         if subject and problem:  # "max_draft is 99, but ..." or "logit_bias names token 7"
             subject += " " if self.value is NO_VALUE else ", "
         line = subject + problem
@@ -115,7 +116,8 @@ class ForedraftError(Exception):
         return self.describe()
 
 
-def _join(text: Text, spelling: Callable[[Option], str]) -> str:
+def join_text(text: Text, spelling: Callable[[Option], str]) -> str:
+    """Return a text as one string, with every option spelled by `spelling`."""
     if isinstance(text, str):
         return text
     return "".join(part if isinstance(part, str) else spelling(part) for part in text)

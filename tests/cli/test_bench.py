@@ -132,8 +132,10 @@ def test_stdout_has_a_table_without_json(words: Words, out: Path, capsys: pytest
         assert "2 of 2" in line
         if row.measured_over_predicted is not None and row.predicted is not None:
             ratios = [row.predicted.median, row.measured_over_predicted.median]
-            assert cells[6:8] == [f"{ratio:.2f}" for ratio in ratios]
+            assert cells[7:9] == [f"{ratio:.2f}" for ratio in ratios]
+        assert cells[6] == ("-" if row.others is None else f"{row.others.median:.2f}")
     assert any("repeats under 30% of its 4-grams" in line for line in captured)
+    assert report.turns_remark in captured if report.turns_remark is not None else not report.turns
 
 
 def test_a_terminal_shows_doubts_first_and_explains_a_share_above_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from foredraft.cli import main
 from foredraft.cli.commands import app
-from foredraft.cli.foreign_options import NAMES, THREADS
+from foredraft.cli.foreign_options import NAMES
 
 ARGUMENT = "the argument itself, without an option"
 
@@ -39,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("generate -n 4 x", "--max-new-tokens"),
         ("generate -c 512 x", "--max-length"),
         ("generate -ngl 99 x", "--device cuda"),
-        ("train adapter -t 4", THREADS),
+        ("train adapter -t 4", "--threads"),
     ],
 )
 def test_an_option_of_another_program_names_the_option_here(
@@ -62,7 +62,7 @@ def test_names_of_other_programs_are_no_options_here_and_their_counterparts_are(
         for name in argument.names
     }
     assert not options & NAMES.keys()
-    assert {here.split()[0] for here in NAMES.values() if here != THREADS} <= options
+    assert {here.split()[0] for here in NAMES.values()} <= options
 
 
 def test_a_model_in_the_place_of_the_prompt_is_refused(

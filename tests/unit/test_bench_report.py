@@ -33,6 +33,7 @@ from foredraft.bench.records import (
     RoundTime,
     Row,
     Spread,
+    TurnCount,
 )
 from foredraft.bench.report import page
 from foredraft.errors import ConfigError
@@ -51,6 +52,7 @@ def row(workload: str, contender: str, speed: float, *, peer: bool = False, **mo
         "speedup": spread(speed),
         "speedup_all": spread(speed + 0.03),
         "prefill_seconds": spread(0.017),
+        "others": spread(0.02),
         "repeated": spread(0.12),
         "counted": 2,
         "prompts": 3,
@@ -162,6 +164,10 @@ class TestDoubts:
                 {"machine": {"cores": 2, "highest_load": 2.6}},
                 "The load rose to 2.6 on 2 cores during the run",
             ),
+            (
+                {"turns": (TurnCount("tables", 1, 6, 4, 2), TurnCount("prose", 1, 3, 0, 0))},
+                "Other programs used more than 0.25 CPUs in 2 of 9 turns, in every attempt",
+            ),
             ({"options": {"repeats": 1}}, "Every method ran only once on each prompt"),
             ({"options": {"repeats": 2}}, "Every method ran only twice on each prompt"),
         ],
@@ -173,6 +179,15 @@ class TestDoubts:
         assert (speed, kind, exactness) == ("doubtful", "doubtful", "good")
         assert warning.startswith(said)
         assert report(**more).doubts[0].startswith(said)
+
+    def test_the_repeated_turns_are_counted_and_a_quiet_run_stays_green(self) -> None:
+        counted = report(turns=(TurnCount("tables", 1, 6, 4, 0), TurnCount("prose", 1, 3, 1, 0)))
+        assert "Beside the 9 turns that count, 5 had to be repeated" in Page(page(counted)).text
+        assert self.kinds(turns=counted.turns) == ["good", "good"]
+
+    def test_what_others_used_stands_beside_a_plain_step(self) -> None:
+        beside = report(costs=(replace(report().costs[0], others=spread(0.4)),))
+        assert "; other programs used 0.40 CPUs" in Page(page(beside)).text
 
     def test_a_share_of_bandwidth_above_one_is_explained(self) -> None:
         sentence = "above 100 % means that the caches held a part of the weights"
@@ -208,6 +223,7 @@ class TestFigures:
             "method": "draft-model",
             "tokens/s": "225.8 (203.2–248.4)",
             "over plain": "1.83 (1.65–2.01)",
+            "others, CPUs": "0.02 (0.02–0.02)",
             "identical": "✓ 3 of 3",
             "counted prompts": "2 of 3",
             "repeated 4-grams": "12% (11%–13%)",
@@ -305,6 +321,7 @@ class TestPolicies:
             "draft length": "3.21",
             "ceiling": "–",
             "tokens/s": "243.1 (218.8–267.4)",
+            "others, CPUs": "0.02 (0.02–0.02)",
         }
         assert dict(zip(head, lines[1], strict=True))["ceiling"] == "1.99 (γ = 2)"
         assert "under every policy" not in usual_page()

@@ -18,11 +18,12 @@ from foredraft.bench.forward_costs import Meter
 from foredraft.bench.hugging_face import Generate
 from foredraft.bench.options import Options
 from foredraft.bench.prediction import ceiling
-from foredraft.bench.records import Cost, Costs, Report, Spread
+from foredraft.bench.records import Cost, Costs, Report, Spread, TurnCount
 from foredraft.bench.run import bench
 from foredraft.bench.workload import Workload
 from foredraft.decode.stats import Stats
 from foredraft.drafters.plan_files import PlanFile, model_hash, write_plan
+from foredraft.profiling.others import Load, read_counters
 from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
 
@@ -87,6 +88,7 @@ def test_the_demo_pairs_report_is_complete() -> None:
 def test_contenders_take_turns_in_alternating_order(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    beside(monkeypatch, 0.0)
     order: list[tuple[str, int, int]] = []
     run = ForedraftContender.run
 
@@ -103,6 +105,84 @@ def test_contenders_take_turns_in_alternating_order(
     assert [name for name, _, _ in runs] == alternating * 3
     assert [first for _, _, first in runs] == [first for _, _, first in texts for _ in range(6)]
     assert [name for name, _, _ in parts] == ["plain"] * 3 + ["lookup"] * 3
+
+
+def beside(monkeypatch: pytest.MonkeyPatch, *others: float | None) -> None:
+    """Let other programs use so many CPUs during the timed runs, in order; the last number goes on."""
+    loads = list(others)
+
+    class Pretended:
+        def load(self) -> Load | None:
+            used = loads.pop(0) if len(loads) > 1 else loads[0]
+            return None if used is None else Load(10.0, used)
+
+    monkeypatch.setattr("foredraft.bench.measurement.Watch", Pretended)
+
+
+class TestOtherPrograms:
+    """Two contenders on three prompts, once each: three turns of two runs."""
+
+    OPTIONS = Options(methods=("lookup",), new_tokens=4, repeats=1)
+
+    def test_a_disturbed_turn_is_repeated_whole(
+        self, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beside(monkeypatch, 0.1, 0.3, 0.1, 0.2, 0.05)  # the second run of the first turn is disturbed
+        report = bench([TEXTS], self.OPTIONS, **pair)
+        assert report.turns == (TurnCount("texts", 1, kept=3, repeated=1, disturbed=0),)
+        plain, lookup = (row.others for row in report.rows)
+        assert (
+            plain is not None and lookup is not None and plain.count == lookup.count == report.rows[0].counted
+        )
+        assert plain.upper <= 0.1 and lookup.upper <= 0.2
+        assert not any("every attempt" in doubt for doubt in report.doubts)
+        assert (
+            report.turns_remark is not None and "Beside the 3 turns that count, 1 had" in report.turns_remark
+        )
+        assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
+
+    def test_a_machine_that_is_never_quiet_ends_in_a_doubt(
+        self, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beside(monkeypatch, 1.5)
+        report = bench([TEXTS], self.OPTIONS, **pair)
+        assert report.turns == (TurnCount("texts", 1, kept=3, repeated=3, disturbed=3),)
+        assert all(row.others == Spread(1.5, 1.5, 1.5, row.counted) for row in report.rows)
+        [doubt] = [doubt for doubt in report.doubts if "every attempt" in doubt]
+        assert doubt.startswith("Other programs used more than 0.25 CPUs in 3 of 3 turns")
+
+    def test_where_the_load_is_unknown_nothing_is_repeated(
+        self, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beside(monkeypatch, None)
+        report = bench([TEXTS], self.OPTIONS, **pair)
+        assert report.turns == (TurnCount("texts", 1, kept=3, repeated=0, disturbed=0),)
+        assert [row.others for row in report.rows] == [None, None] and report.turns_remark is None
+
+    def test_tokens_of_a_turn_that_is_repeated_count_for_exactness(
+        self, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beside(monkeypatch, 0.1, 0.9, 0.1)
+        run, runs = ForedraftContender.run, list[str]()
+
+        def altering(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
+            timing = run(self, prompts, new_tokens)
+            runs.append(self.name)
+            if runs.count("lookup") != 2 or self.name == "plain":  # the first one warms up
+                return timing
+            return replace(timing, tokens=tuple((*ids[:2], ids[2] ^ 1, *ids[3:]) for ids in timing.tokens))
+
+        monkeypatch.setattr(ForedraftContender, "run", altering)
+        report = bench([TEXTS], self.OPTIONS, **pair)
+        assert report.turns[0].repeated == 1
+        exact = report.rows[1].exactness
+        assert exact is not None and exact.holds is False and exact.identical == 2
+
+    def test_the_costs_carry_what_the_counters_say(self, pair: dict[str, Any]) -> None:
+        report = bench([TEXTS], self.OPTIONS, **pair)
+        for found in (report.costs[0].others, *(row.others for row in report.rows)):
+            assert (found is None) == (read_counters() is None)
+            assert found is None or 0 <= found.median <= 2 + (os.cpu_count() or 1)
 
 
 def test_a_wrong_token_is_reported_with_its_position(

@@ -18,6 +18,7 @@ from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.llm import LLM
 from foredraft.loading.policies import make_policy
+from foredraft.profiling.others import Load
 
 __all__ = ["BenchContext", "Contender", "Timing"]
 
@@ -92,6 +93,7 @@ class Timing:
         decoded_tokens: Tokens made in the decoding phase, all prompts together.
         passes: Forward passes of the target in the decoding phase; None where unknown.
         stats: Statistics of all prompts merged; None for other programs.
+        load: What other programs took meanwhile, set by the measurement; None where it is not known.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -100,6 +102,7 @@ class Timing:
     decoded_tokens: int
     passes: int | None = None
     stats: Stats | None = None
+    load: Load | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -47,10 +47,22 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The timings of one group: one per repeat, by contender's name."""
+    """The timings of one group.
+
+    Attributes:
+        group: The group.
+        timings: One per repeat, by contender's name.
+        discarded: Of each turn that was repeated, by contender's name; only their tokens count.
+    """
 
     group: Group
     timings: dict[str, list[Timing]]
+    discarded: tuple[dict[str, Timing], ...] = ()
+
+    def outputs(self, contender: str) -> list[tuple[tuple[int, ...], ...]]:
+        """Return the tokens of every run."""
+        every = [*self.timings[contender], *(turn[contender] for turn in self.discarded)]
+        return [timing.tokens for timing in every]
 
     def tokens_per_second(self, contender: str) -> float:
         """Return the median over the repeats."""
@@ -130,6 +142,9 @@ def make_row(
         over_single=None if speed is None or at_batch_1 is None else speed.median / at_batch_1.median,
         speedup_all=_spread(series.runs, lambda runs: runs.ratio(name, PLAIN)),
         prefill_seconds=_spread(counted, lambda runs: runs.prefill_seconds(name)),
+        others=Spread.of(
+            timing.load.others for runs in counted for timing in runs.timings[name] if timing.load is not None
+        ),
         overhead=None
         if contender.peer
         else _spread(counted, lambda runs: _overhead(series.costs, runs, name)),
@@ -222,8 +237,8 @@ def _exactness(series: Series, name: str, *, comparable: bool) -> Exactness:
         return Exactness(False, 0, len(series.expected))
     diverged: dict[int, int] = {}  # prompt -> the earliest position at which any of its runs diverged
     for runs in series.runs:
-        for timing in runs.timings[name]:
-            for prompt, tokens in zip(runs.group.prompts, timing.tokens, strict=True):
+        for outputs in runs.outputs(name):
+            for prompt, tokens in zip(runs.group.prompts, outputs, strict=True):
                 position = divergence(tokens, series.expected[prompt])
                 if position is not None:
                     diverged[prompt] = min(position, diverged.get(prompt, position))

@@ -16,6 +16,7 @@ from typing import Any
 from foredraft.bench.records import Cost, Costs, DraftCost, Spread
 from foredraft.llm import LLM
 from foredraft.profiling.forwards import ForwardMeter, draft_seconds
+from foredraft.profiling.others import Load, Watch
 
 __all__ = ["REPEATS", "WIDE", "Meter", "measure_costs"]
 
@@ -41,10 +42,14 @@ class Meter:
             target, engine.drafters, batch, context, widths=widths, lengths={1, longest}
         )
         self._meter.turns.take(counts=False)
+        self._loads: list[Load] = []
 
     def turn(self) -> None:
         """Time each forward and each round once."""
+        watch = Watch()
         self._meter.turns.take()
+        if (load := watch.load()) is not None:
+            self._loads.append(load)
 
     def costs(self, read_seconds: float | None = None, workload: str | None = None) -> Costs:
         """Return the costs of all turns so far, one at least.
@@ -62,7 +67,8 @@ class Meter:
             verifying.append(Cost(rows, spread.median / step, spread))
         drafting = {name: self._draft_cost(name, step) for name in self._drafters}
         share = None if read_seconds is None else read_seconds / step
-        return Costs(self.batch, self.context, tuple(verifying), drafting, share, workload)
+        others = Spread.of(load.others for load in self._loads)
+        return Costs(self.batch, self.context, tuple(verifying), drafting, share, workload, others)
 
     def _draft_cost(self, name: str, step: float) -> DraftCost:
         seconds, longest = self._meter.seconds, self.longest

@@ -4,13 +4,15 @@ Contract: every contender runs once as a warm-up before its runs count. Then, fo
 contenders take turns (`schedule`), interleaved with the bare forwards that explain the speed-ups
 (`forward_costs`).
 Peak memory is taken at the warm-up, and the parts of a round are timed in separate runs, so that observing
-does not change the figures.
+does not change the figures. What other programs took is noted for every run, and a turn that they disturbed
+is taken again (`profiling.others`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from statistics import median
 
@@ -20,9 +22,10 @@ from foredraft.bench.figures import Group, Runs, Series, make_row
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
 from foredraft.bench.options import MAX_REPEATED, Options
-from foredraft.bench.records import PLAIN, Costs, RoundTime, Row, Spread
+from foredraft.bench.records import PLAIN, Costs, RoundTime, Row, Spread, TurnCount
 from foredraft.bench.schedule import groups_of, turns
 from foredraft.ngrams import repeated
+from foredraft.profiling.others import Load, QuietTurns, Watch, worst
 from foredraft.profiling.phases import RoundClock, observed
 
 __all__ = ["Measurement", "Progress"]
@@ -57,8 +60,10 @@ class Measurement:
     weight_read_seconds: float | None
     progress: Progress
 
-    def measure(self, workload: str, prompts: list[list[int]]) -> Iterator[tuple[Costs, list[Row]]]:
-        """Yield the costs of bare forwards and the rows of a workload, one batch size at a time.
+    def measure(
+        self, workload: str, prompts: list[list[int]]
+    ) -> Iterator[tuple[Costs, list[Row], TurnCount]]:
+        """Yield the costs of bare forwards, the rows and the turns of a workload, one batch size at a time.
 
         Args:
             workload: The workload's name.
@@ -73,7 +78,8 @@ class Measurement:
             added_bytes = self._warm_up(stage, batch, _select(prompts, groups[0]))
             running = [contender for contender in self.lineup.contenders if contender.name in added_bytes]
             meter = self._meter(prompts, batch)
-            runs = tuple(self._timed_runs(stage, prompts, groups, running, meter))
+            quiet = QuietTurns(len(groups) * self.options.repeats)
+            runs = tuple(self._timed_runs(stage, prompts, groups, running, meter, quiet))
             found = meter.costs(self.weight_read_seconds, workload)
             series = Series(workload, batch, runs, tuple(expected), found, self.weight_read_seconds)
             rows = []
@@ -87,7 +93,7 @@ class Measurement:
             if batch == 1:
                 pairs = zip(self.lineup.contenders, rows, strict=True)
                 at_batch_1 = {contender.name: row.tokens_per_second for contender, row in pairs}
-            yield found, rows
+            yield found, rows, TurnCount(workload, batch, quiet.kept, quiet.repeated, quiet.disturbed)
 
     def _plain_outputs(self, workload: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
         """Decode each prompt alone and plainly: the reference for exactness and for which prompts count."""
@@ -138,6 +144,7 @@ class Measurement:
         groups: Sequence[Group],
         contenders: list[Contender],
         meter: forward_costs.Meter,
+        quiet: QuietTurns,
     ) -> Iterator[Runs]:
         """Yield each group's timings: in every repeat the contenders take turns, then the meter runs."""
         repeats, done = self.options.repeats, 0
@@ -145,15 +152,29 @@ class Measurement:
         meter_turns = ceil(forward_costs.REPEATS / (len(groups) * repeats))
         for group in groups:
             timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
+            discarded: list[dict[str, Timing]] = []
             for repeat in range(repeats):
-                for contender in turns(contenders, repeat):
-                    timing = contender.run(_select(prompts, group), self.options.new_tokens)
-                    timings[contender.name].append(timing)
+                order, chosen = turns(contenders, repeat), _select(prompts, group)
+                taken, repeated = quiet.take(partial(self._turn, order, chosen))
+                for name, timing in taken.items():
+                    timings[name].append(timing)
+                discarded += repeated
                 for _ in range(meter_turns):
                     meter.turn()
                 done += 1
                 self.progress(stage, done, len(groups) * repeats)
-            yield Runs(group, timings)
+            yield Runs(group, timings, tuple(discarded))
+
+    def _turn(
+        self, contenders: Sequence[Contender], prompts: list[list[int]]
+    ) -> tuple[dict[str, Timing], Load | None]:
+        """Run each contender once; return the timings by name, and the load that disturbed a run most."""
+        timings: dict[str, Timing] = {}
+        for contender in contenders:
+            watch = Watch()
+            timing = contender.run(prompts, self.options.new_tokens)
+            timings[contender.name] = replace(timing, load=watch.load())
+        return timings, worst(timing.load for timing in timings.values())
 
     def _row(
         self,

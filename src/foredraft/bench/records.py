@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from statistics import quantiles
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from foredraft.profiling.others import DISTURBED
+
 __all__ = [
     "PLAIN",
     "Bandwidth",
@@ -28,6 +30,7 @@ __all__ = [
     "RoundTime",
     "Row",
     "Spread",
+    "TurnCount",
     "load_doubt",
 ]
 
@@ -134,6 +137,7 @@ class Costs:
             0 for a drafter without forwards.
         bandwidth_share: Share of the machine's read bandwidth that the forward over one row reaches.
         workload: The workload between whose runs the forwards were timed; None if they were timed alone.
+        others: CPUs that other programs used in the turns; None where that is not known.
     """
 
     batch: int
@@ -142,6 +146,7 @@ class Costs:
     drafting: dict[str, DraftCost]
     bandwidth_share: float | None
     workload: str | None = None
+    others: Spread | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -253,6 +258,7 @@ class Row:
         over_single: Median tokens/s over that of the same contender and workload at batch size 1.
         speedup_all: Over plain decoding, on all prompts.
         prefill_seconds: Duration of reading the prompt, or all prompts of a batch.
+        others: CPUs that other programs used during a timed run; None where that is not known.
         drafting: Figures of the drafts; None for plain decoding and other programs.
         ceiling: The best speed-up that c and v allow at the row's own alpha; None if nothing was drafted, or
             if the method mixes drafters.
@@ -285,6 +291,7 @@ class Row:
     over_single: float | None = None
     speedup_all: Spread | None = None
     prefill_seconds: Spread | None = None
+    others: Spread | None = None
     drafting: Drafting | None = None
     ceiling: Ceiling | None = None
     perfect: Ceiling | None = None
@@ -301,6 +308,25 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnCount:
+    """The turns of a workload at one batch size; in each, every contender runs once.
+
+    Attributes:
+        workload: Name of the workload.
+        batch: Sequences decoded side by side.
+        kept: Turns whose figures count.
+        repeated: Turns that were taken again, because other programs disturbed them.
+        disturbed: Turns that count although every attempt was disturbed.
+    """
+
+    workload: str
+    batch: int
+    kept: int
+    repeated: int
+    disturbed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The report of a benchmark.
 
@@ -313,6 +339,7 @@ class Report:
         rows: One for each workload, batch size, method and policy.
         notes: What was left out, and why.
         finished: False if the benchmark was interrupted; `rows` and `costs` are then incomplete.
+        turns: One for each workload and batch size; none in reports of older versions.
     """
 
     options: dict[str, Any]
@@ -323,6 +350,7 @@ class Report:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     finished: bool = True
+    turns: tuple[TurnCount, ...] = ()
 
     @property
     def typical_costs(self) -> tuple[Costs, ...]:
@@ -355,6 +383,12 @@ class Report:
         found = []
         if (doubt := load_doubt(self.machine)) is not None:
             found.append(doubt)
+        disturbed, kept = (sum(getattr(each, name) for each in self.turns) for name in ("disturbed", "kept"))
+        if disturbed:
+            found.append(
+                f"Other programs used more than {DISTURBED:g} CPUs in {disturbed} of {kept} turns, in every"
+                " attempt: repeat it on a quiet machine."
+            )
         repeats = self.options.get("repeats")
         if repeats is not None and repeats < FEW_REPEATS:
             found.append(
@@ -362,6 +396,17 @@ class Report:
                 f" decides a ratio: give {FEW_REPEATS} repeats or more."
             )
         return tuple(found)
+
+    @property
+    def turns_remark(self) -> str | None:
+        """How many turns were taken again, in a sentence; None where the load is not known."""
+        if not any(row.others is not None for row in self.rows):
+            return None
+        repeated, kept = (sum(getattr(each, name) for each in self.turns) for name in ("repeated", "kept"))
+        return (
+            f"others: CPUs that other programs used during a run. Beside the {kept} turns that count,"
+            f" {repeated} had to be repeated, because these were more than {DISTURBED:g}."
+        )
 
     @property
     def bandwidth_remark(self) -> str | None:

@@ -40,7 +40,7 @@ def page(report: Report) -> str:
         ],
         plots=plots(report),
         limit=report.options.get("max_repeated"),
-        notes=[*([] if report.bandwidth_remark is None else [report.bandwidth_remark]), *report.notes],
+        notes=[*filter(None, (report.turns_remark, report.bandwidth_remark)), *report.notes],
         details={"Options": plain(report.options), "Machine": plain(report.machine)},
     )
 
@@ -150,8 +150,9 @@ def _facts(report: Report) -> dict[str, str]:
             " further token"
             for name, cost in costs.drafting.items()
         )
+        beside = "" if costs.others is None else f"; other programs used {costs.others.median:.2f} CPUs"
         facts[f"plain step, batch {costs.batch}"] = (
-            f"{costs.step_seconds * 1e3:.2f} ms at {costs.context} tokens of context{share}{drafting}"
+            f"{costs.step_seconds * 1e3:.2f} ms at {costs.context} tokens of context{share}{drafting}{beside}"
         )
     return facts
 
@@ -209,6 +210,7 @@ def _speed_columns(rows: Sequence[Row]) -> Columns:
     return {
         "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
         "over plain": lambda row: _spread(row.speedup, ".2f"),
+        "others, CPUs": lambda row: _spread(row.others, ".2f"),
         "identical": _identical,
         "counted prompts": lambda row: Cell(f"{row.counted} of {row.prompts}"),
         "repeated 4-grams": lambda row: _spread(row.repeated, ".0%"),
@@ -245,6 +247,7 @@ def _policies_table(report: Report, batch: int) -> Table:
         "draft length": lambda row: _drafting(row, "mean_draft_length"),
         "ceiling": lambda row: _ceiling(row.ceiling),
         "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
+        "others, CPUs": lambda row: _spread(row.others, ".2f"),
     }
     rows = [row for row in report.policies if row.batch == batch]
     lines = [(f"{row.contender} on {row.workload}", row.policy or DASH, row) for row in rows]

@@ -17,7 +17,7 @@ from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import LoadWatch, Memory, bandwidth, machine
 from foredraft.bench.measurement import Measurement, Progress
 from foredraft.bench.options import MAX_REPEATED, Options
-from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
+from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row, TurnCount
 from foredraft.bench.weights import model_record
 from foredraft.bench.workload import Workload
 from foredraft.drafters.layer_skip import LayerSkip
@@ -97,7 +97,7 @@ def bench(
             weight_read_seconds=_weight_read_seconds(models[0], speed),
             progress=watch,
         )
-        costs, rows, finished = _measure(measurement, prompts)
+        costs, rows, counts, finished = _measure(measurement, prompts)
         return Report(
             options=_effective_options(llm, prompts, options, model, loading) | asdict(form),
             machine=machine(context.device) | {"highest_load": watch.highest} | _versions(lineup),
@@ -107,25 +107,30 @@ def bench(
             rows=tuple(rows),
             notes=tuple(lineup.notes),
             finished=finished,
+            turns=tuple(counts),
         )
     finally:
         lineup.close()
 
 
-def _measure(measurement: Measurement, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
-    """Return the costs, the rows, and whether the measurement finished."""
+def _measure(
+    measurement: Measurement, prompts: Prompts
+) -> tuple[list[Costs], list[Row], list[TurnCount], bool]:
+    """Return the costs, the rows, the turns, and whether the measurement finished."""
     costs: list[Costs] = []
     rows: list[Row] = []
+    counts: list[TurnCount] = []
     try:
         for workload, ids in prompts.items():
-            for found, more in measurement.measure(workload, ids):
+            for found, more, count in measurement.measure(workload, ids):
                 costs.append(found)
                 rows += more
+                counts.append(count)
     except KeyboardInterrupt:
         if not rows:
             raise
-        return costs, rows, False
-    return costs, rows, True
+        return costs, rows, counts, False
+    return costs, rows, counts, True
 
 
 def _fixed_policy_notes(lineup: LineUp, policy: str | None) -> list[str]:

@@ -134,6 +134,7 @@ METHODS = (
     "tokens/s",
     "over plain",
     "quartiles",
+    "others",
     "predicted",
     "÷ predicted",
     "alpha",
@@ -145,7 +146,7 @@ METHODS = (
     "repeats",
     "prompts",
 )
-BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:10], "drafted", "ceiling", "identical")
+BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:11], "drafted", "ceiling", "identical")
 
 
 def lines(report: Report, width: int | None = None) -> list[str]:
@@ -160,8 +161,7 @@ def lines(report: Report, width: int | None = None) -> list[str]:
         " 4-grams. identical: prompts whose tokens were plain decoding's in every run."
         + ("" if not report.lossy else " lossy: the text is not the model's own.")
     )
-    if report.bandwidth_remark is not None:
-        shown.append(report.bandwidth_remark)
+    shown += filter(None, (report.turns_remark, report.bandwidth_remark))
     shown += [
         f"{report.name(row)} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
         for row in differing(report)
@@ -177,6 +177,8 @@ def about(report: Report) -> str:
     if speed is not None and costs.bandwidth_share is not None:
         best = f"{speed.bytes_per_second / 1e9:.1f} GB/s ({speed.method})"
         step += f" and reads its weights at {costs.bandwidth_share:.0%} of {best}"
+    if costs.others is not None:
+        step += f", beside others that used {costs.others.median:.2f} CPUs"
     return (
         f"{options['model']}, {target.parameters / 1e6:.0f} M parameters,"
         f" {with_weights(target.dtype, target.weights)}; temperature"
@@ -199,6 +201,7 @@ def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
         "tokens/s": median(row.tokens_per_second, ".1f"),
         "over plain": median(row.speedup, ".2f"),
         "quartiles": "" if row.speedup is None else f"{row.speedup.lower:.2f}-{row.speedup.upper:.2f}",
+        "others": median(row.others, ".2f"),
         "predicted": median(row.predicted, ".2f"),
         "÷ predicted": median(row.measured_over_predicted, ".2f"),
         "alpha": "" if drafts is None or drafts.alpha is None else f"{drafts.alpha:.2f}",

@@ -11,7 +11,6 @@ from collections.abc import Collection
 
 __all__ = ["name_here"]
 
-THREADS = "the environment variable OMP_NUM_THREADS"
 # Other name -> what it is here
 NAMES = {
     "-m": "--model",
@@ -41,8 +40,7 @@ NAMES = {
     "--conversation": "--chat",
     "-ngl": "--device cuda",
     "--torch-dtype": "--dtype",
-    "-t": THREADS,
-    "--threads": THREADS,
+    "-t": "--threads",
 }
 PROMPT = ("-p", "--prompt")  # for the command that takes one
 
@@ -65,4 +63,4 @@ def name_here(word: str, options: Collection[str], command: str) -> str | None:
     if name in PROMPT and command == "generate":
         return "the argument itself, without an option"
     here = NAMES.get(name, "")
-    return here if here == THREADS or here.partition(" ")[0] in options else None
+    return here if here.partition(" ")[0] in options else None

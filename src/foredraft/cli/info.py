@@ -62,7 +62,7 @@ def info(
 def lines(found: Inspection, width: int | None = None) -> list[str]:
     """Return the inspection as tables, at most `width` characters wide, and sentences."""
     shown = [about(model) for model in found.models]
-    shown += ["", *memory(found, width), "", room(found.context, found)]
+    shown += ["", *memory(found, width), "", room(found.context, found), found.threads.why]
     shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)], width)]
     return shown + [
         f"The weights of the {model.role} are not downloaded, so its tensors were not checked."

@@ -6,12 +6,12 @@ the tables of `kinds`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from foredraft.cli.text_files import read_text
 from foredraft.errors import ConfigError
@@ -39,6 +39,7 @@ __all__ = [
     "OutputOptions",
     "SamplingOptions",
     "TargetOptions",
+    "Threads",
     "bullets",
     "common",
     "load_options",
@@ -54,6 +55,18 @@ DRAFTING = Group("Drafting", sort_key=2)
 SAMPLING = Group("Sampling", sort_key=3)
 CHAT = Group("Chat", sort_key=5)
 OUTPUT = Group("Output", sort_key=6)
+
+
+def parse_threads(_: type, words: Sequence[Token]) -> int:
+    """Parse a number of threads; what the library refuses is left to it."""
+    word = words[0].value
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is no whole number; give one, as in --threads 4") from None
+
+
+Threads = Annotated[int | None, Parameter(converter=parse_threads)]
 
 
 def common(section: Group, **more: Any) -> Parameter:
@@ -100,6 +113,9 @@ class TargetOptions:
     checkpoint's."""
     device: Annotated[str | None, common(MODEL)] = None
     """cpu, cuda or cuda:N. Default: cuda if there is one."""
+    threads: Threads = None
+    """CPU threads that compute. Default: the environment variable FOREDRAFT_THREADS, else OMP_NUM_THREADS,
+    else the CPUs that the process may really use, which `foredraft info` shows."""
 
 
 @Parameter(name="*", group=MODEL)

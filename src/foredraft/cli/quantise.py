@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from foredraft.cli.options import COMMON, MODEL, OUTPUT, Flag, common
+from foredraft.cli.options import COMMON, MODEL, OUTPUT, Flag, Threads, common
 from foredraft.files import check_folder_place
 
 __all__ = ["quantise"]
@@ -27,6 +27,8 @@ class SourceOptions:
     """Branch, tag or commit of --model on the Hugging Face Hub."""
     dtype: str | None = None
     """Dtype of what is not coded, as --dtype of generate. Default: the checkpoint's."""
+    threads: Threads = None
+    """CPU threads that compute, as --threads of generate."""
 
 
 def quantise(

@@ -26,6 +26,7 @@ from foredraft.loading.low_bit import tell_of_copy
 from foredraft.loading.options import LoadOptions, Needs, PlanSource, Progress, checked
 from foredraft.loading.policies import make_policy
 from foredraft.loading.runners import Runners, check_compile, make_runners
+from foredraft.loading.threads import settle_threads, use_threads
 from foredraft.profiling.profile import use_profile
 from foredraft.workers import release_workers
 
@@ -62,6 +63,7 @@ def load(
     deterministic: bool = True,
     compile: bool = False,
     kernels: bool | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Load a Hugging Face checkpoint or a GGUF file, and the drafters for it.
@@ -109,6 +111,9 @@ def load(
         kernels: Run layers and vocabulary operations with Foredraft's own kernels, which the wheel
             carries for most CPUs; elsewhere a C compiler builds them once, in seconds. None uses them where
             they are there and support the model.
+        threads: CPU threads that compute, of this whole process: a later load with another number changes it
+            for every model. By default FOREDRAFT_THREADS, what the program gave to `torch.set_num_threads`,
+            OMP_NUM_THREADS, or the CPUs that the process may really use (docs/guides/models.md).
         progress: Called as (stage, done, total) while loading and during prefill.
 
     Returns:
@@ -130,7 +135,8 @@ def load(
             tokenizer=tokenizer, plan=plan, adapter=adapter, draft_weights=draft_weights, policy=policy,
             policy_options=policy_options, max_draft=max_draft, draft_sampling=draft_sampling, dtype=dtype,
             weights=weights, device=device, max_batch=max_batch, max_length=max_length,
-            deterministic=deterministic, compile=compile, kernels=kernels, needs=None, progress=progress,
+            deterministic=deterministic, compile=compile, kernels=kernels, threads=threads, needs=None,
+            progress=progress,
         )
     )  # fmt: skip
     return _assemble(options)
@@ -173,6 +179,7 @@ def _assemble(options: LoadOptions) -> LLM:
 
 def _assembled(options: LoadOptions) -> LLM:
     """Build the model step by step. Each step refuses what it can before the next, costlier one."""
+    threads = use_threads(options.threads)
     device = find_device(options.device)
     check_compile(options, device)
     checkpoints = find_checkpoints(options)
@@ -180,9 +187,10 @@ def _assembled(options: LoadOptions) -> LLM:
     tell_of_copy(drafting.copy, checkpoints.target)
     params = default_params(checkpoints.target)
     size = _cache_size(options, checkpoints, drafting, params, device)
-    _loads.note(torch.get_num_threads())
+    _loads.note(threads.number)
     runners = make_runners(options, checkpoints, device)
     engine = _engine(options, checkpoints, drafting, runners, size)
+    settle_threads(threads, runners.target)
     profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
     release_workers()  # another thread may decode
     return LLM(

@@ -34,13 +34,23 @@ from foredraft.loading.drafting import ChosenDrafting, choose_drafting, models_g
 from foredraft.loading.low_bit import unfit_because
 from foredraft.loading.memory import as_gib, free_memory
 from foredraft.loading.options import LoadOptions, Progress
+from foredraft.loading.threads import choose_threads
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name
 from foredraft.model.hub import weights_to_come
 from foredraft.model.quantisation import BITS
 from foredraft.model.weights import load_decoder, parameter_count
 
-__all__ = ["CACHED_TOKENS", "Context", "DrafterInfo", "Inspection", "ModelInfo", "PairInfo", "inspect_models"]
+__all__ = [
+    "CACHED_TOKENS",
+    "Context",
+    "DrafterInfo",
+    "Inspection",
+    "ModelInfo",
+    "PairInfo",
+    "ThreadsInfo",
+    "inspect_models",
+]
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
 
@@ -139,6 +149,14 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadsInfo:
+    """How many CPU threads would compute, and why in one line."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """What `load` would make of the models.
 
@@ -149,6 +167,7 @@ class Inspection:
         pair: How they fit together; None without a draft model.
         drafters: Every drafter.
         context: How long sequences may be.
+        threads: How many CPU threads would compute.
     """
 
     device: str
@@ -157,6 +176,7 @@ class Inspection:
     pair: PairInfo | None
     drafters: tuple[DrafterInfo, ...]
     context: Context
+    threads: ThreadsInfo
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON document."""
@@ -177,13 +197,14 @@ def inspect_models(
         progress: As `load` takes it.
         spelling: How a note spells an option; by default as the Python API does.
         **options: Of the other arguments of `load`: draft, revision, draft_revision, tokenizer, dtype,
-                device.
+                device, threads.
 
     Raises:
         ConfigError: As of `load`, except where memory is too small.
         CheckpointError: As of `load`.
     """
     given = options_for(path, **options, progress=progress)
+    threads = choose_threads(given.threads)
     device = find_device(given.device)
     checkpoints = find_checkpoints(given, weights=False)
     names = (path, options.get("draft"))
@@ -213,6 +234,7 @@ def inspect_models(
             if kind.make is not None
         ),
         context=_context(given, checkpoints, drafting, device, spelling),
+        threads=ThreadsInfo(threads.number, threads.describe(spelling)),
     )
 
 

@@ -2,9 +2,7 @@
 
 On Linux that is MemAvailable, or less where a control group of this process or a parent group has a limit,
 because in a container /proc/meminfo describes the whole machine. Cached file pages of a group count as free,
-because the kernel reclaims them. Both versions of control groups are supported
-(https://docs.kernel.org/admin-guide/cgroup-v2.html and
-https://docs.kernel.org/admin-guide/cgroup-v1/memory.html).
+because the kernel reclaims them (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html).
 """
 
 from __future__ import annotations
@@ -16,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from foredraft.loading.control_groups import groups_of
 
 __all__ = ["as_gib", "free_memory"]
 
@@ -69,44 +69,15 @@ def _available(root: Path) -> int:
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Yield the free bytes of every control group of this process that has a limit."""
     yield 2**63  # no limit
-    for version, folder, top in _groups(root):
-        while True:
-            with contextlib.suppress(OSError, KeyError, ValueError):  # "max", or no such file: no limit
-                yield _left_in(version, folder)
-            if folder == top:
-                break
-            folder = folder.parent
+    for kind, folder in groups_of("memory", root):
+        with contextlib.suppress(OSError, KeyError, ValueError):  # "max", or no such file: no limit
+            yield _left_in(_VERSIONS[kind], folder)
 
 
 def _left_in(version: _Version, folder: Path) -> int:
     limit, usage = (int((folder / name).read_text()) for name in (version.limit, version.usage))
     fields = _fields(folder / "memory.stat")
     return max(0, limit - usage + sum(fields[key] for key in version.files))
-
-
-def _groups(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """Yield the memory groups of this process: its own folder and the topmost visible folder."""
-    try:
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-        own = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    # lines are "number:controllers:path"; version 2 names no controllers
-    entries = (line.split(":", 2) for line in own)
-    paths = {name: path for _, names, path in entries for name in names.split(",")}
-    for mount in mounts:
-        left, _, right = mount.partition(" - ")
-        kind, *_, options = right.split(" ")
-        if kind not in _VERSIONS or (kind == "cgroup" and "memory" not in options.split(",")):
-            continue
-        path = paths.get("" if kind == "cgroup2" else "memory")
-        if path is None:
-            continue
-        mounted, point = left.split(" ")[3:5]
-        top = root / point.lstrip("/")
-        # a container may see its own group at the top, under a path that exists only on the host
-        below = os.path.relpath(path, mounted) if Path(path).is_relative_to(mounted) else "."
-        yield _VERSIONS[kind], top / below, top
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -17,6 +17,7 @@ from foredraft.errors import ConfigError, Option, Text, did_you_mean
 from foredraft.kinds.compatibility import check_named_drafter
 from foredraft.kinds.tables import DRAFTERS, POLICIES
 from foredraft.loading.policies import check_settings
+from foredraft.loading.threads import check_threads
 from foredraft.model.quantisation import BITS
 from foredraft.model.tokenizer import Tokenizer
 
@@ -57,6 +58,7 @@ class LoadOptions:
     deterministic: bool
     compile: bool
     kernels: bool | None
+    threads: int | None
     needs: Needs | None
     progress: Progress | None
 
@@ -88,6 +90,7 @@ def checked(options: LoadOptions) -> LoadOptions:
     _check_count("max_draft", options.max_draft, (", or ", Option("drafter", "none")))
     _check_count("max_batch", options.max_batch)
     _check_count("max_length", options.max_length)
+    check_threads(options.threads)
     _check_revision("revision", options.revision, options.model)
     _check_revision("draft_revision", options.draft_revision, options.draft)
     if options.model is None:

@@ -12,6 +12,7 @@ from foredraft.errors import ConfigError
 from foredraft.files import replacing_folder
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
+from foredraft.loading.threads import use_threads
 from foredraft.model.quantisation import BITS
 from foredraft.quantise.quality import Quality, measure_quality
 from foredraft.quantise.writing import write_quantised
@@ -56,7 +57,7 @@ def quantise_checkpoint(
         out: The folder to write.
         data: Files of text to compare the models on, as `foredraft train` reads them; a "prompt" alone is a
             text, too, as in a file of prompts.
-        **load: Of the arguments of `foredraft.load`: revision, dtype.
+        **load: Of the arguments of `foredraft.load`: revision, dtype, threads.
 
     Raises:
         ConfigError: An option or a file cannot be used, the folder holds other files, or the model is
@@ -65,6 +66,7 @@ def quantise_checkpoint(
     """
     draft = {} if model is None else {"draft": None}
     given = options_for(model or demo.target_path(), device="cpu", weights=weights, **draft, **load)
+    use_threads(given.threads)
     checkpoint = find_checkpoints(replace(given, weights=None)).target
     if checkpoint.weights is not None:
         raise ConfigError(

@@ -52,7 +52,7 @@ def train_adapter(
         options: Of the training.
         model: The target's folder or hub id; None is the demo target.
         report: Called as (stage, done, total, note).
-        **load: Of the arguments of `foredraft.load`: revision, dtype, device.
+        **load: Of the arguments of `foredraft.load`: revision, dtype, device, threads.
 
     Returns:
         What was trained; the same in every process that `torchrun` started.

@@ -19,6 +19,7 @@ from foredraft.files import TEMPORARY, is_no_file, replacing
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
+from foredraft.loading.threads import use_threads
 from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.ownership import make_folder
 from foredraft.train.batches import Batches, hold_out
@@ -88,7 +89,7 @@ def prepare(
     Args:
         model: A folder or a hub id; None is the demo target.
         options: Of the training.
-        load: Of the arguments of `foredraft.load`: revision, dtype, device.
+        load: Of the arguments of `foredraft.load`: revision, dtype, device, threads.
         processes: Those that train together.
         report: Told how far it is.
         check_place: Given the target and its hash, refuses the folder to write, before anything is computed.
@@ -100,6 +101,7 @@ def prepare(
     options.check()
     draftless = {"draft": None} if model is not None else {}
     given = options_for(model or demo.target_path(), **draftless, **load)
+    use_threads(given.threads)
     device = find_device(given.device)
     checkpoint = find_checkpoints(given).target
     check_dtype(device, checkpoint.dtype)

@@ -1,0 +1,179 @@
+"""Others: the CPU time that other programs take while something is timed, and turns that are repeated for it.
+
+The machine's counters (/proc/stat, https://docs.kernel.org/filesystems/proc.html) say how long the CPUs that
+this process may use were busy. What this process and its children did not use of that, other programs took,
+or the hypervisor for other machines (steal). Where the system has no such counters the load is not known, and
+nothing is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["DISTURBED", "Counters", "Load", "QuietTurns", "Watch", "read_counters", "worst"]
+
+T = TypeVar("T")
+
+DISTURBED = 0.25  # CPUs that others use from which on a timed turn is repeated
+RESOLUTION = 1.5  # ticks by which the difference of two readings may be off, for each CPU
+ATTEMPTS = 3  # of a turn at most: what disturbs three in a row is no passing disturbance
+ROOT = Path("/")
+# Fields of a line of /proc/stat, in ticks: user, nice, system, idle, iowait, irq, softirq, steal, ...
+BUSY = (0, 1, 2, 5, 6, 7)
+CHILDREN_TIME = slice(
+    11, 15
+)  # of /proc/PID/stat after the name: its own and its children's, which it waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Counters in seconds, of which only differences mean something.
+
+    Attributes:
+        clock: Of the wall.
+        busy: CPU time of all programs on the CPUs that this process may use.
+        own: CPU time of this process and of the processes that it started.
+        unsure: By how much a difference of `busy` may be off, because it advances in ticks.
+    """
+
+    clock: float
+    busy: float
+    own: float
+    unsure: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What other programs took in an interval.
+
+    Attributes:
+        seconds: Length of the interval.
+        others: CPUs that they used, on average: CPU seconds per second.
+        unsure: CPU seconds by which that may be off.
+    """
+
+    seconds: float
+    others: float
+    unsure: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether they took more than DISTURBED, by more than the counters may be off."""
+        return (self.others - DISTURBED) * self.seconds > self.unsure
+
+
+def read_counters(root: Path | None = None) -> Counters | None:
+    """Return the counters now; None where the system has none.
+
+    Args:
+        root: The folder that holds proc; None is the system's.
+    """
+    root = ROOT if root is None else root
+    try:
+        tick = 1 / os.sysconf("SC_CLK_TCK")
+        by_cpu = _busy_ticks(root / "proc/stat")
+        times = os.times()
+        own = time.process_time() + times.children_user + times.children_system
+        own += tick * sum(_children_ticks(root))
+        return Counters(time.perf_counter(), tick * sum(by_cpu), own, unsure=tick * RESOLUTION * len(by_cpu))
+    except (OSError, ValueError, LookupError, AttributeError):
+        return None
+
+
+def _busy_ticks(stat: Path) -> list[int]:
+    """Return the ticks in which each CPU that this process may use was busy."""
+    allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    lines = (line.split() for line in stat.read_text().splitlines())
+    counted = [list(map(int, numbers)) for name, *numbers in lines if name in allowed]
+    if not counted:
+        raise ValueError("no counters of these CPUs")
+    return [sum(numbers[field] for field in BUSY) for numbers in counted]
+
+
+def _children_ticks(root: Path, process: str = "self") -> Iterator[int]:
+    """Yield the ticks of every process that a process started and has not waited for, by generations."""
+    for listed in (root / "proc" / process / "task").glob("*/children"):
+        with contextlib.suppress(OSError, ValueError):  # a thread or a process that has just ended
+            for child in listed.read_text().split():
+                fields = (root / "proc" / child / "stat").read_text().rpartition(")")[2].split()
+                yield sum(map(int, fields[CHILDREN_TIME]))
+                yield from _children_ticks(root, child)
+
+
+class Watch:
+    """Watches other programs from when it is made.
+
+    Args:
+        read: Reads the counters; None is `read_counters`.
+    """
+
+    def __init__(self, read: Callable[[], Counters | None] | None = None) -> None:
+        self._read = read or read_counters
+        self._began = self._read()
+
+    def load(self) -> Load | None:
+        """Return what other programs have taken since; None where it is not known."""
+        now = self._read()
+        if self._began is None or now is None or now.clock <= self._began.clock:
+            return None
+        seconds = now.clock - self._began.clock
+        others = (now.busy - self._began.busy) - (now.own - self._began.own)
+        return Load(seconds, max(0.0, others) / seconds, now.unsure)
+
+
+def worst(loads: Iterable[Load | None]) -> Load | None:
+    """Return the load that disturbed most; None where none is known."""
+    known = [load for load in loads if load is not None]
+    return max(known, key=lambda load: (load.disturbed, load.others), default=None)
+
+
+class QuietTurns:
+    """Takes turns, and repeats those that other programs disturbed.
+
+    Args:
+        turns: That will be taken; no more than so many are repeated, so that the whole takes twice as long at
+            most.
+
+    Attributes:
+        kept: Turns whose result was kept.
+        repeated: Turns that were taken again.
+        disturbed: Turns that were kept although they were disturbed in every attempt.
+    """
+
+    def __init__(self, turns: int) -> None:
+        self._left = turns
+        self.kept = self.repeated = self.disturbed = 0
+
+    def take(self, turn: Callable[[], tuple[T, Load | None]]) -> tuple[T, list[T]]:
+        """Take a turn until it is not disturbed, ATTEMPTS times at most.
+
+        Args:
+            turn: Returns its result and the load of its worst part.
+
+        Returns:
+            The result of the attempt that was disturbed least, and those of the others.
+        """
+        attempts = [turn()]
+        while _is_disturbed(attempts[-1][1]) and self._left and len(attempts) < ATTEMPTS:
+            self._left -= 1
+            self.repeated += 1
+            attempts.append(turn())
+        self.kept += 1
+        best = min(range(len(attempts)), key=lambda at: _others(attempts[at][1]))
+        result, load = attempts.pop(best)
+        self.disturbed += _is_disturbed(load)
+        return result, [other for other, _ in attempts]
+
+
+def _others(load: Load | None) -> float:
+    return 0.0 if load is None else load.others
+
+
+def _is_disturbed(load: Load | None) -> bool:
+    return load is not None and load.disturbed

@@ -1,0 +1,213 @@
+"""The CPUs that a process may use: affinity, quotas of control groups and cores, on pretended and real systems.
+
+Seen to fail on: a fraction rounded up; a quota of a parent ignored; version 1 ignored; -1 taken for a quota; a path
+outside of the container followed; hyperthreads counted as cores; cores that affinity forbids counted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foredraft.loading import cpus
+from foredraft.loading.cpus import Cpus, usable_cpus
+from tests.support.running import environment
+
+V1, V2 = "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup"
+MOUNT1 = f"35 31 0:32 {{}} /{V1} rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+MOUNT2 = f"31 23 0:28 {{}} /{V2} rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
+OTHERS = "22 1 0:5 / / rw shared:1 - ext4 /dev/vda1 rw\n36 31 0:33 / /x rw - cgroup cgroup rw,cpuset\n"
+TOPOLOGY = "sys/devices/system/cpu/cpu{}/topology"
+COUNT = (
+    "import os, foredraft.loading.cpus as c; print(c.usable_cpus().physical, len(os.sched_getaffinity(0)))"
+)
+
+
+def v1(quota: int, period: int = 100_000, at: str = V1) -> dict[str, str]:
+    return {f"{at}/cpu.cfs_quota_us": f"{quota}\n", f"{at}/cpu.cfs_period_us": f"{period}\n"}
+
+
+def v2(quota: str, period: int = 100_000, at: str = V2) -> dict[str, str]:
+    return {f"{at}/cpu.max": f"{quota} {period}\n"}
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    root: Path,
+    count: int = 64,
+    cgroup: str = "0::/\n",
+    mounts: str = "",
+    files: dict[str, str] | None = None,
+) -> None:
+    """Pretend a machine whose process may run on `count` CPUs, and whose system files are these."""
+    system = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": OTHERS + mounts} | (files or {})
+    for name, content in system.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(count)), raising=False)
+    monkeypatch.setattr(cpus, "ROOT", root)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "files", "quota", "threads"),
+    [
+        ("0::/\n", "", {}, None, 64),  # no groups
+        ("0::/\n", MOUNT2.format("/"), {}, None, 64),  # the machine's own root has no cpu.max
+        ("0::/\n", MOUNT2.format("/"), v2("max"), None, 64),
+        ("0::/\n", MOUNT2.format("/"), v2("150000"), 1.5, 1),  # a container with its own namespace
+        ("0::/\n", MOUNT2.format("/"), v2("50000"), 0.5, 1),
+        ("0::/\n", MOUNT2.format("/"), v2("20000", 10_000), 2.0, 2),
+        ("0::/\n", MOUNT2.format("/"), v2("790000"), 7.9, 7),
+        ("0::/\n", MOUNT2.format("/"), v2("9900000"), 99.0, 64),  # more than affinity allows
+        ("0::/a/b\n", MOUNT2.format("/"), v2("max", at=f"{V2}/a/b") | v2("300000", at=f"{V2}/a"), 3.0, 3),
+        ("0::/a/b\n", MOUNT2.format("/"), v2("200000", at=f"{V2}/a/b") | v2("300000", at=f"{V2}/a"), 2.0, 2),
+        ("0::/a/b\n", MOUNT2.format("/"), v2("400000", at=f"{V2}/a/b") | v2("300000", at=f"{V2}/a"), 3.0, 3),
+        ("0::/d/c1\n", MOUNT2.format("/d/c1"), v2("200000"), 2.0, 2),  # mounted at the group itself
+        ("0::/d/c1\n", MOUNT2.format("/d/other"), v2("200000"), 2.0, 2),  # the host's path, unknown here
+        ("0::/../x\n", MOUNT2.format("/"), v2("200000") | v2("100000", at=f"{V2}/x"), 2.0, 2),
+        ("0::/a\n", MOUNT2.format("/"), {f"{V2}/a/cpu.max": "nonsense\n"}, None, 64),
+        ("0::/a\n", MOUNT2.format("/"), v2("100000", 0, at=f"{V2}/a"), None, 64),
+        ("4:cpu,cpuacct:/\n0::/\n", MOUNT1.format("/"), v1(150_000), 1.5, 1),
+        ("4:cpu,cpuacct:/\n0::/\n", MOUNT1.format("/"), v1(-1), None, 64),
+        ("4:cpuacct,cpu:/a/b\n", MOUNT1.format("/"), v1(-1, at=f"{V1}/a/b") | v1(250_000, at=f"{V1}/a"), 2.5, 2),
+        ("4:cpu,cpuacct:/docker/f00\n", MOUNT1.format("/docker/f00"), v1(300_000), 3.0, 3),
+        ("4:cpu,cpuacct:/docker/f00\n", MOUNT1.format("/"), v1(300_000), 3.0, 3),  # its folder is not visible
+        ("4:cpu:/\n0::/a\n", MOUNT1.format("/") + MOUNT2.format("/"), v1(300_000) | v2("200000", at=f"{V2}/a"), 2.0, 2),
+        ("5:cpuset:/\n0::/\n", MOUNT1.format("/"), v1(100_000), None, 64),  # no group of this controller
+    ],
+)  # fmt: skip
+def test_the_smallest_quota_of_a_group_and_its_parents_counts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str,
+    mounts: str,
+    files: dict[str, str],
+    quota: float | None,
+    threads: int,
+) -> None:
+    pretend(monkeypatch, tmp_path, 64, cgroup, mounts, files)
+    found = usable_cpus()
+    assert found == Cpus(tuple(range(64)), 64, quota)
+    assert (found.physical, found.logical) == (threads, threads)
+
+
+def test_files_that_cannot_be_read_are_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path, 4, "0::/a\n", MOUNT2.format("/"))
+    (tmp_path / V2 / "a" / "cpu.max").mkdir(parents=True)  # an OSError for every user, the super-user too
+    topology = tmp_path / TOPOLOGY.format(0) / "core_cpus_list"
+    topology.mkdir(parents=True)
+    assert usable_cpus() == Cpus((0, 1, 2, 3), 4)
+    (tmp_path / "proc/self/mountinfo").unlink()
+    assert usable_cpus() == Cpus((0, 1, 2, 3), 4)
+
+
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+@pytest.mark.parametrize(
+    ("allowed", "siblings", "cores"),
+    [
+        ((0, 1, 2, 3), {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 2),
+        ((0, 1, 2, 3), {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}, 2),
+        ((0, 1, 2, 3), {0: "0", 1: "1", 2: "2", 3: "3"}, 4),
+        ((0, 2), {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 1),  # affinity allows both threads of one core
+        ((0, 1), {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 2),  # and here one of each
+        ((0, 1, 2, 3, 4, 5), {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", 4: "4", 5: "5"}, 4),  # hybrid: 2 fast, 2 slow
+        ((0, 1, 2), {0: "0-1", 1: "0-1"}, 2),  # the third is not told
+        ((0, 1, 2), {}, 3),
+    ],
+)  # fmt: skip
+def test_cores_are_counted_by_their_logical_cpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    allowed: tuple[int, ...],
+    siblings: dict[int, str],
+    cores: int,
+) -> None:
+    files = {f"{TOPOLOGY.format(cpu)}/{name}": f"{listed}\n" for cpu, listed in siblings.items()}
+    pretend(monkeypatch, tmp_path, files=files)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(allowed))
+    found = usable_cpus()
+    assert found == Cpus(allowed, cores) and (found.physical, found.logical) == (cores, len(allowed))
+
+
+def test_a_quota_caps_cores_and_logical_cpus_alike() -> None:
+    eight = tuple(range(8))
+    assert [(Cpus(eight, 4, quota).physical, Cpus(eight, 4, quota).logical) for quota in (6.5, 4.0, 2.9)] == [
+        (4, 6),
+        (4, 4),
+        (2, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("says", "cores"),
+    [({"hw.perflevel0.physicalcpu": "4"}, 4), ({"hw.physicalcpu": "6"}, 6), ({}, 10), ({"hw.physicalcpu": "x"}, 10)],
+)  # fmt: skip
+def test_on_macos_sysctl_tells_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: dict[str, str], cores: int
+) -> None:
+    """A program of that name in a folder of its own stands for the system's."""
+    known = "".join(f'[ "$2" = {name} ] && echo {value} && exit 0\n' for name, value in says.items())
+    (tmp_path / "sysctl").write_text(f"#!/bin/sh\n{known}exit 1\n")
+    (tmp_path / "sysctl").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    monkeypatch.setattr(os, "process_cpu_count", lambda: 10, raising=False)
+    assert usable_cpus(tmp_path) == Cpus(tuple(range(10)), cores)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_a_real_process_that_may_run_on_one_cpu_gets_one_thread() -> None:
+    first = min(os.sched_getaffinity(0))
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT], env=environment(), capture_output=True, encoding="utf-8", timeout=240,
+        preexec_fn=lambda: os.sched_setaffinity(0, {first}),
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "1"], done.stderr
+
+
+@pytest.fixture
+def granted_fraction() -> Iterator[Path]:
+    """A real control group below this process's own that grants 1.5 CPUs; its cgroup.procs takes processes."""
+    for name, content in (("cpu.cfs_quota_us", "150000"), ("cpu.max", "150000 100000")):
+        for _, own in cpus.groups_of("cpu", Path("/")):
+            group = own / f"foredraft-test-{os.getpid()}"
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            try:
+                if (group / name).exists():
+                    (group / name).write_text(content)
+                    yield group
+                    return
+            except OSError:
+                continue
+            finally:
+                group.rmdir()
+    pytest.skip("this user cannot make a control group with a CPU quota")
+
+
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) < 2, reason="a single CPU")
+def test_a_real_control_group_of_one_and_a_half_cpus_gives_one_thread(granted_fraction: Path) -> None:
+    """The process joins the group before it starts Python; two CPUs or more are in its affinity."""
+    joining = f'echo $$ > "{granted_fraction / "cgroup.procs"}" && exec "$0" "$@"'
+    with subprocess.Popen(
+        ["/bin/sh", "-c", joining, sys.executable, "-c", COUNT],
+        env=environment(), stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, _ = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    threads, allowed = out.split()
+    assert threads == "1" and int(allowed) >= 2
