@@ -1,7 +1,7 @@
 """What threads of the kernels' pool may still read when their call has returned (pool.inc).
 
-A thread that the system took off its core within a piece of work may come back after the call: the others have
-done its piece again meanwhile. It writes nothing then, but reads on in the tensors of the call for some
+A thread that the system took off its core within a piece of work may come back after the call: the others
+have done its piece again meanwhile. It writes nothing then, but reads on in the tensors of the call for some
 microseconds. So these tensors live until no such thread is left.
 """
 

@@ -1,0 +1,185 @@
+"""Plain decoding on a machine that others use: one thread and several, beside 0, 1, 2 and 4 busy processes.
+
+Every contender is a process of its own with the same model; they decode the same prompt in turns, and those
+that wait sleep. `pinned` is one busy process that stays on one core, which halves it. Beside each figure in
+tokens/s stand its ratios, within the turns, to one thread and to the share that the system gives to as many
+threads: with k busy processes on n cores, t threads of t + k get n / (t + k) of a core each, and it is measured
+by what as many threads do idle. The texts must be equal.
+
+    python benchmarks/busy.py --target SMOLLM2 --old ../before --llama-cpp FOLDER --gguf FILE
+
+`--old` is a working tree of another version, as for versions.py; `--llama-cpp` a folder of llama-cpp-python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PROMPT = "def fibonacci(n):\n"
+PINNED = "pinned"
+POSITIONS = 1024
+
+
+def work(options: dict[str, Any]) -> None:
+    """Answer each number of tokens on stdin with seconds and a text, until it is closed."""
+    answer = by_llama_cpp if options["llama"] else by_foredraft
+    decode = answer(options["model"], options["threads"])
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        started = time.perf_counter()
+        text = decode(int(line))
+        print(json.dumps([time.perf_counter() - started, text]), flush=True)
+
+
+def by_foredraft(model: str, threads: int) -> Any:
+    """Return what decodes so many tokens by the package that Python finds."""
+    import torch
+
+    import foredraft
+
+    torch.set_num_threads(threads)
+    llm = foredraft.load(model, device="cpu", drafter="none", max_length=POSITIONS)
+
+    def decode(tokens: int) -> str:
+        params = llm.params(temperature=0, max_new_tokens=tokens, ignore_eos=True)
+        return llm.generate([PROMPT], params)[0].text
+
+    return decode
+
+
+def by_llama_cpp(model: str, threads: int) -> Any:
+    """Return what decodes so many tokens by llama.cpp."""
+    from llama_cpp import Llama
+
+    llama = Llama(model, n_ctx=POSITIONS, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def decode(tokens: int) -> str:
+        llama.reset()
+        return str(llama(PROMPT, max_tokens=tokens, temperature=0.0)["choices"][0]["text"])
+
+    return decode
+
+
+class Contender:
+    """A process that decodes."""
+
+    def __init__(self, model: str, threads: int, *folders: str, llama: bool = False) -> None:
+        self.threads, self.llama = threads, llama
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        options = json.dumps({"model": model, "threads": threads, "llama": llama})
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=environment | {"PYTHONPATH": os.pathsep.join(folders)},
+        )  # fmt: skip
+        self._answer()
+
+    def decode(self, tokens: int) -> tuple[float, str]:
+        """Return the seconds that so many tokens take, and their text."""
+        assert self.process.stdin is not None
+        print(tokens, file=self.process.stdin, flush=True)
+        seconds, text = self._answer()
+        return seconds, text
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@contextmanager
+def beside(load: str) -> Iterator[None]:
+    """Run so many processes that never wait, or one on the last core alone."""
+    command = [sys.executable, "-c", "while True: pass"]
+    running = [subprocess.Popen(command) for _ in range(1 if load == PINNED else int(load))]
+    if load == PINNED:
+        os.sched_setaffinity(running[0].pid, {max(os.sched_getaffinity(0))})
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def share(load: str, threads: int) -> float:
+    """Return the part of a core that the system gives to each of so many threads beside a load."""
+    cores = len(os.sched_getaffinity(0))
+    return min(1.0, cores / (threads + int(load)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", required=True, help="a checkpoint folder or a GGUF file")
+    parser.add_argument("--old", help="a working tree of another version")
+    parser.add_argument("--llama-cpp", help="a folder that holds llama-cpp-python")
+    parser.add_argument("--gguf", help="the same model for llama.cpp")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--loads", default=f"0,1,2,4,{PINNED}")
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--name", default="busy")
+    options = parser.parse_args(arguments)
+    from timing import spread
+    from workload import machine, write
+
+    new, many = str(HERE.parent / "src"), options.threads
+    contenders = {
+        "one thread": Contender(options.target, 1, new),
+        "threads": Contender(options.target, many, new),
+    }
+    if options.old:
+        contenders["threads, old"] = Contender(options.target, many, str(Path(options.old) / "src"))
+    if options.llama_cpp:
+        gguf = options.gguf or options.target
+        contenders["threads, llama.cpp"] = Contender(gguf, many, options.llama_cpp, llama=True)
+    result: dict[str, Any] = {"what": dict(vars(options)), "machine": machine(), "loads": {}}
+    idle: dict[str, float] = {}
+    for load in options.loads.split(","):
+        rates: dict[str, list[float]] = defaultdict(list)
+        texts: dict[str, set[str]] = defaultdict(set)
+        with beside(load):
+            for turn in range(options.turns + 1):
+                for name, contender in contenders.items():
+                    seconds, text = contender.decode(options.tokens)
+                    texts[name].add(text)
+                    if turn:  # the first one warms
+                        rates[name].append(options.tokens / seconds)
+        figures: dict[str, Any] = {}
+        for name, contender in contenders.items():
+            ratios = [own / one for own, one in zip(rates[name], rates["one thread"], strict=True)]
+            found = {"tokens_per_second": spread(rates[name]), "over_one_thread": spread(ratios)}
+            if load == "0":
+                idle[name] = found["tokens_per_second"]["median"]
+            elif load != PINNED:
+                fair = idle[name] * share(load, contender.threads)
+                found["over_fair_share"] = spread([rate / fair for rate in rates[name]])
+            if not contender.llama:
+                found["identical"] = texts[name] == texts["one thread"] and len(texts[name]) == 1
+            figures[name] = found
+        result["loads"][load] = figures
+        print(load, {name: round(each["tokens_per_second"]["median"], 1) for name, each in figures.items()})
+    for contender in contenders.values():
+        contender.close()
+    write(options.name, result)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(json.loads(sys.argv[2]))
+    else:
+        main()
