@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import httpx
 import pytest
@@ -237,16 +236,13 @@ def test_an_attack_is_answered_by_a_bound_and_the_others_get_their_texts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_the_figures_of_an_attack(
-    server: Victim, attack: Callable[[str], None], record_property: Callable[[str, Any], None]
-) -> None:
+def test_the_figures_of_an_attack(server: Victim, attack: Callable[[str], None]) -> None:
     def honest() -> None:
         for _ in range(4):
             httpx.post(f"{server.url}/v1/completions", json={**STREAM, "stream": False}, timeout=60)
 
     usual = server.beside(honest)
     seen = server.beside(lambda: attack(server.url))
-    record_property("figures", f"{usual} {seen}")
     print(
         f"{attack.__name__}: gap {usual.gap:.2f} -> {seen.gap:.2f} s, health {usual.health:.2f} -> {seen.health:.2f} s,"
         f" memory {seen.before >> 20} -> {seen.after >> 20} MiB, threads {seen.threads:+}"

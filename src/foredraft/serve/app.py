@@ -257,7 +257,7 @@ def _add_document(app: FastAPI, state: App) -> None:
 async def _body(request: Request, state: App) -> dict[str, Any]:
     data = await request.body()
     current().size = len(data)
-    return await beside(len(data), json_object, data, state.most_body)
+    return await _while_there(request, beside(len(data), json_object, data, state.most_body))
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
@@ -58,7 +59,8 @@ async def tidy_up(*, after: bool = False) -> None:
     large = _Large.of_loop()
     if large.untidy or after:
         large.untidy = False
-        await anyio.to_thread.run_sync(give_back)
+        # by a limiter of its own, which no other work can fill
+        await anyio.to_thread.run_sync(give_back, limiter=anyio.CapacityLimiter(1))
 
 
 class _Large:
