@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from tests.attack.victim import STREAM, Seen, Victim, victim
-from tests.support.raw import RawClient, request_bytes
+from tests.support.raw import PING, TEXT, UPGRADE, RawClient, frame, request_bytes
 from tests.support.serving import chat_model
 
 OPTIONS = (
@@ -37,11 +37,6 @@ ONE_CALL_A_TURN = (
     "{% for message in messages %}{% if message.tool_calls and message.tool_calls | length > 1 %}"
     "{{ raise_exception('single calls only') }}{% endif %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 )
-UPGRADE = (
-    b"GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
-    b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-)
-TEXT, PING = 0x81, 0x89  # first bytes of frames that are whole
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +164,6 @@ def clients_that_leave(url: str) -> None:
             time.sleep(0.05)  # it is read, and the work has begun
 
 
-def frame(first: int, payload: bytes) -> bytes:
-    """Return a frame of a WebSocket whose mask is 0."""
-    return bytes([first, 0x80 | len(payload)]) + b"\0\0\0\0" + payload
-
-
-def keep_sending(raw: RawClient, data: bytes, seconds: float = 20) -> None:
-    """Send data a hundred times a second."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        raw.send(data)
-        time.sleep(0.01)
-
-
 def unread_sockets(url: str) -> None:
     """Send failing frames and pings, as many as are allowed, and never read; the server ends the socket."""
     failing = frame(TEXT, b'{"id": "a", "model": "nothing that there is", "prompt": "y"}')
@@ -192,7 +174,7 @@ def unread_sockets(url: str) -> None:
             time.sleep(1)
             assert refused_for(url, "not found") - before < 2500  # replies that fit; the rest waits unread
             with pytest.raises(ConnectionError):
-                keep_sending(raw, one)
+                raw.keep_sending(one)
 
 
 def fragments(url: str) -> None:
