@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from tests.attack.victim import STREAM, Seen, Victim, victim
-from tests.support.raw import PING, TEXT, UPGRADE, RawClient, frame, request_bytes
+from tests.support.raw import PING, TEXT, RawClient, frame, request_bytes
 from tests.support.serving import chat_model
 
 OPTIONS = (
@@ -170,7 +170,8 @@ def unread_sockets(url: str) -> None:
     for one in (failing, frame(PING, b"x" * 100)):
         before = refused_for(url, "not found")
         with RawClient(url) as raw:
-            raw.send(UPGRADE + one * 3900)
+            raw.upgrade()
+            raw.send(one * 3900)
             time.sleep(1)
             assert refused_for(url, "not found") - before < 2500  # replies that fit; the rest waits unread
             with pytest.raises(ConnectionError):

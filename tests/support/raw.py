@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-__all__ = ["PING", "TEXT", "UPGRADE", "RawClient", "frame", "request_bytes", "request_from"]
+__all__ = ["PING", "TEXT", "RawClient", "frame", "request_bytes", "request_from"]
 
 UPGRADE = (
     b"GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
@@ -60,6 +60,14 @@ class RawClient:
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
+
+    def upgrade(self) -> None:
+        """Make it a WebSocket."""
+        self.send(UPGRADE)
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += self.socket.recv(1)
+        assert head.startswith(b"HTTP/1.1 101 "), head
 
     def keep_sending(self, data: bytes, seconds: float = 20) -> None:
         """Send data a hundred times a second."""
