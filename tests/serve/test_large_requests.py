@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect
 
 from foredraft.llm import LLM
 from foredraft.serve import app, beside
@@ -57,6 +58,21 @@ def test_a_request_that_is_refused_leaves_nothing_to_collect(llm: LLM, path: str
             assert frames_in_circles() == []
         finally:
             gc.enable()
+
+
+def test_a_request_of_a_socket_that_is_refused_leaves_nothing_to_collect(llm: LLM) -> None:
+    with serving(llm) as served, connect(served.url.replace("http", "ws") + "/v1/stream") as ws:
+        for refused in (f'{{"id": "a", "model": "demo", "messages": [{MANY}]}}', f"[{MANY}"):
+            gc.collect()
+            gc.disable()
+            try:
+                ws.send(refused)
+                assert "error" in json.loads(ws.recv(timeout=20))
+                if refused.startswith("{"):
+                    assert json.loads(ws.recv(timeout=20))["done"]
+                assert frames_in_circles() == []
+            finally:
+                gc.enable()
 
 
 def frames_in_circles() -> list[str]:
