@@ -88,7 +88,8 @@ def halves(url: str) -> None:
         for begin in begins:
             raw = stack.enter_context(RawClient(url))
             raw.send(begin)
-            assert b" 408 " in answer_of(raw.socket)
+            answer = answer_of(raw.socket)
+            assert b" 408 " in answer and (b"--body" if b"{" in begin else b"--head") in answer
 
 
 def too_many_connections(url: str) -> None:
