@@ -3,8 +3,8 @@
 Every contender is a process of its own with the same model; they decode the same prompt in turns, and those
 that wait sleep. `pinned` is one busy process that stays on one core, which halves it. Beside each figure in
 tokens/s stand its ratios, within the turns, to one thread and to the share that the system gives to as many
-threads: with k busy processes on n cores, t threads of t + k get n / (t + k) of a core each, and it is measured
-by what as many threads do idle. The texts must be equal.
+threads: with k busy processes on n cores, t threads of t + k get n / (t + k) of a core each, and it is
+measured by what as many threads do idle. The texts must be equal.
 
     python benchmarks/busy.py --target SMOLLM2 --old ../before --llama-cpp FOLDER --gguf FILE
 

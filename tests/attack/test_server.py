@@ -1,6 +1,6 @@
 """Attacks on the server itself: large bodies, endless heads, connections that say nothing, sockets that do not read.
 
-The relations that hold on any machine are asked for always; the figures with the mark `slow`, on an idle one.
+The relations that hold on any machine are asked for always; those of time with the mark `slow`, on an idle one.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.attack.victim import STREAM, Victim, victim
-from tests.support.raw import RawClient
+from tests.attack.victim import STREAM, Seen, Victim, victim
+from tests.support.raw import PING, TEXT, RawClient, frame, request_bytes
+from tests.support.serving import chat_model
 
 OPTIONS = (
     "--head-seconds",
@@ -29,13 +29,22 @@ OPTIONS = (
     "40",
     "--slow-reader-seconds",
     "1",
+    "--max-body",
+    str(8 << 20),
 )
 MIB = 1 << 20
+TRIES = 3  # an attack that stalls the server does so each time; another program on the machine, now and then
+ONE_CALL_A_TURN = (
+    "{% for message in messages %}{% if message.tool_calls and message.tool_calls | length > 1 %}"
+    "{{ raise_exception('single calls only') }}{% endif %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Victim]:
-    with victim(*OPTIONS) as found:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    model = chat_model(tmp_path_factory.mktemp("chat") / "demo")
+    (model / "chat_template.jinja").write_text(ONE_CALL_A_TURN)
+    with victim("--model", str(model), *OPTIONS) as found:
         yield found
 
 
@@ -79,7 +88,8 @@ def halves(url: str) -> None:
         for begin in begins:
             raw = stack.enter_context(RawClient(url))
             raw.send(begin)
-            assert b" 408 " in answer_of(raw.socket)
+            answer = answer_of(raw.socket)
+            assert b" 408 " in answer and (b"--body" if b"{" in begin else b"--head") in answer
 
 
 def too_many_connections(url: str) -> None:
@@ -104,56 +114,89 @@ def pipelined(url: str) -> None:
             got = b""
             while got.count(b"HTTP/1.1 200") < 200:
                 got += raw.socket.recv(1 << 16)
+    with RawClient(url) as raw:  # and without reading a reply
+        raw.socket.settimeout(2)
+        sent = 0
+        with suppress(ConnectionError, TimeoutError):
+            while sent < 64 * MIB:
+                sent += raw.socket.send(one * 1000)
+        assert sent < 32 * MIB  # what the kernel takes; the server has stopped reading
 
 
 def large_bodies(url: str) -> None:
-    model = '{"model": "demo", '
-    for part, path in (("[]", "messages"), ("[1]", "prompt"), ("{}", "messages")):
-        body = f'{model}"{path}": [{",".join([part] * (900_000 // (len(part) + 1)))}]}}'.encode()
-        kind = "chat/completions" if path == "messages" else "completions"
-        assert httpx.post(f"{url}/v1/{kind}", content=body, timeout=60).status_code == 400
+    def status(path: str, field: str, part: str, size: int) -> int:
+        parts = ",".join([part] * (size // (len(part) + 1)))
+        body = f'{{"model": "demo", "{field}": [{parts}]}}'.encode()
+        return httpx.post(f"{url}/v1/{path}", content=body, timeout=60).status_code
+
+    for path, field, part in (
+        ("chat/completions", "messages", "[]"), ("completions", "prompt", "[1]"), ("completions", "prompt", "1"),
+        ("chat/completions", "messages", "{}"), ("completions", "stop", '"a"'),
+    ):  # fmt: skip
+        assert status(path, field, part, 200_000) == 400
+        assert status(path, field, part, 8_000_000) == 413
     text = json.dumps({"prompt": "def add(a, b): return a + b\n" * 30_000}).encode()
     assert httpx.post(f"{url}/tokenize", content=text, timeout=60).json()["count"] > 100_000
-    refused = httpx.post(f"{url}/v1/completions", content=b" " * (2 * MIB), timeout=60)
+    refused = httpx.post(f"{url}/v1/completions", content=b" " * (9 * MIB), timeout=60)
     assert refused.status_code == 413 and "--max-body" in refused.text
 
 
+def calls_of_one_id(url: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call] * 3500}
+    messages = [{"role": "user", "content": "x"}, calls, *[result] * 3500]
+    body = {"model": "demo", "messages": messages, "max_tokens": 1}
+    refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert refused.status_code == 400 and "give each an id of its own" in refused.text
+
+
+def clients_that_leave(url: str) -> None:
+    text = request_bytes({"prompt": "def add(a, b): return a + b\n" * 30_000}, path="/tokenize")
+    for _ in range(30):
+        with RawClient(url) as raw:
+            raw.send(text)
+            time.sleep(0.05)  # it is read, and the work has begun
+
+
 def unread_sockets(url: str) -> None:
+    """Send failing frames and pings, as many as are allowed, and never read; the server ends the socket."""
+    failing = frame(TEXT, b'{"id": "a", "model": "nothing that there is", "prompt": "y"}')
+    for one in (failing, frame(PING, b"x" * 100)):
+        with RawClient(url) as raw:
+            raw.upgrade()
+            raw.send(one * 3900)
+            with pytest.raises(ConnectionError):
+                raw.keep_sending(one)
+
+
+def fragments(url: str) -> None:
     from websockets.exceptions import ConnectionClosed
     from websockets.sync.client import connect
 
-    with RawClient(url) as reader:
-        key = "GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-        reader.send(key.encode())
-        name = json.dumps({"id": "a", "model": "x" * 60_000, "prompt": "y"}).encode()
-        frame = b"\x81\xfe" + len(name).to_bytes(2, "big") + b"\0\0\0\0" + name
-        sent, ended = 0, False
-        reader.socket.settimeout(20)
-        try:
-            for _ in range(2000):
-                reader.send(frame)
-                sent += 1
-                time.sleep(0.0005)
-        except (ConnectionError, TimeoutError):
-            ended = True
-        assert ended or sent == 2000
     with connect(url.replace("http", "ws") + "/v1/stream", compression=None) as ws:
         ws.send(json.dumps({"id": "a", "model": "x" * 60_000, "prompt": "y"}))
         assert len(str(ws.recv(timeout=20))) < 2000  # a name is not repeated whole
+
+        def send_all() -> None:
+            ws.send("x" for _ in range(20_000))
+            while True:
+                ws.recv(timeout=20)
+
         with pytest.raises(ConnectionClosed):
-            fragments(ws)
+            send_all()
         assert ws.close_code == 1008 and "frames a second" in (ws.close_reason or "")
 
 
-def fragments(ws: Any) -> None:
-    ws.send("x" for _ in range(20_000))
-    while True:
-        ws.recv(timeout=20)
-
-
 ATTACKS: list[Callable[[str], None]] = [
-    endless_heads, halves, too_many_connections, pipelined, large_bodies, unread_sockets,
+    endless_heads, halves, too_many_connections, pipelined, large_bodies, calls_of_one_id, clients_that_leave,
+    unread_sockets, fragments,
 ]  # fmt: skip
+
+
+def check_what_is_left(seen: Seen) -> None:
+    assert seen.after <= 1.1 * seen.before
+    assert seen.threads <= 4  # those of a pool: clients that leave make no more
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
@@ -163,7 +206,7 @@ def test_an_attack_is_answered_by_a_bound_and_the_others_get_their_texts(
     want, _ = server.stream()
     seen = server.beside(lambda: attack(server.url))
     assert seen.text == want
-    assert seen.after - seen.before < 200 * MIB
+    check_what_is_left(seen)
 
 
 @pytest.mark.slow
@@ -171,13 +214,16 @@ def test_an_attack_is_answered_by_a_bound_and_the_others_get_their_texts(
 def test_the_figures_of_an_attack(server: Victim, attack: Callable[[str], None]) -> None:
     def honest() -> None:
         for _ in range(4):
-            httpx.post(f"{server.url}/v1/completions", content=request_body(), timeout=60)
+            httpx.post(f"{server.url}/v1/completions", json={**STREAM, "stream": False}, timeout=60)
 
-    def request_body() -> bytes:
-        return json.dumps({**STREAM, "stream": False}).encode()
-
-    usual = server.beside(honest)
-    seen = server.beside(lambda: attack(server.url))
-    assert seen.gap <= usual.gap + 0.5
-    assert seen.health <= 0.5
-    assert seen.after <= 1.1 * seen.before
+    for left in reversed(range(TRIES)):
+        usual = server.beside(honest)
+        seen = server.beside(lambda: attack(server.url))
+        print(
+            f"{attack.__name__}: gap {usual.gap:.2f} -> {seen.gap:.2f} s, health {usual.health:.2f} -> {seen.health:.2f} s,"
+            f" memory {seen.before >> 20} -> {seen.after >> 20} MiB, threads {seen.threads:+}"
+        )
+        check_what_is_left(seen)
+        if seen.gap <= usual.gap + 0.5 and seen.health <= 0.5:
+            return
+        assert left, "in each of the tries, others waited for the attack"

@@ -1,11 +1,8 @@
-"""A victim's stream beside an attack: a server in a process of its own, with the demo models."""
+"""A victim's stream beside an attack, on a server in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +13,15 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.support.command import environment
+from tests.support.command import started_server
 
 STREAM: dict[str, Any] = {
     "model": "demo", "prompt": "def f(n):\n", "max_tokens": 200, "ignore_eos": True, "temperature": 0,
     "stream": True,
 }  # fmt: skip
+
+
+SETTLING_SECONDS = 4.0  # that a server has to give memory back
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Seen:
         gap: The longest time between two pieces of the victim's streams, in seconds.
         health: The longest time of a GET /health, in seconds.
         before: Memory of the server before the attack, in bytes.
-        after: The same after it.
+        after: The same after it, the least of the next seconds.
+        threads: That the server had more at the end of the attack.
     """
 
     text: str
@@ -41,6 +42,7 @@ class Seen:
     health: float
     before: int
     after: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Victim:
     def beside(self, attack: Callable[[], object]) -> Seen:
         """Run an attack; meanwhile streams follow each other, and /health is asked for."""
         self.stream()  # what the first one costs is no harm of the attack
-        before = self.process.memory_info().rss
+        before, threads = self.process.memory_info().rss, self.process.num_threads()
         failed: list[BaseException] = []
 
         def run() -> None:
@@ -92,7 +94,15 @@ class Victim:
         prober.join()
         if failed:
             raise failed[0]
-        return Seen(text, gap, slowest[0], before, self.process.memory_info().rss)
+        threads = self.process.num_threads() - threads
+        return Seen(text, gap, slowest[0], before, self._settled_memory(before), threads)
+
+    def _settled_memory(self, before: int) -> int:
+        end, least = time.monotonic() + SETTLING_SECONDS, self.process.memory_info().rss
+        while least > 1.02 * before and time.monotonic() < end:
+            time.sleep(0.1)
+            least = min(least, self.process.memory_info().rss)
+        return least
 
     def _probe(self, slowest: list[float], over: threading.Event) -> None:
         with httpx.Client(timeout=120) as client:
@@ -104,29 +114,10 @@ class Victim:
 
 @contextmanager
 def victim(*options: str) -> Iterator[Victim]:
-    """Serve the demo models until the block ends.
+    """Serve a model until the block ends.
 
     Args:
         *options: Of `foredraft serve`.
     """
-    command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--policy", "fixed", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
-    assert process.stderr is not None
-    reader: threading.Thread | None = None
-    try:
-        said = ""
-        for line in process.stderr:
-            said += line
-            if line.startswith("print("):
-                break
-        address = re.search(r" at (http://127\.0\.0\.1:\d+) ", said)
-        assert address, said
-        reader = threading.Thread(target=process.stderr.read, daemon=True)
-        reader.start()
-        yield Victim(address[1], psutil.Process(process.pid))
-    finally:
-        process.kill()
-        process.wait()
-        if reader is not None:
-            reader.join()
-        process.stderr.close()
+    with started_server(*options) as (process, url, _):
+        yield Victim(url, psutil.Process(process.pid))

@@ -11,15 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from foredraft.cli import main
+from tests.support.command import started_server
+from tests.support.raw import RawClient, request_bytes
 from tests.support.running import environment
 
 pytest.importorskip("fastapi")
@@ -28,30 +28,9 @@ pytest.importorskip("fastapi")
 LONG = {"model": "demo", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-@contextmanager
-def started(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """Start a server; yield it, its address, and all that it said until then."""
-    command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--policy", "fixed", *options]
-    env = {**environment(), **variables}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    said = ""
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            said += line
-            if line.startswith("print("):
-                break
-        address = re.search(r"foredraft serves \S+ at (http://127\.0\.0\.1:\d+) ", said)
-        assert address, said
-        yield process, address[1], said
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.parametrize("keys", [False, True])
 def test_the_calls_that_it_prints_work_as_pasted(keys: bool) -> None:
-    with started(**({"FOREDRAFT_API_KEY": "wonderland"} if keys else {})) as (_, _, said):
+    with started_server(**({"FOREDRAFT_API_KEY": "wonderland"} if keys else {})) as (_, _, said):
         assert ("put your API key in place of API_KEY" in said) == keys
         _, call, snippet = (
             said.replace('API_KEY"', 'wonderland"').replace("API_KEY'", "wonderland'").split("\n\n")
@@ -76,7 +55,7 @@ def test_a_signal_lets_every_kind_of_request_finish(sign: signal.Signals) -> Non
     """A stream, a reply in one piece, a request of a socket, and one that waits for a row of the batch."""
     from websockets.sync.client import connect
 
-    with started("--max-batch", "2") as (process, address, _), ThreadPoolExecutor() as pool:
+    with started_server("--max-batch", "2") as (process, address, _), ThreadPoolExecutor() as pool:
         body = {**LONG, "max_tokens": 200}
 
         def whole() -> str:
@@ -112,7 +91,7 @@ def test_a_signal_lets_every_kind_of_request_finish(sign: signal.Signals) -> Non
 
 def test_requests_that_last_longer_than_the_drain_end_with_an_error() -> None:
     with (
-        started("--max-batch", "1", "--drain-seconds", "0.2") as (process, address, _),
+        started_server("--max-batch", "1", "--drain-seconds", "0.2") as (process, address, _),
         ThreadPoolExecutor() as pool,
     ):
         url, body = f"{address}/v1/completions", {**LONG, "n": 8}
@@ -131,7 +110,7 @@ def test_requests_that_last_longer_than_the_drain_end_with_an_error() -> None:
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
-    with started("--drain-seconds", "600") as (process, address, _):
+    with started_server("--drain-seconds", "600") as (process, address, _):
         body = {**LONG, "n": 8, "stream": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
             pieces = stream.iter_bytes()  # kept: httpx closes a stream with its iterator
@@ -168,6 +147,40 @@ main(["serve", "--port", "0"])
         finally:
             process.kill()
             process.communicate()
+
+
+def test_a_second_signal_ends_the_process_though_a_thread_works() -> None:
+    program = """
+import sys, time
+from foredraft.cli import main
+from foredraft.serve.tokens import TokenizeRequest
+
+def answer(self, model):
+    print("at work", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+TokenizeRequest.answer = answer
+main(["serve", "--port", "0", "--policy", "fixed"])
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while "print(" not in said:
+                said = said + process.stderr.readline()
+            url = said.partition(" at ")[2].split()[0]
+            with RawClient(url) as raw:
+                raw.send(request_bytes({"prompt": "x"}, path="/tokenize"))
+                while process.stderr.readline() != "at work\n":
+                    pass
+                os.kill(process.pid, signal.SIGTERM)
+                time.sleep(0.5)
+                assert process.poll() is None
+                os.kill(process.pid, signal.SIGTERM)
+                assert process.wait(1.5) == 0  # before the time that last words have
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_keys_are_asked_for_and_limited(llm: LLM, tmp_path: Path, monkeypatch: p
             assert (
                 post(served, {"authorization": f"Bearer {key}"}, prompt="x", max_tokens=1).status_code == 200
             )
-        client.headers["authorization"] = "Bearer first"
+        client.headers["authorization"] = served.client.headers["authorization"] = "Bearer first"
         with opened(served, client):
             served.wait(lambda: served.metric("foredraft_requests_running") == 1)
             refused = post(served, {"authorization": "Bearer first"}, prompt="x", max_tokens=1)

@@ -89,3 +89,12 @@ def test_every_name_on_the_dashboard_is_a_metric(llm: LLM) -> None:
     assert all(query.count("(") == query.count(")") for query in queries)
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
     assert len(set(places)) == len(places) == len({panel["id"] for panel in board["panels"]})
+
+
+def test_metrics_need_a_key_where_the_server_has_keys(llm: LLM, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    with serving(llm, api_key_file=file) as served:
+        assert served.client.get("/metrics").status_code == 401
+        allowed = served.client.get("/metrics", headers={"authorization": "Bearer secret"})
+        assert allowed.status_code == 200 and "foredraft_requests_running" in allowed.text

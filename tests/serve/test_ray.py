@@ -137,6 +137,25 @@ def test_a_replica_logs_its_requests(running: Cluster) -> None:
     running.wait(is_logged, seconds=20)
 
 
+def test_without_keys_a_client_is_an_address(running: Cluster) -> None:
+    """Its requests count for it alone, over HTTP and over a WebSocket."""
+    running.deploy(replicas=1, server={"max_per_key": 1})
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as other:
+            body = greedy("x", 900, stream=True)
+            url = f"{running.url}/v1/completions"
+            with running.client.stream("POST", url, json=body) as stream:
+                pieces = stream.iter_lines()
+                next(pieces)
+                assert running.client.post(url, json=greedy("x", 1)).status_code == 429
+                assert other.post(url, json=greedy("x", 1), timeout=60).status_code == 200
+                with connect(running.url.replace("http", "ws") + "/v1/stream") as ws:
+                    ws.send(json.dumps({"id": "a", **greedy("x", 1)}))
+                    assert json.loads(ws.recv(timeout=30))["error"]["code"] == "rate_limit_exceeded"
+    finally:
+        running.deploy()
+
+
 def test_prompts_that_begin_alike_meet_one_replica(running: Cluster) -> None:
     before = running.metric("foredraft_prefix_cache_hits_total")
     beginnings = ["".join(f"# line {n} of {name}\n" for n in range(75)) for name in ("one", "two", "three")]

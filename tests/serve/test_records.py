@@ -103,7 +103,7 @@ def test_a_line_tells_what_happened_and_nothing_secret(
         for key in ("wonderland", "queen-of-hearts", "rabbit"):
             post(served, headers={"authorization": f"Bearer {key}", "x-request-id": key[:3]})
         served.client.get("/health")
-        served.client.get("/metrics")
+        served.client.get("/metrics", headers={"authorization": "Bearer wonderland"})
         text = stream.getvalue()
         alice, queen, rabbit = lines_of(stream)
     assert alice.keys() == {

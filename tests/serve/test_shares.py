@@ -18,6 +18,7 @@ from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
 from tests.support.planting import assert_caught, defect
+from tests.support.raw import request_from
 from tests.support.serving import Served, load_chat, serving
 
 CHUNK = 256
@@ -222,3 +223,12 @@ def test_a_variable_without_a_key_does_not_open_the_server(
         Keys.of(Settings())
     monkeypatch.delenv("FOREDRAFT_API_KEY")
     assert not Keys.of(Settings())
+
+
+def test_tokens_and_texts_count_for_one_client(llm: LLM) -> None:
+    long = {"model": "demo", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with serving(llm, max_per_key=1) as served, served.client.stream("POST", "/v1/completions", json=long):
+        served.wait(lambda: served.metric("foredraft_requests_running") == 1)
+        for address, status in (("127.0.0.1", 429), ("127.0.0.2", 200)):
+            for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+                assert request_from(address, served.url + path, body).status_code == status

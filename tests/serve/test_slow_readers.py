@@ -12,7 +12,7 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.serve import server
-from tests.support.raw import RawClient, request_bytes
+from tests.support.raw import PING, TEXT, RawClient, frame, request_bytes
 from tests.support.serving import Served, load_chat, serving
 
 # Its stream is larger than all buffers on the way: each token comes with 20 alternatives.
@@ -117,3 +117,14 @@ def test_a_slow_socket_pauses_and_gets_its_text(llm: LLM) -> None:
                 text += frame["chunk"]["choices"][0]["text"]
         assert text == want["text"]
         served.wait(served.idle)
+
+
+def test_a_socket_whose_client_does_not_read_is_closed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SWEEP_SECONDS", 600.0)  # the kernel ends connections too late for this test
+    with serving(llm, slow_reader_seconds=0.3) as served:
+        for one in (frame(TEXT, b"no request, so that an error comes back"), frame(PING, b"x" * 100)):
+            with RawClient(served.url) as unread:
+                unread.upgrade()
+                unread.send(one * 3900)
+                with pytest.raises(ConnectionError):
+                    unread.keep_sending(one)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from foredraft.cli.progress import STAGES
@@ -33,6 +36,41 @@ def foredraft(
         [*(command or COMMAND), *arguments],
         **{"env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 120} | options,
     )
+
+
+@contextmanager
+def started_server(
+    *options: str, under: Sequence[str] = (), **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Run `foredraft serve` until the block ends, with the demo models if no option says otherwise.
+
+    Yield the process, the address, and all that it said until it served. What it says later is thrown away.
+
+    Args:
+        *options: Of `foredraft serve`.
+        under: A program and arguments before the command line, such as a shell that sets a limit.
+        **variables: Of the environment, beside those of `environment`.
+    """
+    command = [*under, *COMMAND, "serve", "--port", "0", "--policy", "fixed", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(**variables))
+    assert process.stderr is not None
+    reader = threading.Thread(target=process.stderr.read, daemon=True)
+    try:
+        said = ""
+        for line in process.stderr:
+            said += line
+            if line.startswith("print("):
+                break
+        address = re.search(r"foredraft serves \S+ at (http://127\.0\.0\.1:\d+) ", said)
+        assert address, said
+        reader.start()
+        yield process, address[1], said
+    finally:
+        process.kill()
+        process.wait()
+        if reader.ident is not None:
+            reader.join()
+        process.stderr.close()
 
 
 PROGRESS = re.compile(

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from typing import Any
 
-__all__ = ["RawClient", "request_bytes"]
+import httpx
+
+__all__ = ["PING", "TEXT", "RawClient", "frame", "request_bytes", "request_from"]
+
+UPGRADE = (
+    b"GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)  # to a WebSocket
+TEXT, PING = 0x81, 0x89  # first bytes of frames that are whole
 
 
 def request_bytes(body: Any, path: str = "/v1/completions", **headers: str) -> bytes:
@@ -15,6 +24,17 @@ def request_bytes(body: Any, path: str = "/v1/completions", **headers: str) -> b
     lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", f"content-length: {len(data)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + data
+
+
+def frame(first: int, payload: bytes) -> bytes:
+    """Return a frame of a WebSocket whose mask is 0."""
+    return bytes([first, 0x80 | len(payload)]) + b"\0\0\0\0" + payload
+
+
+def request_from(address: str, url: str, body: Any = None) -> httpx.Response:
+    """Return the reply to a GET, or to a POST of a body, that comes from an address of this machine."""
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=20) as client:
+        return client.get(url) if body is None else client.post(url, json=body)
 
 
 class RawClient:
@@ -40,6 +60,21 @@ class RawClient:
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
+
+    def upgrade(self) -> None:
+        """Make it a WebSocket."""
+        self.send(UPGRADE)
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += self.socket.recv(1)
+        assert head.startswith(b"HTTP/1.1 101 "), head
+
+    def keep_sending(self, data: bytes, seconds: float = 20) -> None:
+        """Send data a hundred times a second."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.send(data)
+            time.sleep(0.01)
 
     def rest(self) -> bytes:
         """Read up to the last event of a stream, or to the end of the connection."""

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from functools import cache
 from typing import Any, TypeVar, cast
 
-import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -20,14 +19,15 @@ from foredraft.errors import shortened
 from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
 from foredraft.serve import messages, responses
 from foredraft.serve.answers import answer, opened
-from foredraft.serve.beside import beside
+from foredraft.serve.beside import beside, in_thread
 from foredraft.serve.blocks import Asked, whole_blocks
 from foredraft.serve.bodies import BoundedBodies, json_object
+from foredraft.serve.clients import Client
 from foredraft.serve.generations import Generation
 from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins, is_local
 from foredraft.serve.page import add_page
-from foredraft.serve.problems import Problem, as_problems, check_output
+from foredraft.serve.problems import Problem, as_problems, check_output, forget_frames
 from foredraft.serve.records import Recording, current
 from foredraft.serve.replies import Reply
 from foredraft.serve.requests import ChatRequest, CompletionRequest, check_model
@@ -100,7 +100,8 @@ def _add_health(app: FastAPI, state: App) -> None:
     app.get("/ready")(health)
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        state.keys.check(request.headers.get("authorization"))
         update = state.model.update_gauges if state.model is not None else lambda: None
         return PlainTextResponse(state.metrics.text(update), media_type="text/plain; version=0.0.4")
 
@@ -151,13 +152,12 @@ def _add_tokens(app: FastAPI, state: App) -> None:
     async def read(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
         model = state.ready()
-        body = await _body(request)
+        body = await _body(request, state)
         asked: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
-        place = model.limits.take(1, key)
+        place = model.limits.take(1, Client.of(key, current().address).name)
         try:
             with as_problems():
-                answering = anyio.to_thread.run_sync(asked.answer, model, abandon_on_cancel=True)
-                found = await _while_there(request, answering)
+                found = await _while_there(request, in_thread(current().size, asked.answer, model))
         finally:
             place.free()
         return JSONResponse(found, headers=_ignored(asked.further))
@@ -174,7 +174,7 @@ def _add_tokens(app: FastAPI, state: App) -> None:
 def _add_generation(app: FastAPI, state: App) -> None:
     async def generate(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
-        body = await _body(request)
+        body = await _body(request, state)
         generation, reply = await _while_there(request, state.start(kind, body, key))
         model = state.ready()
         headers = _ignored(reply.job.ignored)
@@ -219,7 +219,7 @@ def _add_dialects(app: FastAPI, state: App) -> None:
 
     async def generate(dialect: Any, request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        body = await _body(request)
+        body = await _body(request, state)
         asked_for = {**await beside(current().size, dialect.chat_body, body), "n": 1}
         generation, reply = await _while_there(request, state.start(ChatRequest, asked_for, key))
         model = state.ready()
@@ -254,10 +254,10 @@ def _add_document(app: FastAPI, state: App) -> None:
         return JSONResponse(made())
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _body(request: Request, state: App) -> dict[str, Any]:
     data = await request.body()
     current().size = len(data)
-    return await beside(len(data), json_object, data)
+    return await _while_there(request, beside(len(data), json_object, data, state.most_body))
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -335,6 +335,7 @@ async def _answer_nobody(request: Request, gone: Exception) -> Response:
 
 
 async def _answer_problem(request: Request, problem: Problem) -> Response:
+    forget_frames(problem)
     return answer(problem, request.url.path)
 
 

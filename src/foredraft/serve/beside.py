@@ -6,6 +6,7 @@ many times as long, because each list that it makes may start one over all objec
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,27 +16,81 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-__all__ = ["beside", "without_collection"]
+from foredraft.serve.memory import give_back
+
+__all__ = ["LARGE", "beside", "in_thread", "tidy_up", "without_collection"]
 
 LARGE = 64 << 10  # bytes; below, a thread costs more than the work
-AT_ONCE = 2  # large requests: each further thread would make the event loop wait longer for its turn
+# Large requests: each further thread would make the event loop wait longer for its turn, and tokenising takes
+# 170 bytes for each of a text.
+AT_ONCE = 2
 T = TypeVar("T")
-_limiter: RunVar[anyio.CapacityLimiter] = RunVar("foredraft-large-requests")
 
 
 async def beside(size: int, function: Callable[..., T], *args: object) -> T:
     """Return what a function returns, which runs in a thread if a request of `size` bytes is large.
 
-    Cancelling drops work that waits for a thread; work that has begun ends by itself.
+    Cancelling is as in `in_thread`.
+    """
+    return function(*args) if size <= LARGE else await in_thread(size, function, *args)
+
+
+async def in_thread(size: int, function: Callable[..., T], *args: object) -> T:
+    """Return what a function returns, which runs in a thread; those of large requests take turns.
+
+    Cancelling drops work that waits for its turn. Work that has begun ends by itself and keeps its turn until
+    then, so that clients that leave cannot make more work than those that stay.
     """
     if size <= LARGE:
-        return function(*args)
-    try:
-        limiter = _limiter.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(AT_ONCE)
-        _limiter.set(limiter)
-    return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
+        return await anyio.to_thread.run_sync(function, *args)
+    large = _Large.of_loop()
+    await large.turns.acquire()
+    working = asyncio.create_task(anyio.to_thread.run_sync(function, *args))
+    working.add_done_callback(lambda _: large.end())
+    return await asyncio.shield(working)
+
+
+async def tidy_up(*, after: bool = False) -> None:
+    """Give free memory back to the system, if work of a large request has ended since the last time.
+
+    Args:
+        after: A large request has ended, too.
+    """
+    large = _Large.of_loop()
+    if large.untidy or after:
+        large.untidy = False
+        # by a limiter of its own, which no other work can fill
+        await anyio.to_thread.run_sync(give_back, limiter=anyio.CapacityLimiter(1))
+
+
+class _Large:
+    """The work of the large requests of an event loop.
+
+    Attributes:
+        turns: Of those that work.
+        untidy: Some work has ended, and its memory may be free.
+    """
+
+    def __init__(self) -> None:
+        self.turns = asyncio.Semaphore(AT_ONCE)
+        self.untidy = False
+
+    @classmethod
+    def of_loop(cls) -> _Large:
+        """Return that of the running event loop."""
+        try:
+            return _large.get()
+        except LookupError:
+            _large.set(large := cls())
+            return large
+
+    def end(self) -> None:
+        """End the work of one."""
+        self.turns.release()
+        self.untidy = True
+
+
+_large: RunVar[_Large] = RunVar("foredraft-large-requests")
 
 
 @contextmanager

@@ -15,19 +15,30 @@ from foredraft.serve.answers import answer
 from foredraft.serve.beside import without_collection
 from foredraft.serve.problems import Problem
 
-__all__ = ["BoundedBodies", "json_object"]
+__all__ = ["BYTES_OF_TOKEN", "BoundedBodies", "json_object"]
 
+BYTES_OF_TOKEN = 32  # that a body may have: a token is 4 of plain text, up to 24 where text is escaped
+# Lists, objects and keys of a body: one for each token that it may have, and at least LEAST_PARTS, because
+# parsing holds the interpreter for a microsecond for each. Other values, such as token ids, take a tenth.
+LEAST_PARTS = 64 << 10
+VALUES_OF_PART = 4
+PIECE = 64 << 10  # characters that are looked through at a time, while other threads wait
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of half a surrogate pair
 
 
-def json_object(data: bytes | str) -> dict[str, Any]:
+def json_object(data: bytes | str, most: int) -> dict[str, Any]:
     """Return the JSON object of a body or a frame.
 
+    Args:
+        data: The body, or the text of the frame.
+        most: Bytes, or characters, that it may have.
+
     Raises:
-        Problem: It is something else.
+        Problem: It is something else, or has more parts than any request needs.
     """
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        _check_parts(text, max(LEAST_PARTS, most // BYTES_OF_TOKEN))
         with without_collection():
             found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         if SURROGATE.search(text):  # a whole pair is a character; half of one is no text
@@ -40,6 +51,35 @@ def json_object(data: bytes | str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Problem(400, "this is JSON, but not an object", code="invalid_json")
     return found
+
+
+def _check_parts(text: str, most: int) -> None:
+    """Check how many lists, objects and keys a text of JSON has, and how many values, before it is parsed.
+
+    Raises:
+        Problem: They are too many.
+    """
+    parts, values = _marks(text)
+    if parts <= most and values <= VALUES_OF_PART * most:  # though those in strings count, too
+        return
+    parts = values = 0
+    inside = False  # of a string
+    text = text.replace("\\\\", "").replace('\\"', "")
+    for start in range(0, len(text), PIECE):
+        pieces = text[start : start + PIECE].split('"')
+        more, further = _marks("".join(pieces[inside::2]))
+        parts, values = parts + more, values + further
+        inside ^= len(pieces) % 2 == 0
+        if parts > most or values > VALUES_OF_PART * most:
+            says = f"the body has more than {most} lists, objects and keys, or {VALUES_OF_PART * most} values"
+            raise Problem(
+                413, f"{says}; the server's option --max-body sets the limit", code="body_too_large"
+            )
+
+
+def _marks(text: str) -> tuple[int, int]:
+    """Return how many marks of lists, objects and keys a text has, and how many of further values."""
+    return sum(map(text.count, "[{:")), text.count(",")
 
 
 def _finite(number: str) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,32 +42,34 @@ class Connections:
     Attributes:
         settings: Of the server.
         most: Connections in all.
+        most_of_address: Connections of one address; 0 is no limit.
         largest_frame: Returns the most bytes of a message of a WebSocket.
     """
 
     settings: Settings
     most: int
+    most_of_address: int
     largest_frame: Callable[[], int]
     _addresses: dict[int, str]
     _by_address: Counter[str]
 
     @classmethod
     def of(cls, settings: Settings, largest_frame: Callable[[], int]) -> Connections:
-        """Return the connections of a server; the process may open more files from now on, if it may."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = settings.max_connections + RESERVED_FILES
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        files = wanted if soft == resource.RLIM_INFINITY else soft
-        return cls(settings, max(1, min(wanted, files) - RESERVED_FILES), largest_frame, {}, Counter())
+        """Return the connections of a server; the process may open more files from now on, if it may.
+
+        Where it may not, one address gets the same part of all connections as the options give it.
+        """
+        wanted = settings.max_connections
+        most = max(1, _open_files(wanted + RESERVED_FILES) - RESERVED_FILES)
+        of_address = -(-settings.max_connections_per_address * most // wanted)  # rounded up: 0 is no limit
+        return cls(settings, most, of_address, largest_frame, {}, Counter())
 
     def enter(self, transport: Any) -> Problem | None:
         """Count a connection; return why it is refused, or None."""
         address = str((transport.get_extra_info("peername") or ("",))[0])
         self._addresses[id(transport)] = address
         self._by_address[address] += 1
-        most = self.settings.max_connections_per_address
+        most = self.most_of_address
         if len(self._addresses) > self.most:
             return busy(f"{self.most} connections are open, as many as there may be (--max-connections)")
         if most and self._by_address[address] > most:
@@ -83,6 +84,22 @@ class Connections:
             self._by_address[address] -= 1
             if not self._by_address[address]:
                 del self._by_address[address]
+
+
+def _open_files(wanted: int) -> int:
+    """Return how many files the process may open, at most as many as wanted; raise the limit where it may.
+
+    A platform without such a limit, which is Windows, opens as many as wanted.
+    """
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
 
 
 class _Flow(FlowControl):

@@ -110,7 +110,7 @@ _DIALECT: dict[str, Any] = {
 ROUTES = {
     "/health": _described(shapes.Health, STATE, schemes=()),
     "/ready": _described(shapes.Health, STATE, schemes=()),
-    "/metrics": _described(str, OPEN, schemes=()),
+    "/metrics": _described(str, OPEN | {401: KEYED[401]}),
     "/version": _described(shapes.Version, OPEN, schemes=()),
     "/v1/models": _described(shapes.ModelList, KEYED),
     "/v1/models/{name}": _described(shapes.ModelCard, NAMED),

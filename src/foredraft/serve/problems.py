@@ -9,7 +9,7 @@ from typing import Any, Self
 from foredraft.errors import ForedraftError, Option, RequestError, python_spelling
 from foredraft.llm.output import Output
 
-__all__ = ["FIELDS", "Problem", "as_problems", "busy", "check_output", "of_error"]
+__all__ = ["FIELDS", "Problem", "as_problems", "busy", "check_output", "forget_frames", "of_error"]
 
 # Options of the library -> fields of requests, where the names differ.
 FIELDS = {
@@ -80,6 +80,21 @@ def as_problems() -> Iterator[None]:
         yield
     except ForedraftError as error:
         raise of_error(error) from error
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames that an error and its causes came through, once it is answered.
+
+    They hold the request. A frame that holds the error, as that of a wait for a thread does, closes a circle,
+    whose memory would wait for a collection of garbage.
+    """
+    left, known = [error], set[int]()
+    while left:
+        each = left.pop()
+        if id(each) not in known:
+            known.add(id(each))
+            each.__traceback__ = None
+            left += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
 
 
 def check_output(output: Output) -> None:

@@ -217,6 +217,7 @@ class _Request(Body):
 class ChatRequest(_Request):
     """The body of POST /v1/chat/completions."""
 
+    prompts: ClassVar[int] = 1
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -235,6 +236,12 @@ class CompletionRequest(_Request):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it has; at least 1, though a list may be empty."""
+        whole = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), 0), int)
+        return 1 if whole else len(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)

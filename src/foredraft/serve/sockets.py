@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from foredraft.serve.beside import beside
 from foredraft.serve.bodies import json_object
-from foredraft.serve.problems import Problem
+from foredraft.serve.problems import Problem, forget_frames
 from foredraft.serve.records import Record, current
 from foredraft.serve.streaming import as_json
 from foredraft.unicode import invalid_at
@@ -71,6 +71,7 @@ class Socket:
             text = message.get("text")
             frame = await self._frame(text)
         except Problem as refused:
+            forget_frames(refused)
             await self._send(None, refused.body)
             return
         id = frame.pop("id", None)
@@ -100,7 +101,7 @@ class Socket:
             raise Problem(
                 413, f"a frame has more than {self._max_frame} characters (--max-body)", code="body_too_large"
             )
-        return await beside(len(text), json_object, text)
+        return await beside(len(text), json_object, text, self._max_frame)
 
     async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
         async def send(chunk: dict[str, Any]) -> None:
@@ -135,6 +136,7 @@ class Socket:
             if not isinstance(error, Problem):
                 logger.error("a request failed by a defect of the server", exc_info=error)
                 error = Problem(500, "the server failed; its log has the reason", code="internal_error")
+            forget_frames(error)
             frames.append(error.body)
         frames.append({"done": True, "reason": reason})
         if not self._closed:

@@ -15,7 +15,8 @@ from fastapi import FastAPI
 
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
-from foredraft.serve.beside import beside
+from foredraft.serve.beside import LARGE, beside, in_thread, tidy_up
+from foredraft.serve.bodies import BYTES_OF_TOKEN
 from foredraft.serve.clients import Client
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
@@ -35,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0  # between two looks for slow readers
 LOOK_SECONDS = 0.05  # between two looks whether all requests are over
-# What a body may have by default, in bytes: a token is 4 of plain text, up to 24 where text is escaped.
-BODY_OF_TOKEN, BODY_OF_FIELDS, LEAST_BODY = 32, 64 << 10, 1 << 20
+BODY_OF_FIELDS, LEAST_BODY = 64 << 10, 1 << 20  # bytes of a body, beside those of the context; in all
 Loader = Callable[[], LLM]
 
 
@@ -93,6 +93,7 @@ class App:
         self.model: Model | None = None
         self.failed: BaseException | None = None
         self.draining = False
+        self._untidy = False  # a large request has ended since the last tidying up
         self.on_ready: Callable[[Model], None] = lambda model: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
 
@@ -134,9 +135,12 @@ class App:
             await asyncio.sleep(SWEEP_SECONDS)
             if self.model is not None:
                 self.model.generations.drop_slow_readers()
+            after, self._untidy = self._untidy, False
+            await tidy_up(after=after)
 
     def end(self, record: Record) -> None:
         """Take the record of a request that is over."""
+        self._untidy |= record.size > LARGE
         if (reason := record.refusal) is not None:
             record.reason = reason
             self.metrics.refused(reason)
@@ -162,7 +166,7 @@ class App:
     def most_body(self) -> int:
         """The largest body of a request, in bytes."""
         length = 0 if self.model is None else self.model.llm.max_length
-        return self.settings.max_body or max(LEAST_BODY, BODY_OF_TOKEN * length + BODY_OF_FIELDS)
+        return self.settings.max_body or max(LEAST_BODY, BYTES_OF_TOKEN * length + BODY_OF_FIELDS)
 
     def ready(self) -> Model:
         """Return the model.
@@ -189,17 +193,15 @@ class App:
         record.model = model.names[0]
         if self.tracing is not None:
             record.asked = asked(request)
-        count = request.n or 1
-        if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
-            count *= sum(not isinstance(each, int) for each in request.prompt) or 1
+        count = (request.n or 1) * request.prompts
         if self.draining:
             self.metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
         client = Client.of(key, record.address)
-        place = model.limits.take(max(1, count), client.name)
+        place = model.limits.take(count, client.name)
         try:
             with as_problems():
-                job = await anyio.to_thread.run_sync(Job.of, request, model.llm, model.names)
+                job = await in_thread(record.size, Job.of, request, model.llm, model.names)
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
                 share = client.share(self.settings, request.cache_salt)

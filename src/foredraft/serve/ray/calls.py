@@ -19,6 +19,7 @@ class Call:
         query: Of the URL.
         headers: As ASGI has them.
         body: Whole.
+        address: Of the client, as Ray's proxy sees it; "" where it is not known.
         key: Of `affinity.prompt_key`.
     """
 
@@ -27,6 +28,7 @@ class Call:
     query: bytes
     headers: Headers
     body: bytes
+    address: str = ""
     key: int | None = None
 
 

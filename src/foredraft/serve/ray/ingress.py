@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
@@ -82,7 +82,16 @@ class Ingress:
         """Return the response of a replica."""
         body, path = await request.body(), "/" + request.path_params["path"]
         query, headers = request.scope["query_string"], request.headers.raw
-        parts = self._answers(Call(request.method, path, query, headers, body, self._key(request, body)))
+        call = Call(
+            request.method,
+            path,
+            query,
+            headers,
+            body,
+            address=_address(request),
+            key=self._key(request, body),
+        )
+        parts = self._answers(call)
         dialect = DIALECTS.get(path)
         try:
             head = await anext(parts)
@@ -134,6 +143,7 @@ class Ingress:
 
     async def _metrics(self, request: Request) -> Response:
         """Return the metrics of all replicas, each with a label of its own."""
+        self._keys.check(request.headers.get("authorization"))
         asked = self._replicas.broadcast("metrics")
         found = await asked.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
         texts: dict[str, str] = dict(each for each in found if isinstance(each, tuple))  # others just died
@@ -149,7 +159,8 @@ class Ingress:
         async def run(frame: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
             path = "/v1/chat/completions" if "messages" in frame else "/v1/completions"
             body = json.dumps({**frame, "stream": True}).encode()
-            call = Call("POST", path, b"", headers, body, prompt_key(frame, self._characters))
+            key = prompt_key(frame, self._characters)
+            call = Call("POST", path, b"", headers, body, address=_address(socket), key=key)
             async with aclosing(_chunks(self._answers(call, alone=True))) as chunks:
                 async for chunk in chunks:
                     await send(chunk)
@@ -193,6 +204,10 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._parts.aclose()
+
+
+def _address(connection: HTTPConnection) -> str:
+    return "" if connection.client is None else connection.client.host
 
 
 def _ending(dialect: Any, *, plain: bool) -> Callable[[Problem, int], AsyncIterator[bytes]]:

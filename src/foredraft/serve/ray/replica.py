@@ -101,7 +101,7 @@ def _scope(call: Call) -> dict[str, Any]:
     return {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
         "method": call.method, "path": call.path, "raw_path": call.path.encode(), "query_string": call.query,
-        "headers": call.headers, "client": None, "server": None,
+        "headers": call.headers, "client": (call.address, 0) if call.address else None, "server": None,
     }  # fmt: skip
 
 
