@@ -93,7 +93,7 @@ static void try_wakes(Memory *memory) {
     for (int i = 0; i < 20; i++) {
         set(memory->a, 0);
         if (i % 2) wait_until_all_sleep();
-        else nanosleep(&(struct timespec){0, REST + i * 20000}, NULL);  // about when the others go to sleep
+        else nanosleep(&(struct timespec){0, SPIN + i * 20000}, NULL);  // about when the others go to sleep
         const Context context = {memory, 0};
         run_program(meet, &context, sizeof context, 1, 2);
     }

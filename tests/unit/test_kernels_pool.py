@@ -39,7 +39,7 @@ DEFECTS = {
     "pieces that belong to no thread": ("return w->pieces * seat / w->threads;", "return w->pieces / w->threads * seat;"),
     "an operation left before its results are there": ("!= COMMITTED) return 0;", "== OPEN) return 0;"),
     "a lost wake-up": ("sleep_until_posted(seen);\n    atomic", "sleep_until_posted(atomic_load(&pool.posted));\n    atomic"),
-    "threads that never sleep": ("if (waited > REST) break;", ""),
+    "threads that never sleep": ("if (now() - start > SPIN) break;", ""),
     "threads of the parent in a forked process": ("pthread_atfork(NULL, NULL, forget_threads);", ""),
 }  # fmt: skip
 
