@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import socket
 import statistics
@@ -97,10 +98,11 @@ class OwnSender:
             connection.sendall(b"data: [DONE]\n\n")
 
 
-def start_server(*options: str) -> tuple[subprocess.Popen[str], int]:
-    """Start `foredraft serve` with options; return its process and its port."""
+def start_server(*options: str, tree: Path | None = None) -> tuple[subprocess.Popen[str], int]:
+    """Start `foredraft serve` with options, perhaps of another working tree; return its process and port."""
     command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--no-access-log", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    environment = os.environ if tree is None else os.environ | {"PYTHONPATH": str(tree / "src")}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"serves \S+ at http://[^ ]*:(\d+) ", line):
