@@ -4,8 +4,8 @@
     first     seconds to the first token of a prompt of some 64 tokens
     prefix    seconds to the first token of a prompt of which the prefix cache has 1,000 tokens
 
-The ratios are the old version's seconds over the new one's: 1.02 means that the new version is 2 % faster. The
-server that waits sleeps, and the texts must be equal.
+The ratios are the old version's seconds over the new one's: 1.02 means that the new version is 2 % faster.
+The server that waits sleeps, and the texts must be equal.
 
     git worktree add ../before <commit>
     python benchmarks/serving_versions.py --old ../before
