@@ -4,7 +4,8 @@ Every contender is a process of its own with the same model; they decode the sam
 that wait sleep. `pinned` is one busy process that stays on one core, which halves it. Beside each figure in
 tokens/s stand its ratios, within the turns, to one thread and to the share that the system gives to as many
 threads: with k busy processes on n cores, t threads of t + k get n / (t + k) of a core each, and it is
-measured by what as many threads do idle. The texts must be equal.
+measured by what as many threads do idle. The texts must be equal. At last two processes decode at once: what
+they write together over what one writes alone.
 
     python benchmarks/busy.py --target SMOLLM2 --old ../before --llama-cpp FOLDER --gguf FILE
 
@@ -86,8 +87,16 @@ class Contender:
 
     def decode(self, tokens: int) -> tuple[float, str]:
         """Return the seconds that so many tokens take, and their text."""
+        self.start(tokens)
+        return self.result()
+
+    def start(self, tokens: int) -> None:
+        """Let it decode so many tokens."""
         assert self.process.stdin is not None
         print(tokens, file=self.process.stdin, flush=True)
+
+    def result(self) -> tuple[float, str]:
+        """Return the seconds that they took, and their text."""
         seconds, text = self._answer()
         return seconds, text
 
@@ -120,6 +129,19 @@ def share(load: str, threads: int) -> float:
     """Return the part of a core that the system gives to each of so many threads beside a load."""
     cores = len(os.sched_getaffinity(0))
     return min(1.0, cores / (threads + int(load)))
+
+
+def side_by_side(one: Contender, other: Contender, tokens: int, turns: int) -> list[float]:
+    """Return the tokens/s of two processes that decode at the same time over those of one alone, by turns."""
+    ratios = []
+    for turn in range(turns + 1):
+        alone, _ = one.decode(tokens)
+        one.start(tokens)
+        other.start(tokens)
+        together = max(one.result()[0], other.result()[0])
+        if turn:  # the first one warms
+            ratios.append(2 * alone / together)
+    return ratios
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -173,7 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures[name] = found
         result["loads"][load] = figures
         print(load, {name: round(each["tokens_per_second"]["median"], 1) for name, each in figures.items()})
-    for contender in contenders.values():
+    twin = Contender(options.target, many, new)
+    result["two_at_once_over_one"] = spread(
+        side_by_side(contenders["threads"], twin, options.tokens, options.turns)
+    )
+    for contender in (*contenders.values(), twin):
         contender.close()
     write(options.name, result)
 
