@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import foredraft
 from foredraft import SamplingParams
 from foredraft.cli import main
 from foredraft.model.gguf.tensors import RECORD
 from foredraft.model.hub import resolve
+from foredraft.model.layers import RowSource
 from foredraft.model.quantisation import quantise
 from foredraft.model.runner.native import NativeCodes
+from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from foredraft.quantise import writing
 from tests.support.checkpoints import TEXT, save_checkpoint
@@ -36,6 +39,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     from tests.support.gguf_files import write_gguf
 
     return write_gguf(folder, folder.with_suffix(".gguf"), request.param)
+
+
+def rows_of(embedding: Tensor | RowSource) -> Tensor:
+    return embedding if isinstance(embedding, Tensor) else embedding.rows(torch.arange(embedding.shape[0]))
+
+
+def original_is_tied(folder: Path) -> bool:
+    return ModelSpec.from_folder(folder).tied
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any, str]:
@@ -65,7 +76,8 @@ def test_the_checkpoint_stands_for_the_codes(
     found, original = load_decoder(out), load_decoder(folder, dtype=torch.float32)
     for one, other in zip(found.products, original.products, strict=True):
         assert torch.equal(one.dense(), quantise(other.dense(), bits).expand(torch.float32))
-    assert torch.equal(found.embedding, original.embedding)
+    embedding = quantise(original.embedding, bits).expand(torch.float32)
+    assert torch.equal(found.embedding, embedding)
     with foredraft.load(out, device="cpu", drafter="lookup", max_length=64) as llm:
         said = llm.generate("the", GREEDY)[0].token_ids
         assert said == llm.generate("the", GREEDY, drafter="none")[0].token_ids
@@ -77,6 +89,10 @@ def test_the_checkpoint_stands_for_the_codes(
         assert isinstance(one, NativeCodes) and isinstance(other, NativeCodes)
         x = torch.randn(5, one.shape[1])
         assert one.coding == other.coding and torch.equal(one(x), other(x))
+    for decoder in loaded:
+        assert torch.equal(rows_of(decoder.embedding), embedding)
+    assert isinstance(loaded[1].embedding, NativeCodes)
+    assert isinstance(loaded[0].embedding, NativeCodes) is original_is_tied(folder)
 
 
 def test_the_card_says_what_was_lost(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

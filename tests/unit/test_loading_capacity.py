@@ -196,12 +196,14 @@ def test_weight_bytes_predicts_the_size_of_a_loaded_model(
 @pytest.mark.parametrize("variant", ["llama", "llama-gqa-tied", "gemma3"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weight_bytes_predicts_the_size_of_a_quantised_model(tmp_path: Path, variant: str, bits: int) -> None:
-    """A tied embedding stays whole beside the head's codes."""
+    """A tied embedding is the head's rows; another one has codes of its own."""
     folder = checkpoints.save_variant(tmp_path, variant)
     spec = ModelSpec.from_folder(folder)
     decoder = load_decoder(folder, CPU, torch.bfloat16, native=True, bits=bits)
-    assert isinstance(decoder.embedding, torch.Tensor)
-    coded = [each for each in decoder.products if isinstance(each, NativeCodes)]
+    embedding = decoder.embedding
+    assert isinstance(embedding, NativeCodes) and (embedding is decoder.output) is spec.tied
+    parts = decoder.products if spec.tied else [*decoder.products, embedding]
+    coded = [each for each in parts if isinstance(each, NativeCodes)]
     whole = sum(math.prod(each.shape) * 2 for each in coded)
     saved = whole - sum(each.weight.nbytes for each in coded)
     assert coded and weight_bytes(spec, CPU, torch.bfloat16, native=True, bits=bits) == held(decoder) - saved

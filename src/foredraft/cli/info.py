@@ -107,8 +107,8 @@ def memory(found: Inspection, width: int | None) -> list[str]:
         for format, size in model.expanded_bytes.items()
     ]
     left_out = [
-        f"--weights {name} would take {in_gib(size)} GiB, no less than {models[0].dtype}: an embedding"
-        " beside a coded head, and weights that no kernel here reads as codes, stay as they are."
+        f"--weights {name} would take {in_gib(size)} GiB, no less than {models[0].dtype}: weights"
+        " that no kernel here reads as codes stay as they are."
         for name, bits in BITS.items()
         if (size := models[0].larger_bytes.get(bits)) is not None
     ]

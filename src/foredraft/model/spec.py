@@ -29,8 +29,9 @@ from foredraft.model.rope import Rope
 __all__ = ["ModelSpec", "Rope", "with_dtype"]
 
 CONFIG = "config.json"
-# Key of checkpoints that `foredraft quantise` writes; other programs ignore it.
-HEAD_COPIES = "head_copies_embedding"
+# Keys of checkpoints that `foredraft quantise` writes, and wrote before it coded embeddings, too; other
+# programs ignore them.
+EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class ModelSpec:
     head_norms: bool = False  # queries and keys are normed per head before rotation
     window_rope: Rope | None = None  # of windowed layers
     head_copies: bool = False  # the head is a coded copy of the embedding, so its weights are no further ones
+    embedding_copies: bool = False  # and the embedding holds what the head's codes stand for
     quantisation: Quantisation | None = None  # how the checkpoint stores the weights of linear layers
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that change nothing, as "key = value"
 
@@ -114,13 +116,15 @@ class ModelSpec:
         if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
             raise read.error("attention_multiplier", f"only {fields['attention_scale']} is supported")
         positions = _positions(read, fields["rope"])
+        copies = read.flag(EMBEDDING_COPIES, default=False)
         spec = cls(
             architecture=architecture,
             max_positions=min(positions, fields.pop("longest", None) or positions),
             **fields,
             eos_token_ids=_eos(read, generation_config, family.eos),
             bos_token_id=_bos(read, generation_config, family.bos),
-            head_copies=read.flag(HEAD_COPIES, default=False),
+            head_copies=copies or read.flag(HEAD_COPIES, default=False),
+            embedding_copies=copies,
             quantisation=read_quantisation(read),
         )
         if spec.head_dim == 2 and any(spec.rope_of(window).kind == "dynamic" for window in spec.windows):

@@ -7,7 +7,7 @@ Memory: files are memory-mapped while they are read, and the decoder keeps no vi
 may be replaced under a running model. Each weight is copied from the map to its place on the device, fused
 (q, k, v and gate, up) and converted on the way. Linear layers that are packed pass through one temporary
 buffer. So the host holds the weights once, plus the embedding if the head is tied to it and is packed by
-oneDNN, which gives no rows, or has other bits, plus that buffer during loading. The kernels keep a
+oneDNN, which gives no rows, plus that buffer during loading. The kernels keep a
 quantised weight coded where its format has a coding. Otherwise it is expanded to the dtype of the others:
 one module at a time, so that the host holds its codes and its values besides. If the device is not the
 host, the host holds single tensors only. `weight_bytes` computes the memory before a file is opened.
@@ -117,6 +117,8 @@ def load_decoder(
     with ExitStack() as stack:
         tensors = CheckpointTensors(folder, stack, torch.device(device), chosen, spec.quantisation)
         decoder = build_decoder(spec, tensors, native, bits)
+        if spec.embedding_copies:
+            tensors.used.add(f"{EMBEDDING}.weight")  # the head may give its rows
         tensors.reject_unused(spec)
         tensors.report()
     return decoder
@@ -172,6 +174,8 @@ def weight_bytes(
     saved, scales = 0, getattr(torch, spec.dtype)  # scales are stored in the checkpoint's dtype, as a rule
     if spec.quantisation is not None and spec.quantisation.float32_scales:
         scales = torch.float32
+    if spec.embedding_copies:
+        saved += spec.vocab_size * spec.hidden_size * dtype.itemsize
     for shapes in counter.products:
         rows, columns = joined_shape(shapes)
         if (coding := coding_of(shapes, spec.quantisation)) is not None:
@@ -310,17 +314,24 @@ class _Builder:
         return RMSNorm(weight, self.spec.norm_eps, offset)
 
     def embedding(self, head: Product) -> Tensor | RowSource:
-        """Return the embedding: the head itself, where they are tied and the head can give its rows."""
+        """Return the embedding: the head itself, where they are equal and the head can give its rows."""
         spec, quantised = self.spec, self.spec.quantisation
-        if spec.tied and self.bits is None:
+        rows, columns = spec.vocab_size, spec.hidden_size
+        if spec.embedding_copies and isinstance(head, NativeCodes):
+            return head
+        if spec.tied:
             if isinstance(head, NativeLinear | NativeCodes):
                 return head
             if not self.packs or self.native:  # native on "meta", where only sizes count
                 return head.dense()  # an ordinary weight itself
-        if self.native and quantised is not None and quantised.embedding:
-            product = self.linear({EMBEDDING: spec.vocab_size}, spec.hidden_size)
+        coded = self.bits is not None and Coding(self.bits).holds(columns)
+        if self.native and (coded or (quantised is not None and quantised.embedding)):
+            product = self.linear({EMBEDDING: rows}, columns)
             return product if isinstance(product, NativeLinear | NativeCodes) else product.dense()
-        return self.tensors.load({f"{EMBEDDING}.weight": (spec.vocab_size, spec.hidden_size)})
+        weight = self.tensors.load({f"{EMBEDDING}.weight": (rows, columns)})
+        if self.bits is not None and coded and not weight.is_meta:
+            return quantise(weight, self.bits).expand(weight.dtype)
+        return weight
 
     def linear(self, names: dict[str, int], columns: int, has_bias: bool = False) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows."""

@@ -1,8 +1,8 @@
 """Write a quantised checkpoint: "pack-quantized" weights of compressed-tensors, which other programs load.
 
 The linear layers and the head are coded; a head that was tied to the embedding becomes a tensor of its own,
-and the config says so.
-Every other tensor, and every other file of the folder, is copied, except the record of a GGUF file, because
+and the config says so. The embedding is coded, too, but stored as the values that its codes stand for, because
+the format has no codes of embeddings: so every program computes the same model. Every other tensor, and every other file of the folder, is copied, except the record of a GGUF file, because
 the new checkpoint has weights of its own. One tensor is in memory at a time, beside the file that is being
 filled.
 """
@@ -26,7 +26,7 @@ from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.packing import pack
 from foredraft.model.safetensors_file import write_tensors
-from foredraft.model.spec import CONFIG, HEAD_COPIES, ModelSpec, with_dtype
+from foredraft.model.spec import CONFIG, EMBEDDING_COPIES, ModelSpec, with_dtype
 from foredraft.model.weights import read_tensors
 
 __all__ = ["write_quantised"]
@@ -69,7 +69,7 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
     else:
         write_tensors(out / SINGLE, filled, {"format": "pt"})
     config = with_dtype(read_json(source / CONFIG), dtype) | {"tie_word_embeddings": False}
-    config |= {HEAD_COPIES: spec.tied, "quantization_config": _scheme(bits, plain)}
+    config |= {EMBEDDING_COPIES: spec.tied, "quantization_config": _scheme(bits, plain)}
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return total
 
@@ -85,16 +85,20 @@ def _tensors(
         [tensor] = read_tensors(source, name.__eq__).values()
         tensor = tensor.to(dtype)
         module = name.removesuffix(".weight")
-        if name != head and not (name.endswith(".weight") and LINEAR.fullmatch(module)):
+        linear = name == head or bool(name.endswith(".weight") and LINEAR.fullmatch(module))
+        if not linear and module != EMBEDDING:
             yield name, tensor
-            if not (name == f"{EMBEDDING}.weight" and spec.tied):
+            continue
+        codes = quantise(tensor, bits) if Coding(bits).holds(tensor.shape[1]) else None
+        if module == EMBEDDING:
+            yield name, tensor if codes is None else codes.expand(dtype)
+            if not spec.tied:
                 continue
             module = HEAD
-        if not Coding(bits).holds(tensor.shape[1]):
+        if codes is None:
             plain.append(module)
             yield f"{module}.weight", tensor.clone()
             continue
-        codes = quantise(tensor, bits)
         yield f"{module}.weight_packed", pack(codes.codes, bits)
         yield f"{module}.weight_scale", codes.scales.to(dtype)
         yield f"{module}.weight_shape", torch.tensor(codes.shape)
