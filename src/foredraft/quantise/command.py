@@ -105,8 +105,8 @@ def _documents(checkpoint: Checkpoint, data: Sequence[Path]) -> list[Any]:
 def _card(model: str, weights: str, quality: Quality | None) -> str:
     lines = [
         f"# {model}, {weights}", "",
-        f"Linear layers, head and embedding in {BITS[weights]} bits, symmetric, in groups of 32 weights with scales by"
-        " least squares; written by `foredraft quantise`.", "",
+        f"Linear layers, head and embedding in {BITS[weights]} bits, symmetric, in groups of 32 weights with"
+        " scales by least squares; written by `foredraft quantise`.", "",
     ]  # fmt: skip
     if quality is not None:
         lines += [

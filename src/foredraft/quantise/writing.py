@@ -1,10 +1,10 @@
 """Write a quantised checkpoint: "pack-quantized" weights of compressed-tensors, which other programs load.
 
 The linear layers and the head are coded; a head that was tied to the embedding becomes a tensor of its own,
-and the config says so. The embedding is coded, too, but stored as the values that its codes stand for, because
-the format has no codes of embeddings: so every program computes the same model. Every other tensor, and every other file of the folder, is copied, except the record of a GGUF file, because
-the new checkpoint has weights of its own. One tensor is in memory at a time, beside the file that is being
-filled.
+and the config says so. The embedding is coded, too, but stored as the values that its codes stand for: the
+format has no codes of embeddings, and so every program computes the same model. Every other tensor, and every
+other file of the folder, is copied, except the record of a GGUF file, because the new checkpoint has weights
+of its own. One tensor is in memory at a time, beside the file that is being filled.
 """
 
 from __future__ import annotations
