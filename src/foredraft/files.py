@@ -106,7 +106,7 @@ def is_no_file(path: Path) -> bool:
     """
     try:
         return not stat.S_ISREG(path.stat().st_mode)
-    except OSError:
+    except (OSError, ValueError):  # the second: no file can have such a name
         return False
 
 
