@@ -11,9 +11,12 @@ import deterministic
 import pytest
 import workload
 
+from foredraft.profiling import others
+
 
 def test_both_sides_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "HERE", tmp_path)
+    monkeypatch.setattr(others, "ATTEMPTS", 1)  # a turn that other programs disturb is not repeated
     monkeypatch.setattr(
         deterministic, "heldout", lambda count: ["def add(a, b):\n", "x = 1\n", "import os\n"][:count]
     )

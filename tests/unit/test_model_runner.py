@@ -314,7 +314,7 @@ def test_loading_logs_in_one_line_how_passes_run(
 ) -> None:
     folder = save_checkpoint(tmp_path)
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
-    with caplog.at_level("INFO", "foredraft"):
+    with caplog.at_level("INFO", "foredraft.loading.runners"):
         foredraft.load(folder, dtype="bfloat16", device="cpu", max_batch=1, max_length=512)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert line.startswith(f"{folder}: bfloat16 on cpu; packed weights; exact shapes: ")
@@ -327,7 +327,7 @@ def test_loading_logs_in_one_line_how_passes_run(
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 def test_loading_logs_that_kernels_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_checkpoint(tmp_path)
-    with caplog.at_level("INFO", "foredraft.loading"):
+    with caplog.at_level("INFO", "foredraft.loading.runners"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
     assert caplog.messages == [f"{folder}: float32 on cpu; C kernels, exact at any shape"]
 
