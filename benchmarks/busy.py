@@ -21,10 +21,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from neighbours import busy
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "def fibonacci(n):\n"
@@ -110,19 +112,11 @@ class Contender:
         self.process.wait()
 
 
-@contextmanager
-def beside(load: str) -> Iterator[None]:
+def beside(load: str) -> AbstractContextManager[None]:
     """Run so many processes that never wait, or one on the last core alone."""
-    command = [sys.executable, "-c", "while True: pass"]
-    running = [subprocess.Popen(command) for _ in range(1 if load == PINNED else int(load))]
     if load == PINNED:
-        os.sched_setaffinity(running[0].pid, {max(os.sched_getaffinity(0))})
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        return busy(1, core=max(os.sched_getaffinity(0)))
+    return busy(int(load))
 
 
 def share(load: str, threads: int) -> float:

@@ -19,11 +19,8 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +28,7 @@ from typing import Any
 
 import torch
 from auto import Contender, Running
+from neighbours import busy
 from timing import spread
 from workload import heldout, machine, write
 
@@ -53,18 +51,6 @@ def prompts_of(llm: LLM) -> dict[str, list[int]]:
         "random ids": [draw.randrange(words // 2) for _ in range(40)],
         "repetition": llm.encode(["one two three four five six seven eight nine ten " * 6])[0],
     }
-
-
-@contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Run so many processes beside that never wait."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 def loaded(options: argparse.Namespace, folder: Path) -> dict[str, LLM]:
