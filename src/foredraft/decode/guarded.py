@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, ConstraintError
 from foredraft.errors import ForedraftError, is_fault
 
-__all__ = ["Guarded", "fault_of", "guarded"]
+__all__ = ["Guarded", "answer_of", "fault_of", "guarded"]
 
 T = TypeVar("T")
 
@@ -78,14 +78,33 @@ class Guarded(Constraint):
         return self._ask(lambda: self._constraint.forced(most), [])
 
     def _ask(self, ask: Callable[[], T], otherwise: T) -> T:
-        """Return the constraint's answer; after an error `otherwise`, without asking."""
-        if self.failed is not None:
-            return otherwise
-        try:
-            return ask()
-        except BaseException as error:  # a panic of a library in Rust is no Exception
-            self.failed = self.ended_by = fault_of(self.option, error)
-            return otherwise
+        answer = answer_of(self, self.option, ask, otherwise)
+        self.ended_by = self.failed or self.ended_by
+        return answer
+
+
+class Failing(Protocol):
+    """What can fail."""
+
+    failed: str | None  # its error, for people; None while it works
+
+
+def answer_of(part: Failing, name: str, ask: Callable[[], T], otherwise: T) -> T:
+    """Return the answer of a sequence's part; after an error, which it keeps, `otherwise` without asking.
+
+    Args:
+        part: The part.
+        name: Its name, for errors that do not name it themselves.
+        ask: Asks it.
+        otherwise: The answer of a part that has failed.
+    """
+    if part.failed is not None:
+        return otherwise
+    try:
+        return ask()
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        part.failed = fault_of(name, error)
+        return otherwise
 
 
 def fault_of(part: str, error: BaseException) -> str:

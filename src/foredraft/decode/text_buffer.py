@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from foredraft.decode.guarded import fault_of
+from foredraft.decode.guarded import answer_of
 from foredraft.model.tokenizer import Detokenizer
 
 __all__ = ["StopAutomaton", "TextBuffer"]
@@ -178,14 +178,7 @@ class TextBuffer:
         return self._decoded(self._detokenizer.pending, "")
 
     def _decoded(self, decode: Callable[[], T], otherwise: T) -> T:
-        """Return the tokenizer's answer; after an error `otherwise`, without asking."""
-        if self.failed is not None:
-            return otherwise
-        try:
-            return decode()
-        except BaseException as error:  # a panic of a library in Rust is no Exception
-            self.failed = fault_of("the tokenizer", error)
-            return otherwise
+        return answer_of(self, "the tokenizer", decode, otherwise)
 
     def release(self, settled: int) -> list[tuple[int, str]]:
         """Return the text of the first `settled` tokens that is final and was not released before.
