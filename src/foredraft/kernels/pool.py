@@ -7,6 +7,7 @@ microseconds. So these tensors live until no such thread is left.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from typing import Any
@@ -40,6 +41,9 @@ def settle() -> None:
     with _lock:
         if _kept and _wait():
             _kept.clear()
+
+
+atexit.register(settle)  # before the interpreter frees what a late thread reads
 
 
 def _wait() -> bool:
