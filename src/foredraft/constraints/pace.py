@@ -29,9 +29,8 @@ PATIENCE = 0.5  # of a processor: by how much the masks of a request may exceed 
 MOST_OVERDUE = 2  # masks that run for no use, from which on no further grammar is taken
 
 Task: TypeAlias = Callable[[], object]
-Answer: TypeAlias = tuple[
-    object, float, BaseException | None
-]  # of a task, its seconds of a processor, its error
+# Of a task: its answer, its seconds of a processor, its error.
+Answer: TypeAlias = tuple[object, float, BaseException | None]
 
 
 class MaskThreads:

@@ -26,9 +26,8 @@ ATTEMPTS = 3  # of a turn at most: what disturbs three in a row is no passing di
 ROOT = Path("/")
 # Fields of a line of /proc/stat, in ticks: user, nice, system, idle, iowait, irq, softirq, steal, ...
 BUSY = (0, 1, 2, 5, 6, 7)
-CHILDREN_TIME = slice(
-    11, 15
-)  # of /proc/PID/stat after the name: its own and its children's, which it waited for
+# Of /proc/PID/stat after the name: its own ticks, and those of its children that it waited for.
+CHILDREN_TIME = slice(11, 15)
 
 
 @dataclass(frozen=True, slots=True)

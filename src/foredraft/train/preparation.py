@@ -38,14 +38,8 @@ KEY = "key.json"  # in the folder of a run
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
 HELD_OUT, MOST_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
 GROUP_TOKENS = 4096  # of one pass, unless the user says otherwise
-NOT_OF_THE_RUN = (
-    "data",
-    "validation",
-    "work",
-    "fresh",
-    "out",
-    "kept_states",
-)  # options; of files, the content is
+# Options that do not make it another run; of files, the content does.
+NOT_OF_THE_RUN = ("data", "validation", "work", "fresh", "out", "kept_states")
 MOST_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 256 MiB
 
 
