@@ -118,7 +118,7 @@ def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: b
     model = reference_model("llama", vocab_size=VOCABULARY, tie_word_embeddings=False, **WHOLE)
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
                 module.weight.copy_(quantise(module.weight, 4).expand(torch.float32))
         ids = torch.tensor([PROMPTS[4][:20]])
         want = model(ids).logits[0]
