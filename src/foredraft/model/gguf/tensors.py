@@ -7,6 +7,7 @@ reads them). Where nothing has to be restored, the result is a view of the map.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,22 @@ def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
     record = read_json(folder / RECORD)
     path = _file_of(folder, record)
     try:
-        same = identity(path) == record["identity"]
+        found = identity(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror})", remedy="give the model's file again"
         ) from error
-    if not same:
+    if found != record["identity"]:
         raise CheckpointError(f"{path} has changed while it was used", remedy="load the model again")
     heads, kv_heads = (read_json(folder / "config.json")[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
-    model = GGUFModel(path, lists=False)  # the vocabulary of Gemma takes 40 MB
+    model = _opened(path, tuple(part and tuple(part) for part in found))
     return GGUFTensors(model, heads, kv_heads, meta=device.type == "meta")
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: Path, identity: tuple[tuple[int, ...] | None, ...]) -> GGUFModel:
+    """Return an open file. Loading reads it twice, and to walk over a large vocabulary takes a second."""
+    return GGUFModel(path, lists=False)  # the vocabulary of Gemma takes 40 MB
 
 
 KINDS_OF_HEADS = ("attention", "key_value")
