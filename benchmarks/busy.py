@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -26,23 +25,25 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from contending import WORKER, Contender, answer
 from neighbours import busy
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "def fibonacci(n):\n"
-PINNED = "pinned"
+PINNED, LLAMA = "pinned", "threads, llama.cpp"
 POSITIONS = 1024
 
 
 def work(options: dict[str, Any]) -> None:
-    """Answer each number of tokens on stdin with seconds and a text, until it is closed."""
-    answer = by_llama_cpp if options["llama"] else by_foredraft
-    decode = answer(options["model"], options["threads"])
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
+    """Answer each number of tokens with the seconds that they take, and their text."""
+    decode = (by_llama_cpp if options["llama"] else by_foredraft)(options["model"], options["threads"])
+
+    def timed(tokens: int) -> tuple[float, str]:
         started = time.perf_counter()
-        text = decode(int(line))
-        print(json.dumps([time.perf_counter() - started, text]), flush=True)
+        text = decode(tokens)
+        return time.perf_counter() - started, text
+
+    answer(timed)
 
 
 def by_foredraft(model: str, threads: int) -> Any:
@@ -74,42 +75,9 @@ def by_llama_cpp(model: str, threads: int) -> Any:
     return decode
 
 
-class Contender:
-    """A process that decodes."""
-
-    def __init__(self, model: str, threads: int, *folders: str, llama: bool = False) -> None:
-        self.threads, self.llama = threads, llama
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        options = json.dumps({"model": model, "threads": threads, "llama": llama})
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env=environment | {"PYTHONPATH": os.pathsep.join(folders)},
-        )  # fmt: skip
-        self._answer()
-
-    def decode(self, tokens: int) -> tuple[float, str]:
-        """Return the seconds that so many tokens take, and their text."""
-        self.start(tokens)
-        return self.result()
-
-    def start(self, tokens: int) -> None:
-        """Let it decode so many tokens."""
-        assert self.process.stdin is not None
-        print(tokens, file=self.process.stdin, flush=True)
-
-    def result(self) -> tuple[float, str]:
-        """Return the seconds that they took, and their text."""
-        seconds, text = self._answer()
-        return seconds, text
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def contender(model: str, threads: int, *folders: str, llama: bool = False) -> Contender:
+    """Return a process that decodes."""
+    return Contender(__file__, {"model": model, "threads": threads, "llama": llama}, *folders)
 
 
 def beside(load: str) -> AbstractContextManager[None]:
@@ -129,7 +97,7 @@ def side_by_side(one: Contender, other: Contender, tokens: int, turns: int) -> l
     """Return the tokens/s of two processes that decode at the same time over those of one alone, by turns."""
     ratios = []
     for turn in range(turns + 1):
-        alone, _ = one.decode(tokens)
+        alone, _ = one.ask(tokens)
         one.start(tokens)
         other.start(tokens)
         together = max(one.result()[0], other.result()[0])
@@ -154,15 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from workload import machine, write
 
     new, many = str(HERE.parent / "src"), options.threads
-    contenders = {
-        "one thread": Contender(options.target, 1, new),
-        "threads": Contender(options.target, many, new),
+    processes = {
+        "one thread": (contender(options.target, 1, new), 1),
+        "threads": (contender(options.target, many, new), many),
     }
     if options.old:
-        contenders["threads, old"] = Contender(options.target, many, str(Path(options.old) / "src"))
+        processes["threads, old"] = contender(options.target, many, str(Path(options.old) / "src")), many
     if options.llama_cpp:
         gguf = options.gguf or options.target
-        contenders["threads, llama.cpp"] = Contender(gguf, many, options.llama_cpp, llama=True)
+        processes[LLAMA] = contender(gguf, many, options.llama_cpp, llama=True), many
     result: dict[str, Any] = {"what": dict(vars(options)), "machine": machine(), "loads": {}}
     idle: dict[str, float] = {}
     for load in options.loads.split(","):
@@ -170,36 +138,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         texts: dict[str, set[str]] = defaultdict(set)
         with beside(load):
             for turn in range(options.turns + 1):
-                for name, contender in contenders.items():
-                    seconds, text = contender.decode(options.tokens)
+                for name, (process, _) in processes.items():
+                    seconds, text = process.ask(options.tokens)
                     texts[name].add(text)
                     if turn:  # the first one warms
                         rates[name].append(options.tokens / seconds)
         figures: dict[str, Any] = {}
-        for name, contender in contenders.items():
+        for name, (_, threads) in processes.items():
             ratios = [own / one for own, one in zip(rates[name], rates["one thread"], strict=True)]
             found = {"tokens_per_second": spread(rates[name]), "over_one_thread": spread(ratios)}
             if load == "0":
                 idle[name] = found["tokens_per_second"]["median"]
             elif load != PINNED:
-                fair = idle[name] * share(load, contender.threads)
+                fair = idle[name] * share(load, threads)
                 found["over_fair_share"] = spread([rate / fair for rate in rates[name]])
-            if not contender.llama:
+            if name != LLAMA:
                 found["identical"] = texts[name] == texts["one thread"] and len(texts[name]) == 1
             figures[name] = found
         result["loads"][load] = figures
         print(load, {name: round(each["tokens_per_second"]["median"], 1) for name, each in figures.items()})
-    twin = Contender(options.target, many, new)
-    result["two_at_once_over_one"] = spread(
-        side_by_side(contenders["threads"], twin, options.tokens, options.turns)
-    )
-    for contender in (*contenders.values(), twin):
-        contender.close()
+    one, twin = processes["threads"][0], contender(options.target, many, new)
+    result["two_at_once_over_one"] = spread(side_by_side(one, twin, options.tokens, options.turns))
+    for process in (twin, *(process for process, _ in processes.values())):
+        process.close()
     write(options.name, result)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
+    if sys.argv[1:2] == [WORKER]:
         work(json.loads(sys.argv[2]))
     else:
         main()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from contending import WORKER, Contender, answer
+
 HERE = Path(__file__).resolve().parent
 METHODS = "none,draft-model,layer-skip,lookup"
 
@@ -32,32 +33,17 @@ class Version:
     """A process that decodes with one version's package."""
 
     def __init__(self, tree: Path, options: dict[str, Any]) -> None:
-        environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{HERE}"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        self.package = self._answer()["package"]
+        self.process = Contender(__file__, options, tree / "src")
+        self.package: str = self.process.ask(None)
 
     def decode(self, method: str, prompt: list[int]) -> dict[str, Any]:
         """Return the seconds and the tokens of one request."""
-        assert self.process.stdin is not None
-        print(json.dumps({"method": method, "prompt": prompt}), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        done: dict[str, Any] = self.process.ask({"method": method, "prompt": prompt})
+        return done
 
 
 def work(options: dict[str, Any]) -> None:
-    """Serve requests from stdin until it is closed."""
+    """Answer requests with their seconds and tokens, and an empty one with the package's folder."""
     from dataclasses import fields
 
     import torch
@@ -73,9 +59,10 @@ def work(options: dict[str, Any]) -> None:
         max_draft=5 if options["policy"] == "fixed" else None,
         dtype="bfloat16", device="cpu", max_batch=1, max_length=1024,
     )  # fmt: skip
-    print(json.dumps({"package": str(Path(foredraft.__file__).parent)}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def to(request: dict[str, Any] | None) -> Any:
+        if request is None:
+            return str(Path(foredraft.__file__).parent)
         params = SamplingParams(
             temperature=0,
             max_new_tokens=options["new_tokens"],
@@ -84,8 +71,9 @@ def work(options: dict[str, Any]) -> None:
         )
         start = time.perf_counter()
         [output] = llm.generate([request["prompt"]], params)
-        seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "tokens": output.token_ids}), flush=True)
+        return {"seconds": time.perf_counter() - start, "tokens": output.token_ids}
+
+    answer(to)
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -128,7 +116,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                     else:
                         seconds[method].append(quiet.take(partial(pair, turn, method, prompt)))
         for version in (old, new):
-            version.close()
+            version.process.close()
     return [
         {
             "method": method,
@@ -153,20 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", default=METHODS, help="joined by commas")
     parser.add_argument("--policy", default="fixed", help="of both; fixed drafts 5 tokens")
     parser.add_argument("--name", default="versions")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        work(json.loads(options.worker))
-        return
     from workload import DEMO_LAYERS, machine, write  # not by the worker, whose package may be older
 
     if options.old is None:
         parser.error("--old is required: the working tree of the old version")
     options.layers = options.layers or DEMO_LAYERS
     trees = {name: _commit(vars(options)[name]) for name in ("old", "new")}
-    what = {name: value for name, value in vars(options).items() if name != "worker"} | trees
     rows = compare(options)
-    write(options.name, {"what": what, "machine": machine(), "methods": rows})
+    write(options.name, {"what": vars(options) | trees, "machine": machine(), "methods": rows})
     if not all(row["same_tokens"] for row in rows):
         sys.exit("the versions decode different tokens")
 
@@ -178,4 +161,7 @@ def _commit(tree: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [WORKER]:
+        work(json.loads(sys.argv[2]))
+    else:
+        main()
