@@ -116,6 +116,8 @@ def test_the_card_says_what_was_lost(model: Path, tmp_path: Path, capsys: pytest
         lost[weights] = json.loads(told)["quality"]
         assert f"{lost[weights]['same_top']:.1%}" in (tmp_path / weights / "README.md").read_text()
     assert 0 < lost["int8"]["kl"] < lost["int4"]["kl"] < lost["int4"]["kl_999"]
+    assert 0 < lost["int4"]["embedding_kl"] < lost["int4"]["kl"]
+    assert lost["int8"]["embedding_kl"] < lost["int4"]["embedding_kl"]
     assert lost["int4"]["same_top"] <= lost["int8"]["same_top"] <= 1
     assert lost["int8"]["perplexity_ratio"] == pytest.approx(1, abs=0.01)
 

@@ -68,7 +68,7 @@ def quantise(
     if (quality := result.quality) is not None:
         print(
             f"over {quality.tokens:,} tokens: KL {quality.kl:.4f} nats (1 in 1,000 above"
-            f" {quality.kl_999:.3f}), same likeliest token {quality.same_top:.1%}, perplexity ratio"
+            f" {quality.kl_999:.3f}; by the embedding alone {quality.embedding_kl:.4f}), same likeliest token {quality.same_top:.1%}, perplexity ratio"
             f" {quality.perplexity_ratio:.4f}"
         )
     print(f"use it with --model {result.out}")

@@ -113,6 +113,7 @@ def _card(model: str, weights: str, quality: Quality | None) -> str:
             "| beside the original | |", "|---|---|",
             f"| tokens of text | {quality.tokens:,} |",
             f"| KL divergence, mean; exceeded by 1 in 1,000 | {quality.kl:.4f}; {quality.kl_999:.3f} nats |",
+            f"| of it by the embedding alone, mean | {quality.embedding_kl:.4f} nats |",
             f"| same likeliest token | {quality.same_top:.1%} |",
             f"| perplexity ratio | {quality.perplexity_ratio:.4f} |", "",
         ]  # fmt: skip

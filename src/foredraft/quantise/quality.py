@@ -2,19 +2,22 @@
 
 Over the tokens of held-out text: the KL divergence of the quantised model's distribution from the original's,
 in nats, its mean and the value that one token in a thousand exceeds; how often both find the same token
-likeliest; and the ratio of their perplexities.
+likeliest; and the ratio of their perplexities. The embedding's share is measured by itself: the divergence of
+the original with nothing but the quantised embedding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from foredraft.model.decoder import Decoder
 from foredraft.train.batches import Batches
 from foredraft.train.packed import Document, Packed
 from foredraft.train.target import FrozenTarget
@@ -34,6 +37,7 @@ class Quality:
         kl_999: Its 99.9 % quantile, in nats.
         same_top: Share of the tokens at which both models' likeliest token is the same.
         perplexity_ratio: The quantised model's perplexity over the original's.
+        embedding_kl: Mean KL divergence where the embedding alone is quantised, in nats.
     """
 
     tokens: int
@@ -41,6 +45,7 @@ class Quality:
     kl_999: float
     same_top: float
     perplexity_ratio: float
+    embedding_kl: float
 
 
 @torch.no_grad()
@@ -50,14 +55,16 @@ def measure_quality(
     """Compare two checkpoints on documents."""
     device = torch.device("cpu")
     targets = [FrozenTarget(folder, device, dtype) for folder in (original, quantised)]
+    targets.append(_with_embedding(*targets))
     batches = Batches(documents, GROUP_TOKENS, 0)
-    divergences: list[Tensor] = []
+    divergences, of_embedding = list[Tensor](), list[Tensor]()
     same = total = 0
     gap = 0.0  # of the summed log-probabilities of the text
     for group in range(len(batches)):
         packed = Packed.of(batches.documents_of(group), device)
-        p, q = (target.log_probs(target.states(packed, None).last) for target in targets)
-        divergences.append((p.exp() * (p - q)).sum(-1))
+        p, q, half = (target.log_probs(target.states(packed, None).last) for target in targets)
+        divergences.append(_kl(p, q))
+        of_embedding.append(_kl(p, half))
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         said = packed.tokens[packed.predicting + 1][:, None]
         gap += float((p.gather(1, said) - q.gather(1, said)).double().sum())
@@ -69,4 +76,17 @@ def measure_quality(
         kl_999=float(kl.sort().values[math.ceil(0.999 * len(kl)) - 1]),
         same_top=same / total,
         perplexity_ratio=math.exp(gap / total),
+        embedding_kl=float(torch.cat(of_embedding).double().mean()),
     )
+
+
+def _with_embedding(original: FrozenTarget, quantised: FrozenTarget) -> FrozenTarget:
+    """Return the original with the quantised embedding, which shares all other weights."""
+    found, own = copy(original), original.decoder
+    found.decoder = Decoder(own.spec, quantised.decoder.embedding, own.layers, own.norm, own.output)
+    return found
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return the KL divergence of q from p, [M], of log-probabilities [M, V]."""
+    return (p.exp() * (p - q)).sum(-1)
