@@ -1,4 +1,4 @@
-"""Wishes of threads to the engine: each is carried out once, in whatever state its request is, or harms it alone."""
+"""Commands of threads to the engine: each is carried out once, in whatever state its request is, or harms it alone."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_a_request_that_cannot_be_cancelled_ends_with_an_error_and_the_others_ar
     assert engine_of(llm).scheduler.idle
 
 
-def test_wishes_of_other_threads_survive_one_that_fails(
+def test_commands_of_other_threads_survive_one_that_fails(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a step runs, three threads ask for something; the first wish fails."""
+    """While a step runs, three threads leave commands; the first command fails."""
     want = llm.generate([6, 7], PARAMS)[0].token_ids
     step, begun, go_on = engine_of(llm).step, threading.Event(), threading.Event()
 
@@ -85,7 +85,7 @@ def test_wishes_of_other_threads_survive_one_that_fails(
     threads = [threading.Thread(target=work, args=(token,), daemon=True) for token in (8, 5, 6)]
     for waiting, thread in enumerate(threads):
         thread.start()
-        while len(llm._driver._waiters) <= waiting:  # the order of the wishes is that of the threads
+        while len(llm._driver._waiters) <= waiting:  # the order of the commands is that of the threads
             thread.join(timeout=0.01)
         assert begun.wait(60)
     go_on.set()
@@ -149,7 +149,7 @@ def test_a_dropped_stream_is_cancelled_before_the_next_step(llm: foredraft.LLM) 
     assert engine_of(llm).scheduler.idle and not llm._driver.inbox._watched
 
 
-def test_a_stream_dropped_while_the_wishes_are_carried_out_is_cancelled(
+def test_a_stream_dropped_while_the_commands_are_carried_out_is_cancelled(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The garbage collector may run anywhere, also in the thread that changes the engine."""
@@ -181,7 +181,7 @@ def test_a_closed_stream_has_no_more_pieces_and_never_starts(llm: foredraft.LLM)
     assert list(stream) == [] and engine_of(llm).scheduler.idle
 
 
-def test_a_wish_that_comes_while_the_last_ones_are_carried_out_is_not_left(
+def test_a_command_that_comes_while_the_last_ones_are_carried_out_is_not_left(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = llm.stream([5, 6], LONG)

@@ -95,7 +95,7 @@ def leftovers(llm: foredraft.LLM, text: list[int]) -> list[str]:
     if engine.rows.sequences or engine.scheduler.waiting:
         found.append("a request is left")
     if driver.inbox:
-        found.append("a wish is left")
+        found.append("a command is left")
     llm.cancel_all()
     return found
 

@@ -52,7 +52,7 @@ class Origin(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sample of a request: first what the request gives, then the text so far and the state in the engine.
+    """One sample of a request: what the request gives, then the text so far and the state in the engine.
 
     A sequence whose `drafters` are empty is decoded plainly.
     """

@@ -1,4 +1,4 @@
-"""Adapter files: a folder with `config.json`, which says what was trained, and `model.safetensors`.
+"""Adapter files: a folder with `config.json`, which describes what was trained, and `model.safetensors`.
 
 An adapter is for one target, identified by `target_hash`; another target refuses it. A folder is written
 whole or not at all.
@@ -186,7 +186,7 @@ def _read_private(config: Path) -> bytes:
         OSError: It cannot be read.
     """
     folder = check_folder(config.parent)
-    if (folder / WEIGHTS).exists():  # else the reader of the weights says what is missing
+    if (folder / WEIGHTS).exists():  # else the reader of the weights reports what is missing
         check_file(folder / WEIGHTS)
     return read_private(folder / config.name)
 

@@ -202,7 +202,7 @@ class Requests:
         )
 
     def truncated(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
-        """Return a prompt that leaves room for `new` tokens, cut on the left only if `truncate` says so.
+        """Return a prompt that leaves room for `new` tokens, cut on the left only if `truncate` is "left".
 
         A leading BOS token is kept, because models fail without it.
 
