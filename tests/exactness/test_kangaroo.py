@@ -302,7 +302,7 @@ WAITING = 64  # states that wait, at most: so few that texts here pass it more t
 
 @pytest.fixture(autouse=True)
 def few_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kangaroo, "MOST_WAITING", WAITING)
+    monkeypatch.setattr(kangaroo, "MAX_WAITING", WAITING)
 
 
 class NowAndThen(Fixed):

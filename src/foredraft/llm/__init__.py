@@ -36,7 +36,7 @@ from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
 
 __all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
-MOST_SAMPLES = 100_000  # of a prompt in one call; each takes a few kB from the start
+MAX_SAMPLES = 100_000  # of a prompt in one call; each takes a few kB from the start
 
 
 class LLM:
@@ -206,8 +206,8 @@ class LLM:
         for own in chosen if isinstance(chosen, list) else [chosen]:
             requests.drafters(own)  # refuses an unknown one before any work
         encoded = requests.encode(prompts)
-        if not is_whole(n, 1, MOST_SAMPLES):
-            raise RequestError(option="n", value=n, remedy=f"give a whole number from 1 to {MOST_SAMPLES:,}")
+        if not is_whole(n, 1, MAX_SAMPLES):
+            raise RequestError(option="n", value=n, remedy=f"give a whole number from 1 to {MAX_SAMPLES:,}")
         each = chosen if isinstance(chosen, list) else [chosen] * len(encoded)
         if len(each) != len(encoded):
             raise RequestError(

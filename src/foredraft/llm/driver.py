@@ -8,8 +8,8 @@ Why an interrupt, at whatever instruction it comes, leaves nothing behind: the e
 only by the thread that has the turn, a lock that is tried and never waited for. A thread that finds the turn
 taken leaves its command in the inbox, and the thread that has the turn looks into the inbox once more after
 it gave the turn back; so a command that came too late for it met a free turn. In the main thread, the only
-one that interrupts reach, all of this happens while they are deferred (`Interrupts`): from before a request is
-submitted until it has finished, or is cancelled. Within that stretch they are delivered only between two
+one that interrupts reach, all of this happens while they are deferred (`Interrupts`): from before a request
+is submitted until it has finished, or is cancelled. Within that stretch they are delivered only between two
 steps and without the turn, and a thread that waits is woken for it. Before that stretch there is nothing to
 undo, and after it there is nothing left.
 """
