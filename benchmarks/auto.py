@@ -133,7 +133,8 @@ class ScriptedDraftModel(DraftModel):
 
     def _scripted(self, row: int, position: int, count: int) -> list[int]:
         """Return `count` tokens of a row from a position on, counted from `context_start`."""
-        sequences, words = self.llm._engine.rows.sequences, self.draft_pass.runner.decoder.spec.vocab_size
+        sequences = self.llm.loaded.engine.rows.sequences
+        words = self.draft_pass.runner.decoder.spec.vocab_size
         if row >= len(sequences) or sequences[row].id not in self._texts:
             return [0] * count  # its rounds are being timed
         index, output = self._texts[sequences[row].id]
@@ -144,12 +145,12 @@ class ScriptedDraftModel(DraftModel):
 
 
 def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
-    own = llm._engine.drafters["draft-model"]
+    own = llm.loaded.engine.drafters["draft-model"]
     assert isinstance(own, DraftModel)
     right = CASES[case][1]
     if right is not None:
         return ScriptedDraftModel(own, rows, POSITIONS, llm, right)
-    target: Any = llm._engine.target
+    target = llm.loaded.runner
     return DraftModel(target, rows, POSITIONS) if case == "dear" else own
 
 
@@ -167,11 +168,11 @@ class Running:
 
     def __init__(self, contender: Contender, prompts: list[list[int]], params: SamplingParams) -> None:
         self.llm = contender.llm
-        self.engine = contender.llm._engine
+        self.engine = contender.llm.loaded.engine
         self.engine.policy = contender.policy()
         own = replace(params, drafter=contender.drafter)
-        requests = self.llm._requests
-        self.sequences = [s for ids in prompts for s in requests.sequences(ids, own, 1, None, False, False)]
+        requests = self.llm.requests
+        self.sequences = [s for ids in prompts for s in requests.sequences(ids, own)]
         self.seconds = 0.0
         for sequence in self.sequences:
             self.engine.submit(sequence)
@@ -190,7 +191,7 @@ class Running:
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
     def outputs(self) -> list[Output]:
-        return [self.llm._output(sequence, self.llm._requests) for sequence in self.sequences]
+        return [self.llm.requests.output(sequence) for sequence in self.sequences]
 
 
 @dataclass
@@ -210,7 +211,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
     """
 
     def known() -> Auto:
-        policy = contenders["auto"].llm._engine.policy
+        policy = contenders["auto"].llm.loaded.engine.policy
         assert isinstance(policy, Auto)
         return policy
 
@@ -226,11 +227,12 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
             max_draft=options.max_draft,
             plan=demo_plan(options.layers) if case == "choice" else None,
         )
-        own = llm._engine.policy
-        stand_in = llm._engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
-        llm._engine.rows.caches = list({id(c): c for c in (llm._engine.cache, *stand_in.caches)}.values())
+        engine = llm.loaded.engine
+        own = engine.policy
+        stand_in = engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
+        engine.rows.caches = list({id(c): c for c in (engine.cache, *stand_in.caches)}.values())
         if isinstance(own, Auto) and case == "dear":  # the stand-in costs what the target costs
-            profile = measure_profile(llm._engine, own.max_draft)
+            profile = measure_profile(engine, own.max_draft)
             own.use(profile.greedy, profile.sampled)
         return Contender(llm, make or (lambda: own), drafter)
 
@@ -275,7 +277,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
     for group in (prompts[start : start + batch] for start in range(0, len(prompts), batch)):
         plain = [output.token_ids for output in llm.generate(group, replace(params, drafter="none"))]
         for contender in contenders.values():
-            drafter = contender.llm._engine.drafters["draft-model"]
+            drafter = contender.llm.loaded.engine.drafters["draft-model"]
             if isinstance(drafter, ScriptedDraftModel):
                 drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
         for turn in range(-WARM, options.repeats):
@@ -292,7 +294,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
                 if turn >= 0:
                     runs.seconds[name].append(requests.seconds)
                     runs.outputs[name] += outputs
-    policy = llm._engine.policy
+    policy = llm.loaded.engine.policy
     assert isinstance(policy, Auto)
     runs.tables.append(policy.greedy)
 

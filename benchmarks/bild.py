@@ -85,7 +85,7 @@ def decode(llm: LLM, mode: Mode, prompts: list[list[int]], options: argparse.Nam
         drafter="none" if mode.fallback is None else "draft-model",
     )
     if mode.fallback is not None:
-        llm._engine.policy = Fallback(options.max_draft, mode.fallback)
+        llm.loaded.engine.policy = Fallback(options.max_draft, mode.fallback)
     return [llm.generate(prompt, params)[0] for prompt in prompts]
 
 
@@ -124,7 +124,7 @@ def measure(
     """Return a row of figures for every mode, plain decoding first."""
     outputs = {mode: decode(llm, mode, prompts, options) for mode in grid}
     works = {mode: lambda mode=mode: decode(llm, mode, prompts, options) for mode in grid}
-    seconds = interleaved(works, llm._engine.device, options.repeats, warm=WARM)
+    seconds = interleaved(works, llm.loaded.engine.device, options.repeats, warm=WARM)
     plain, tokens = grid[0], len(prompts) * options.new_tokens
     rows = []
     for mode in grid:

@@ -77,7 +77,7 @@ def decode(llm: LLM, prompts: list[Any], drafters: list[str], tokens: int) -> li
     """Decode the prompts greedily and return the new token ids; the drafters alternate over the prompts."""
     base = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     params = [SamplingParams(**base, drafter=drafters[i % len(drafters)]) for i in range(len(prompts))]
-    if llm._engine.rows.capacity > 1:
+    if llm.loaded.engine.rows.capacity > 1:
         return [o.token_ids for o in llm.generate(prompts, params)]
     return [llm.generate(p, own)[0].token_ids for p, own in zip(prompts, params, strict=True)]
 

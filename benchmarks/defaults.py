@@ -44,7 +44,7 @@ CHAT = "Explain in a few paragraphs why the sky is blue, and why sunsets are red
 
 def prompts_of(llm: LLM) -> dict[str, list[int]]:
     """Return a prompt of every kind, as token ids."""
-    draw, words = random.Random(1), llm._engine.vocabulary
+    draw, words = random.Random(1), llm.loaded.engine.vocabulary
     return {
         "code": llm.encode(heldout(1))[0],
         "chat": llm.encode([CHAT])[0],
@@ -76,7 +76,7 @@ def loaded(options: argparse.Namespace, folder: Path) -> dict[str, LLM]:
 
 def fresh(llm: LLM) -> Any:
     """Return the model's policy as it is before the first request."""
-    own = llm._engine.policy
+    own = llm.loaded.engine.policy
     return Auto(own.max_draft, own.greedy, own.sampled) if isinstance(own, Auto) and own.measured else own
 
 

@@ -35,7 +35,7 @@ SIDES = {True: "on", False: "off"}
 def decode(llm: LLM, prompts: list[list[int]], drafter: str, new_tokens: int) -> tuple[float, list[Output]]:
     """Decode the prompts as one batch; return the tokens/s, with prefill included, and the outputs."""
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter=drafter)
-    seconds, outputs = timed(lambda: llm.generate(prompts, params), llm._engine.device)
+    seconds, outputs = timed(lambda: llm.generate(prompts, params), llm.loaded.engine.device)
     return sum(len(output.token_ids) for output in outputs) / seconds, outputs
 
 

@@ -105,7 +105,7 @@ def start_peers(llm: LLM, folder: Path, openvino: str | None) -> dict[str, Any]:
 def passes(folder: Path, repeats: int, peers: Callable[[LLM], dict[str, Any]]) -> dict[str, Any]:
     """Time passes by rows: the bfloat16 model, its copies in few bits, and the peers."""
     llm = load(folder, None)
-    target: Any = llm._engine.target
+    target = llm.loaded.runner
     runners = {"bfloat16": target} | {name: low_bit_copy(target, bits) for name, bits in BITS.items()}
     cache = target.new_cache(1, POSITIONS)
     works: dict[Any, Callable[[], object]] = {}

@@ -87,7 +87,7 @@ def loading(file: Path) -> dict[str, Any]:
 def beside_peer(file: Path, repeats: int) -> dict[str, Any]:
     """Time passes of a file's model by rows of inputs, beside llama.cpp's."""
     with foredraft.load(file, device="cpu", drafter="none", max_batch=1, max_length=512) as llm:
-        target: Any = llm._engine.target
+        target = llm.loaded.runner
         cache = target.new_cache(1, 512)
         peer = LlamaCpp(BenchContext(llm, resolve(file), None, torch.bfloat16, torch.device("cpu"), 512))
         works: dict[Any, Any] = {}

@@ -75,7 +75,7 @@ class Bench:
     def forwards(self) -> dict[str, Any]:
         """Time bare forwards of Foredraft and of llama.cpp by rows, in turns with reads of memory."""
         llm = self.load()
-        runner: Any = llm._engine.target
+        runner = llm.loaded.runner
         cache, memory = runner.new_cache(1, POSITIONS), torch.ones(READ // 4)
         made = {rows: torch.zeros(1, rows, dtype=torch.int64) for rows in ROWS}
         works: dict[Any, Callable[[], object]] = {"read": memory.sum}
@@ -150,8 +150,9 @@ class Bench:
                 params = SamplingParams(
                     max_new_tokens=self.new_tokens, ignore_eos=True, drafter="draft-model", **options
                 )
-                clock, parts = DecodingClock(llm._engine), RoundClock(llm._engine)
-                with observed(llm._engine, parts), observed(llm._engine, clock):
+                engine = llm.loaded.engine
+                clock, parts = DecodingClock(engine), RoundClock(engine)
+                with observed(engine, parts), observed(engine, clock):
                     llm.generate([[100 + i for i in range(32)]], params)
                 if turn:  # the first one warms up
                     seconds = clock.ended - clock.began - clock.reading_since

@@ -18,8 +18,8 @@ T = TypeVar("T")
 def loading_memory(load: Callable[[], LLM]) -> dict[str, Any]:
     """Return the peak while `load` runs, without the KV cache, and the bytes of the weights."""
     llm, peak = anonymous_peak(load)
-    runner: Any = llm._engine.target
-    cache = llm._engine.cache.memory.nbytes
+    runner = llm.loaded.runner
+    cache = llm.loaded.engine.cache.memory.nbytes
     rows = runner.decoder.embedding  # the head itself, where the kernels run a tied one
     held = rows if isinstance(rows, torch.Tensor) else rows.weight
     embedding = 0 if rows is runner.decoder.output else held.nbytes

@@ -25,6 +25,7 @@ from foredraft import LLM
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.llm.loaded import Loaded
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
@@ -201,4 +202,8 @@ def make_llm(target: Runner, draft: Runner | None, positions: int, longest: int 
         vocabulary=spec.vocab_size,
         device=target.decoder.device,
     )
-    return LLM(engine, spec, None, default_drafter=None, max_length=positions)
+    loaded = Loaded(
+        engine=engine, runner=target, spec=spec, tokenizer=None, model="random", weights=None,
+        max_length=positions, default_drafter=None,
+    )  # fmt: skip
+    return LLM(loaded)

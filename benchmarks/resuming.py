@@ -33,7 +33,7 @@ PADDED = 80  # layers of the longer target
 
 def passes(llm: LLM, depth: int, repeats: int) -> dict[str, Any]:
     """Time the verifying pass of a draft with the states of all columns but the last, and without."""
-    target: Any = llm._engine.target
+    target = llm.loaded.runner
     bare = BareForwards(target, 1, CONTEXT, DRAFT + 1)
     states = target.decoder.embed(bare.tokens(DRAFT + 1))
     works = {
@@ -69,7 +69,7 @@ def decoding(llm: LLM, repeats: int, new_tokens: int) -> dict[str, Any]:
             ids = []
             for prompt in prompts:
                 took, outputs = timed(
-                    lambda prompt=prompt: llm.generate([prompt], params), llm._engine.device
+                    lambda prompt=prompt: llm.generate([prompt], params), llm.loaded.engine.device
                 )
                 total += took
                 ids.append(outputs[0].token_ids)
@@ -88,13 +88,13 @@ def decoding(llm: LLM, repeats: int, new_tokens: int) -> dict[str, Any]:
 
 def measure(folder: Path, place: Path, repeats: int, new_tokens: int) -> dict[str, Any]:
     llm = foredraft.load(folder, drafter="none", policy="fixed", max_draft=DRAFT, max_batch=1)
-    engine: Any = llm._engine
+    engine: Any = llm.loaded.engine
     config = read_adapter(place)
     drafter = Kangaroo(engine.target, engine.cache, load_adapter(place, config, engine.target))
     engine.drafters["kangaroo"] = drafter
     engine.rows.caches = list(dict.fromkeys([*engine.rows.caches, *drafter.caches]))
     return {
-        "layers": llm._spec.layers,
+        "layers": llm.loaded.spec.layers,
         "depth": config.depth,
         "verifying": passes(llm, config.depth, repeats),
         "decoding": decoding(llm, repeats, new_tokens),

@@ -27,7 +27,6 @@ from workload import machine, write
 
 import foredraft
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Runner
 from foredraft.tune.calibration import new_tokens_per_prompt, write_calibration_texts
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
@@ -89,11 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = random_checkpoint(Path(folder) / "model", shape)
         room = LENGTH + new_tokens_per_prompt(given.tokens, PROMPTS)
         llm = foredraft.load(model, drafter="none", max_batch=8, max_length=room)
-        runner = llm._engine.target
-        assert isinstance(runner, Runner)
+        runner = llm.loaded.runner
         calibration = write_calibration_texts(llm, prompts, given.tokens, options.temperature, silent)
         teacher = Watched(runner, calibration, options.max_draft)
-        costs = measure_plan_costs(llm, CONTEXT, options.max_draft, options.temperature, repeats=5)
+        costs = measure_plan_costs(llm.loaded, CONTEXT, options.max_draft, options.temperature, repeats=5)
         place = StudyStorage(f"sqlite:///{folder}/study.db")
         search = Search(place, "a study", options, teacher, lambda: costs, Deadline(None))
         forwards: list[float] = []

@@ -38,7 +38,6 @@ from foredraft.cli.tune import prompts_of
 from foredraft.drafters.skips import Skips
 from foredraft.loading import load_for
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Runner
 from foredraft.tune.calibration import (
     calibration_prompt_count,
     hold_out,
@@ -71,8 +70,7 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
     )
     kept, _ = hold_out(llm.encode(prompts))
     calibration = write_calibration_texts(llm, kept, options.tokens, options.temperature, silent)
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = llm.loaded.runner
     return TeacherForced(runner, calibration, options.max_draft)
 
 

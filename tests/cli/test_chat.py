@@ -21,6 +21,7 @@ from foredraft import LLM
 from foredraft.cli import main
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import foredraft
+from tests.support.loaded import engine_of
 from tests.support.terminal import TerminalSession
 
 GENERATE = import_module("foredraft.cli.generate")  # `foredraft.cli.generate` is the function
@@ -178,7 +179,7 @@ def test_the_cache_has_room_for_a_conversation(
     assert converse(monkeypatch, [], chatty) == 0
     assert converse(monkeypatch, [], [*chatty, "--max-length", "64"]) == 0
     assert [llm.max_length for llm in loaded] == [2048, 512, 64]  # 2048 is the model's maximum
-    assert {llm._engine.cache.rows for llm in loaded} == {1}
+    assert {engine_of(llm).cache.rows for llm in loaded} == {1}
 
 
 @pytest.mark.parametrize(

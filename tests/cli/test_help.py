@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[type[Any], ...]] = {
     "info": (TargetOptions, DraftModelOptions, DocumentOptions),
     "verify": (VerifyOptions, PromptOptions, ModelOptions, DraftOptions, DocumentOptions),
 }
-MOST_LINES, MOST_OPTIONS = 60, 10  # of a page of --help on a terminal of 80 columns
+MAX_LINES, MAX_OPTIONS = 60, 10  # of a page of --help on a terminal of 80 columns
 
 
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
@@ -61,10 +61,10 @@ def test_help_is_short_and_begins_with_examples(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = shown(capsys, monkeypatch, command, "--help")
-    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MAX_LINES
     assert lines[0].startswith(f"Usage: foredraft {command} ")
     assert all(line.startswith("  foredraft ") and len(line) <= 80 for line in lines[2:5])
-    assert 4 <= len(options_in(lines)) <= MOST_OPTIONS
+    assert 4 <= len(options_in(lines)) <= MAX_OPTIONS
     assert {"--model", "--device", "--json"} <= {*options_in(lines)}
     assert any("All options: --help-all" in line for line in lines)
     assert shown(capsys, monkeypatch, command, "-h") == lines

@@ -134,7 +134,7 @@ def test_other_programs_load_it(model: Path, tmp_path: Path, capsys: pytest.Capt
     with torch.no_grad():
         want = theirs(ids).logits
     with foredraft.load(out, device="cpu", drafter="none", max_length=64) as llm:
-        runner = llm._engine.target
+        runner = llm.loaded.runner
         found = runner.forward(runner.new_cache(1, 64), ids, [0]).logits
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 

@@ -25,6 +25,7 @@ from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
+from tests.support.loaded import engine_of
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
 Request = Callable[[], list[Output]]
@@ -319,7 +320,7 @@ def test_the_cache_has_the_rows_and_positions_of_the_request(
     assert main([*pair, *GREEDY, "--json", *options]) == 0
     [llm] = loaded
     assert llm.tokenizer is not None
-    assert llm._engine.cache.rows == rows
+    assert engine_of(llm).cache.rows == rows
     assert llm.max_length == len(llm.tokenizer.encode("x")) + 6
 
 

@@ -17,6 +17,7 @@ from foredraft.cli import main
 from foredraft.cli.progress import STAGES, ProgressLines
 from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.drafters.skips import Skips
+from foredraft.llm.loaded import Loaded
 from foredraft.model.runner import Runner
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.tune import calibration, finals
@@ -27,6 +28,7 @@ from foredraft.tune.plan_costs import measure_plan_costs
 from foredraft.tune.records import Finalist
 from tests.support.checkpoints import save_pair
 from tests.support.command import without_progress
+from tests.support.loaded import engine_of
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 QUICK = (
@@ -166,7 +168,7 @@ def test_an_early_exit_that_wins_is_saved_and_used(
                  "--no-kernels", "--max-new-tokens", "8", "--temperature", "0", "--json"]) == 0  # fmt: skip
     assert document(capsys)["stats"]["drafted"] > 0
     assert (
-        foredraft.load(big, drafter="layer-skip", kernels=False)._engine.drafters["layer-skip"].skips
+        engine_of(foredraft.load(big, drafter="layer-skip", kernels=False)).drafters["layer-skip"].skips
         == plan.skips
     )
 
@@ -554,21 +556,22 @@ def test_a_change_of_costs_changes_the_study(big: str, monkeypatch: pytest.Monke
     """The load of the machine does not change it."""
     llm = foredraft.load(big, drafter="none", kernels=False, max_batch=1, max_length=64)
     about, texts = (
-        run_module.machine(llm._engine.device),
+        run_module.machine(engine_of(llm).device),
         CalibrationTexts((CalibrationText((1, 2, 3), 1),), 0.0),
     )
 
-    def name(draft_weights: str | None = None) -> str:
-        return run_module._study_name("0" * 64, llm, texts, 3, draft_weights)
+    def name(draft_weights: str | None = None, loaded: Loaded = llm.loaded) -> str:
+        return run_module._study_name("0" * 64, loaded, texts, 3, draft_weights)
 
     names = []
     for change in ({}, {"cpu": "another"}, {"threads": 77}, {"device": "a GPU"}, {"load_average": 9.0}):
         monkeypatch.setattr(run_module, "machine", lambda device, change=change: about | change)
         names.append(name())
     assert len(set(names)) == 4 and names[-1] == names[0]
-    for owner, flag in ((llm, "deterministic"), (llm._engine.target, "compiled"), (Runner, "by_kernels")):
+    names.append(name(loaded=replace(llm.loaded, deterministic=not llm.deterministic)))
+    for owner, flag in ((llm.loaded.runner, "compiled"), (Runner, "by_kernels")):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, flag, not getattr(llm if owner is llm else llm._engine.target, flag))
+            patch.setattr(owner, flag, not getattr(llm.loaded.runner, flag))
             names.append(name())
     assert len(set(names)) == 7 and name() == names[0]
     assert len({name(weights) for weights in (None, "int4", "int8")}) == 3

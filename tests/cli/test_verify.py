@@ -26,6 +26,7 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.defects import DEFECTS
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import COMMAND, foredraft, without_progress
+from tests.support.loaded import engine_of
 from tests.support.running import environment
 
 QUICK = ["--tokens", "6", "--detect", "0.2", "--seed", "3", "--max-batch", "32"]
@@ -379,7 +380,7 @@ def test_the_cache_has_the_rows_and_positions_of_the_verification(
     [llm] = loaded
     assert llm.tokenizer is not None
     assert llm.max_length == len(llm.tokenizer.encode("Viktor")) + 6
-    assert document(capsys)["about"]["max_batch"] == llm._engine.cache.rows == 8  # the CPU's limit
+    assert document(capsys)["about"]["max_batch"] == engine_of(llm).cache.rows == 8  # the CPU's limit
 
 
 @pytest.mark.slow

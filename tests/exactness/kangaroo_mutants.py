@@ -21,6 +21,7 @@ from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.drafters.known_states import KnownStates
 from tests.exactness import test_kangaroo as kangaroo
 from tests.exactness.test_bits import PROMPTS
+from tests.support.loaded import engine_of
 from tests.support.planting import defect
 from tests.support.spoilers import last_token_known
 
@@ -44,14 +45,14 @@ def cache_of_longer_drafts() -> None:
 
 def tokens() -> None:
     llm, want = loaded()
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     kangaroo.assert_plain(llm, ["good"] * len(PROMPTS), want)
 
 
 def perfect_drafts() -> None:
     llm, _ = loaded()
     for length in (1, 4):
-        llm._engine.policy = Fixed(length)
+        engine_of(llm).policy = Fixed(length)
         for output in llm.generate(PROMPTS[2:6], replace(kangaroo.GREEDY, drafter="perfect")):
             assert output.stats.accepted == output.stats.drafted > 0
 

@@ -23,6 +23,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from tests.exactness import test_layer_skip as layer_skip
 from tests.exactness.test_bits import PROMPTS, row_of, steps_of
+from tests.support.loaded import engine_of
 from tests.support.planting import defect
 from tests.support.spoilers import last_token_known, verified, with_the_drafts_plan
 
@@ -42,14 +43,14 @@ def loaded(family: str) -> tuple[LLM, torch.Tensor]:
 def bits(family: str, skips: Skips, gathered: bool | None = None) -> None:
     """Compare; gathered: passes write the keys of real columns alone."""
     llm, want = loaded(family)
-    runner: Any = llm._engine.target
+    runner = llm.loaded.runner
     runner.gathers = gathered
-    llm._engine.drafters["layer-skip"] = LayerSkip(runner, llm._engine.cache, skips)
+    engine_of(llm).drafters["layer-skip"] = LayerSkip(runner, engine_of(llm).cache, skips)
     for gamma in (1, 4):  # drafts of one token are often accepted whole
-        for row in range(llm._engine.cache.rows):
+        for row in range(engine_of(llm).cache.rows):
             # keys of an earlier text could stand in for missing ones
-            llm._engine.cache.zero_row(row)
-        llm._engine.policy = Fixed(gamma)
+            engine_of(llm).cache.zero_row(row)
+        engine_of(llm).policy = Fixed(gamma)
         for sequence in steps_of(llm, PROMPTS[4], "layer-skip", NEW):
             assert gamma > 1 or any(turn.accepted == turn.drafted for turn in sequence.rounds)
             assert torch.equal(row_of(llm, sequence, COUNT), want)

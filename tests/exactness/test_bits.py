@@ -21,6 +21,7 @@ from foredraft.model.runner import packed
 from foredraft.model.runner.graphs import Graphs
 from tests.support.caches import held
 from tests.support.checkpoints import FAMILIES, reference_model
+from tests.support.loaded import engine_of
 from tests.support.recorder import Rerun
 
 NEW, VOCABULARY, ROWS = 64, 97, 8
@@ -117,8 +118,8 @@ def assert_same(
 @pytest.fixture(params=["padded", "gathered", "recorded"])
 def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
     """Let passes compute the padding of a batch, leave it out, or replay recordings."""
-    drafter: Any = llm._engine.drafters["draft-model"]
-    target: Any = llm._engine.target
+    drafter: Any = engine_of(llm).drafters["draft-model"]
+    target = llm.loaded.runner
     if target._native is not None and request.param != "padded":
         pytest.skip("the kernels have one way")
     for runner in (target, drafter.draft_pass.runner):
@@ -133,12 +134,12 @@ def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("gamma", [pytest.param(n, marks=[pytest.mark.slow] * (n in (1, 5))) for n in GAMMAS])
 def test_greedy_ids_in_a_batch(llm: LLM, plain: list[list[int]], gamma: int) -> None:
-    llm._engine.policy = Fixed(gamma)
+    engine_of(llm).policy = Fixed(gamma)
     assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(len(PROMPTS))], plain)
 
 
 def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
-    llm._engine.policy = Heuristic(7)
+    engine_of(llm).policy = Heuristic(7)
     for index, kind in ((1, "draft-model"), (4, "lookup"), (7, "draft-model")):
         assert_same(llm, [kind], plain[index : index + 1], PROMPTS[index : index + 1])
     assert_same(llm, ["none"] * len(PROMPTS), plain)
@@ -153,7 +154,7 @@ def test_greedy_ids_without_packed_weights(
     monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
     target, draft = save_pair(tmp_path, "qwen2")
     llm = load_pair(target, draft, dtype)
-    runner: Any = llm._engine.target
+    runner = llm.loaded.runner
     assert isinstance(runner.decoder.output, Linear)
     alone = [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
     for runner.gathers in (False, True):
@@ -162,7 +163,7 @@ def test_greedy_ids_without_packed_weights(
 
 def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
     """Or the tests above would say little."""
-    llm._engine.policy = Fixed(3)
+    engine_of(llm).policy = Fixed(3)
     for output in llm.generate(PROMPTS[3:5], replace(GREEDY, drafter="draft-model")):
         rate = output.stats.acceptance_rate
         assert rate is not None
@@ -172,8 +173,8 @@ def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
 
 
 def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
-    llm._engine.policy = Fixed(4)
-    runner: Any = llm._engine.target
+    engine_of(llm).policy = Fixed(4)
+    runner = llm.loaded.runner
     wishes = [
         SamplingParams(temperature=0.7, seed=1, max_new_tokens=48, ignore_eos=True),
         SamplingParams(temperature=1.0, top_p=0.8, seed=2, max_new_tokens=48, ignore_eos=True),
@@ -203,19 +204,19 @@ def steps_of(llm: LLM, prompt: list[int], drafter: str | None, count: int) -> It
     sequence = Sequence(-1, prompt, params, 0, drafters=drafters)
     neighbours = [Sequence(-2 - i, PROMPTS[i], params, 0, drafters=drafters) for i in (0, 2, 3) if drafter]
     for one in [*neighbours[:2], sequence, *neighbours[2:]]:
-        llm._engine.submit(one)
+        engine_of(llm).submit(one)
     try:
         while len(sequence.new_ids) < count:
-            llm._engine.step()
+            engine_of(llm).step()
         yield sequence
     finally:
         for one in [sequence, *neighbours]:
-            llm._engine.cancel(one)
+            engine_of(llm).cancel(one)
 
 
 def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     """[layers, k|v, heads, length, D]"""
-    cache = llm._engine.cache
+    cache = engine_of(llm).cache
     assert cache.lengths[sequence.row] == len(sequence.tokens) - 1
     return held(cache, sequence.row, length)
 
@@ -225,7 +226,7 @@ def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("drafter", KINDS[1:])
 def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) -> None:
     """The very bits that plain decoding leaves behind, and a fresh prefill of the text within rounding."""
-    llm._engine.policy = Fixed(5)
+    engine_of(llm).policy = Fixed(5)
     count = 40
     length = len(prompt) + count - 1
     for sequence in steps_of(llm, prompt, drafter, count):
@@ -234,13 +235,13 @@ def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) ->
     for sequence in steps_of(llm, prompt, None, count):
         assert sequence.tokens[: length + 1] == tokens[: length + 1]
         assert torch.equal(row_of(llm, sequence, length), cached)
-    if llm._engine.cache.dtype == torch.float32:
+    if engine_of(llm).cache.dtype == torch.float32:
         for sequence in steps_of(llm, tokens[: length + 1], None, 1):
             torch.testing.assert_close(row_of(llm, sequence, length), cached, rtol=1e-3, atol=1e-4)
 
 
 def test_a_sibling_that_copied_the_prompt_gives_the_same_text(llm: LLM, plain: list[list[int]]) -> None:
-    llm._engine.policy = Fixed(3)
+    engine_of(llm).policy = Fixed(3)
     for index in (4, 7):
         outputs = llm.generate([PROMPTS[index]], replace(GREEDY, max_new_tokens=32), n=ROWS + 3)
         assert [output.token_ids for output in outputs] == [plain[index][:32]] * (ROWS + 3)
@@ -252,7 +253,7 @@ def test_two_hundred_prompts(llm: LLM) -> None:
     prompts = prompts_of(200, seed=1)
     want = [output.token_ids for output in llm.generate(prompts, replace(LONG, drafter="none"))]
     for gamma in GAMMAS:
-        llm._engine.policy = Fixed(gamma)
+        engine_of(llm).policy = Fixed(gamma)
         assert_same(llm, [KINDS[(gamma + i) % 3] for i in range(200)], want, prompts, LONG)
 
 
@@ -263,8 +264,8 @@ def test_two_hundred_prompts_of_the_demo(dtype: str) -> None:
     if not demo.target_path().is_dir():
         pytest.skip("the demo pair is not in this tree")
     llm = foredraft.load(dtype=dtype, device="cpu", max_batch=ROWS, max_length=512, policy="fixed")
-    prompts = prompts_of(200, llm._spec.vocab_size, seed=2)
+    prompts = prompts_of(200, llm.loaded.spec.vocab_size, seed=2)
     want = [output.token_ids for output in llm.generate(prompts, replace(LONG, drafter="none"))]
     for gamma in GAMMAS:
-        llm._engine.policy = Fixed(gamma)
+        engine_of(llm).policy = Fixed(gamma)
         assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(200)], want, prompts, LONG)

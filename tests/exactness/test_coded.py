@@ -22,6 +22,7 @@ from tests.exactness.test_bits import PROMPTS
 from tests.exactness.test_enumeration import case, compare, compare_jointly
 from tests.support import coded
 from tests.support.forking import joint_outputs_of, outputs_of
+from tests.support.loaded import engine_of
 from tests.support.parts import RandomBudgets
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
 from tests.support.spoilers import padding_kept
@@ -37,12 +38,12 @@ TARGETS: list[Loaded] = [(dtype, *weights) for dtype in ("float32", "bfloat16") 
 @pytest.fixture(scope="module", params=TARGETS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = coded.load(tmp_path_factory.mktemp("model"), "llama", *request.param)
-    drafter: Any = found._engine.drafters["low-bit"]
+    drafter: Any = engine_of(found).drafters["low-bit"]
     _, weights, copy = request.param
     products = drafter.draft_pass.runner.decoder.products
     bits = {product.coding.bits if isinstance(product, NativeCodes) else None for product in products}
     assert bits == {int((copy or weights).removeprefix("int"))}
-    found._engine.policy = Fixed(4)
+    engine_of(found).policy = Fixed(4)
     return found
 
 
@@ -76,7 +77,7 @@ def test_greedy_ids_with_a_draft_model_of_another_tokenizer(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = coded.load_foreign(tmp_path, dtype, "int8")
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     plain = plain_ids(llm)
     outputs = check_greedy_ids(llm, plain, "retokenize")
     accepted, drafted = (sum(getattr(o.stats, name) for o in outputs) for name in ("accepted", "drafted"))

@@ -29,6 +29,7 @@ from foredraft.model.runner.graphs import Graphs
 from foredraft.model.weights import load_decoder
 from tests.exactness.test_bits import GREEDY, KINDS, PROMPTS, save_pair
 from tests.support.checkpoints import save_checkpoint
+from tests.support.loaded import engine_of
 from tests.support.recorder import Rerun
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_new_tokens=48, ignore_eos=True)
@@ -69,8 +70,8 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def runners_of(llm: LLM) -> list[Any]:
-    drafter: Any = llm._engine.drafters["draft-model"]
-    return [llm._engine.target, drafter.draft_pass.runner]
+    drafter: Any = engine_of(llm).drafters["draft-model"]
+    return [llm.loaded.runner, drafter.draft_pass.runner]
 
 
 def test_greedy_and_seeded_ids(llm: LLM) -> None:
@@ -82,7 +83,7 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
     ]
     assert len({tuple(ids) for ids in plain}) == len(plain)
     for gamma, way in itertools.product((3, 7), ("padded", "gathered", "recorded")):
-        llm._engine.policy = Fixed(gamma)
+        engine_of(llm).policy = Fixed(gamma)
         for runner in runners_of(llm):
             runner.gathers = way == "gathered"
             runner.graphs = Graphs(Rerun()) if way == "recorded" else None
@@ -95,7 +96,7 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
 
 
 def test_compiled_passes_are_close_to_the_others(llm: LLM) -> None:
-    target: Any = llm._engine.target
+    target = llm.loaded.runner
     assert all(runner.compiled and runner._native is None for runner in runners_of(llm))
     plain = Runner(target.decoder)
     caches = [runner.new_cache(2, 300) for runner in (target, plain)]
@@ -111,7 +112,7 @@ def test_compiled_passes_are_close_to_the_others(llm: LLM) -> None:
 
 def test_nothing_is_compiled_once_shapes_vary(llm: LLM) -> None:
     """Rows, columns, lengths and depths of all kinds, after one pass of several rows and one of a single."""
-    target: Any = llm._engine.target
+    target = llm.loaded.runner
     cache = target.new_cache(8, 1200)
     ids = torch.full((8, 9), 5)
     target.forward(cache, ids[:1, :1], [3], exact=False)
@@ -132,8 +133,7 @@ def test_steps_see_rows_within_the_span(
 
     seen: list[int] = []
     monkeypatch.setattr(compiled, "_compiled", lambda step: lambda *a: seen.append(len(a[2])) or step(*a))
-    steps, target = compiled_steps(), llm._engine.target
-    assert isinstance(target, Runner)
+    steps, target = compiled_steps(), llm.loaded.runner
     spec, layer = target.decoder.spec, target.decoder.layers[0]
     random = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, spec.hidden_size, generator=random).to(target.decoder.dtype)

@@ -43,6 +43,7 @@ from tests.support.caches import held
 from tests.support.checkpoints import FAMILIES, reference_model
 from tests.support.chi import assert_distributed
 from tests.support.distributions import outputs
+from tests.support.loaded import engine_of
 
 NEW, ROWS = 40, 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
@@ -77,7 +78,7 @@ def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
             folder / "target", drafter="kangaroo", adapter=folder / "perfect", dtype=dtype, device="cpu",
             max_batch=ROWS, max_length=512, policy="fixed",
         )  # fmt: skip
-    engine: Any = llm._engine
+    engine: Any = engine_of(llm)
     assert (engine.target._native is not None) == (by == "kernels")
     for name in ADAPTERS:
         adapter = load_adapter(folder / name, read_adapter(folder / name), engine.target)
@@ -88,8 +89,8 @@ def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
 def add(llm: LLM, drafter: Any, name: str) -> None:
     """Add a drafter, whose caches get rows."""
     drafter.name = name
-    llm._engine.drafters[name] = drafter
-    llm._engine.rows.caches = list(dict.fromkeys([*llm._engine.rows.caches, *drafter.caches]))
+    engine_of(llm).drafters[name] = drafter
+    engine_of(llm).rows.caches = list(dict.fromkeys([*engine_of(llm).rows.caches, *drafter.caches]))
 
 
 @pytest.fixture(
@@ -127,8 +128,8 @@ def assert_plain(llm: LLM, kinds: list[str], want: list[list[int]]) -> None:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_greedy_ids_in_a_batch_of_all_adapters(llm: LLM, plain: list[list[int]], policy: Policy) -> None:
     """A lookup, plain steps and an early exit, whose depth is another, are among them."""
-    add(llm, LayerSkip(llm._engine.target, llm._engine.cache, Skips(exit=2)), "exit")  # type: ignore[arg-type]
-    llm._engine.policy = policy
+    add(llm, LayerSkip(llm.loaded.runner, engine_of(llm).cache, Skips(exit=2)), "exit")  # type: ignore[arg-type]
+    engine_of(llm).policy = policy
     others = [] if policy.stops_by_content else ["lookup"]
     for shift in (0, 3):
         kinds = list(islice(cycle([*ADAPTERS, "exit", *others, "none"]), shift, shift + len(PROMPTS)))
@@ -137,15 +138,15 @@ def test_greedy_ids_in_a_batch_of_all_adapters(llm: LLM, plain: list[list[int]],
 
 def test_greedy_ids_under_the_cost_model(llm: LLM, plain: list[list[int]]) -> None:
     """It chooses among the adapters by costs that make all of them pay at times."""
-    llm._engine.policy = auto = Auto(6)
-    steps = {name: {1: (0.1, 0.1), ROWS: (0.1, 0.1)} for name in llm._engine.drafters}
+    engine_of(llm).policy = auto = Auto(6)
+    steps = {name: {1: (0.1, 0.1), ROWS: (0.1, 0.1)} for name in engine_of(llm).drafters}
     auto.use(CostTable({1: {1: 1.0, 7: 1.1}, ROWS: {ROWS: 1.0, 7 * ROWS: 1.1}}, steps, {}))
     assert_plain(llm, ["auto"] * len(PROMPTS), plain)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_greedy_ids_alone(llm: LLM, plain: list[list[int]], name: str) -> None:
-    llm._engine.policy = Heuristic(7)
+    engine_of(llm).policy = Heuristic(7)
     for prompt, want in zip(PROMPTS[2:5], plain[2:5], strict=True):
         [alone] = llm.generate([prompt], replace(GREEDY, drafter=name))
         assert alone.token_ids == want
@@ -157,7 +158,7 @@ def test_greedy_ids_alone(llm: LLM, plain: list[list[int]], name: str) -> None:
 def test_every_family(family: str, by: str, tmp_path: Path) -> None:
     llm = load(tmp_path, family, "float32", by)
     want = plainly(llm)
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     for shift in (0, 2):
         assert_plain(llm, list(islice(cycle(ADAPTERS), shift, shift + len(PROMPTS))), want)
     if family not in ("gemma3", "mistral"):  # their last layer has a window, and an adapter none
@@ -167,7 +168,7 @@ def test_every_family(family: str, by: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["good", "half"])
 def test_a_seed_gives_the_text_of_plain_decoding(llm: LLM, name: str) -> None:
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     params = [SamplingParams(seed=n, max_new_tokens=NEW, temperature=0.7) for n in range(len(PROMPTS))]
     want = llm.generate(PROMPTS, [replace(each, drafter="none") for each in params])
     found = llm.generate(PROMPTS, [replace(each, drafter=name) for each in params])
@@ -188,7 +189,7 @@ def tiny(by: str) -> tuple[LLM, Any]:
 def check_joint(by: str, name: str, **options: Any) -> None:
     """Check the joint distribution of three sampled tokens."""
     made, model = tiny(by)
-    made._engine.policy = Fixed(3)
+    engine_of(made).policy = Fixed(3)
     params = SamplingParams(
         max_new_tokens=5, drafter=name, seed=3, acceptance="speculative", ignore_eos=True, **options
     )
@@ -215,16 +216,16 @@ def test_the_joint_distribution_of_three_tokens(by: str, name: str, options: dic
 
 def check_resumed(llm: LLM) -> None:
     """Check that no verifying pass runs the first layers on what a step read, nor on anything committed."""
-    llm._engine.policy = Fixed(3)
+    engine_of(llm).policy = Fixed(3)
     seen: list[tuple[Resume | None, list[int]]] = []
-    forward = llm._engine.target.forward
+    forward = llm.loaded.runner.forward
 
     def spy(*args: Any, resume: Resume | None = None, counts: Any = None, **more: Any) -> Any:
         seen.append((resume, list(counts)))
         return forward(*args, resume=resume, counts=counts, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm._engine.target, "forward", spy)
+        patch.setattr(llm.loaded.runner, "forward", spy)
         found = llm.generate(PROMPTS[:3], replace(GREEDY, drafter="early"))
     assert sum(resume.known[row] for resume, _ in seen if resume for row in range(len(resume.known))) == sum(
         output.stats.drafted for output in found
@@ -240,8 +241,8 @@ def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM) -> None:
 
 def test_resuming_changes_nothing(llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a resumed pass are those of a full one, to the bit."""
-    llm._engine.policy = Fixed(4)
-    target: Any = llm._engine.target
+    engine_of(llm).policy = Fixed(4)
+    target = llm.loaded.runner
     forward, compared = target.forward, 0
 
     def both(cache: Any, tokens: Any, starts: Any, *, resume: Resume | None = None, **more: Any) -> Any:
@@ -264,7 +265,7 @@ def test_resuming_changes_nothing(llm: LLM, plain: list[list[int]], monkeypatch:
 
 def adapter_row(llm: LLM, name: str, sequence: Sequence) -> torch.Tensor:
     """Return the adapter's keys and values of all committed positions, [1, k|v, heads, length, D]."""
-    drafter: Any = llm._engine.drafters[name]
+    drafter: Any = engine_of(llm).drafters[name]
     drafter.settle(sequence)
     length = len(sequence.tokens) - 1
     assert drafter.cache.lengths[sequence.row] == length
@@ -274,9 +275,9 @@ def adapter_row(llm: LLM, name: str, sequence: Sequence) -> torch.Tensor:
 def check_cache(llm: LLM, name: str, policy: Fixed) -> None:
     """Check it against one that a fresh prefill of the same text leaves behind."""
     for row in range(ROWS):  # keys of an earlier text could stand in for missing ones
-        for cache in llm._engine.rows.caches:
+        for cache in engine_of(llm).rows.caches:
             cache.zero_row(row)
-    llm._engine.policy = policy
+    engine_of(llm).policy = policy
     for prompt in (PROMPTS[1], PROMPTS[4], PROMPTS[7]):
         for sequence in steps_of(llm, prompt, name, NEW):
             text, grown = list(sequence.tokens), adapter_row(llm, name, sequence)
@@ -291,7 +292,7 @@ def check_cache(llm: LLM, name: str, policy: Fixed) -> None:
 @pytest.mark.parametrize("name", ["good", "early", "attention"])
 @pytest.mark.parametrize("policy", [Fixed(1), Fixed(4)], ids=["1", "4"])
 def test_the_adapters_cache_is_that_of_a_fresh_prefill(llm: LLM, name: str, policy: Fixed) -> None:
-    if llm._engine.cache.dtype == torch.bfloat16:
+    if engine_of(llm).cache.dtype == torch.bfloat16:
         pytest.skip("compared in float32")
     check_cache(llm, name, policy)
 
@@ -301,7 +302,7 @@ WAITING = 64  # states that wait, at most: so few that texts here pass it more t
 
 @pytest.fixture(autouse=True)
 def few_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kangaroo, "MOST_WAITING", WAITING)
+    monkeypatch.setattr(kangaroo, "MAX_WAITING", WAITING)
 
 
 class NowAndThen(Fixed):
@@ -320,7 +321,7 @@ def stretches(by: str) -> Iterator[tuple[LLM, list[int]]]:
 def test_plain_steps_and_prompts_are_read_from_the_targets_states(by: str) -> None:
     """A perfect adapter drafts perfectly whenever it is asked, so it lacks nothing."""
     for llm, prompt in stretches(by):
-        llm._engine.policy = NowAndThen(4)
+        engine_of(llm).policy = NowAndThen(4)
         params = replace(GREEDY, drafter="perfect", max_new_tokens=190)
         outputs = llm.generate([prompt, PROMPTS[6], PROMPTS[2]], params)
         for output in outputs:
@@ -328,15 +329,15 @@ def test_plain_steps_and_prompts_are_read_from_the_targets_states(by: str) -> No
 
 
 def test_siblings_share_the_prompts_states(llm: LLM) -> None:
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     for output in llm.generate([PROMPTS[4]], replace(GREEDY, drafter="perfect", temperature=0.0), n=4):
         assert output.stats.accepted == output.stats.drafted > 0
 
 
 def test_a_parked_row_comes_back_with_all_that_was_read(llm: LLM, plain: list[list[int]]) -> None:
     """More requests than rows: the paused one gives its row away, with states that wait."""
-    llm._engine.policy = NowAndThen(4)
-    engine = llm._engine
+    engine_of(llm).policy = NowAndThen(4)
+    engine = engine_of(llm)
     params = replace(GREEDY, drafter="perfect", max_new_tokens=230)
     paused = Sequence(-1, PROMPTS[4], params, 0, drafters=("perfect",))
     engine.submit(paused)
@@ -361,8 +362,8 @@ def test_a_parked_row_comes_back_with_all_that_was_read(llm: LLM, plain: list[li
 
 def test_a_prefix_is_restored_with_the_adapters_part_of_it(llm: LLM) -> None:
     """A beginning that was kept without it is read again; then it is there."""
-    llm._engine.policy = Fixed(4)
-    llm._engine.prefix_cache = cache = PrefixCache(2**30)
+    engine_of(llm).policy = Fixed(4)
+    engine_of(llm).prefix_cache = cache = PrefixCache(2**30)
     try:
         prompt = PROMPTS[7]
         hits = []
@@ -373,12 +374,12 @@ def test_a_prefix_is_restored_with_the_adapters_part_of_it(llm: LLM) -> None:
             assert output.stats.accepted == output.stats.drafted
         assert hits == [0, 0, 256, 256]
     finally:
-        llm._engine.prefix_cache = None
+        engine_of(llm).prefix_cache = None
 
 
 def check_rollback(llm: LLM, plain: list[list[int]]) -> None:
     """Check that it drafts, once a ban has taken tokens back, as if the text had ended there."""
-    engine: Any = llm._engine
+    engine: Any = engine_of(llm)
     engine.policy = Fixed(3)
     drafter = engine.drafters["perfect"]
     for length in (1, 5, 11):
@@ -402,8 +403,8 @@ def test_a_bans_rollback_takes_back_the_adapters_part(llm: LLM, plain: list[list
 
 
 def test_an_adapter_of_nan_leaves_the_text_as_it_is(llm: LLM, plain: list[list[int]]) -> None:
-    llm._engine.policy = Fixed(4)
-    drafter: Any = llm._engine.drafters["early"]
+    engine_of(llm).policy = Fixed(4)
+    drafter: Any = engine_of(llm).drafters["early"]
     weight = drafter.adapter.norm.weight
     sound = weight.clone()
     weight.fill_(float("nan"))

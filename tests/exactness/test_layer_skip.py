@@ -21,6 +21,7 @@ from foredraft.model.runner import Resume
 from foredraft.model.runner.graphs import Graphs
 from tests.exactness.test_bits import PROMPTS, VOCABULARY, row_of, steps_of
 from tests.support.checkpoints import FAMILIES, reference_model
+from tests.support.loaded import engine_of
 from tests.support.parts import StepByStep
 from tests.support.recorder import Rerun
 
@@ -58,12 +59,12 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
             max_length=512,
             policy="fixed",
         )
-    runner: Any = llm._engine.target
+    runner = llm.loaded.runner
     assert (runner._native is not None) == (by == "kernels")
-    for name, skips in skips_of(llm._spec.layers).items():
-        drafter = LayerSkip(runner, llm._engine.cache, skips)
+    for name, skips in skips_of(llm.loaded.spec.layers).items():
+        drafter = LayerSkip(runner, engine_of(llm).cache, skips)
         drafter.name = name
-        llm._engine.drafters[name] = drafter
+        engine_of(llm).drafters[name] = drafter
     return llm
 
 
@@ -105,13 +106,13 @@ def assert_plain(llm: LLM, kinds: list[str], want: list[list[int]]) -> None:
 @pytest.mark.parametrize("gamma", [1, 4, 7])
 def test_greedy_ids_in_a_batch_of_all_plans(llm: LLM, plain: list[list[int]], gamma: int) -> None:
     """Every plan meets every prompt at some γ; a lookup and plain steps are among them."""
-    llm._engine.policy = Fixed(gamma)
+    engine_of(llm).policy = Fixed(gamma)
     assert_plain(llm, list(islice(cycle([*PLANS, "lookup", "none"]), gamma, gamma + len(PROMPTS))), plain)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> None:
-    llm._engine.policy = Heuristic(7)
+    engine_of(llm).policy = Heuristic(7)
     assert_plain(llm, [name] * len(PROMPTS), plain)
     [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, drafter=name))
     assert alone.token_ids == plain[4]
@@ -120,11 +121,12 @@ def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> 
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_layers_may_be_skipped(llm: LLM, plain: list[list[int]], data: st.DataObject) -> None:
-    layers = st.sets(st.integers(0, llm._spec.layers - 1)).map(lambda found: tuple(sorted(found)))
-    skips = st.builds(Skips, layers, layers) | st.builds(Skips, exit=st.integers(1, llm._spec.layers - 1))
-    runner: Any = llm._engine.target
-    llm._engine.drafters["layer-skip"] = LayerSkip(runner, llm._engine.cache, data.draw(skips))
-    llm._engine.policy = Fixed(data.draw(st.integers(1, 7)))
+    last = llm.loaded.spec.layers - 1
+    layers = st.sets(st.integers(0, last)).map(lambda found: tuple(sorted(found)))
+    skips = st.builds(Skips, layers, layers) | st.builds(Skips, exit=st.integers(1, last))
+    runner = llm.loaded.runner
+    engine_of(llm).drafters["layer-skip"] = LayerSkip(runner, engine_of(llm).cache, data.draw(skips))
+    engine_of(llm).policy = Fixed(data.draw(st.integers(1, 7)))
     params = replace(GREEDY, max_new_tokens=16, drafter="layer-skip")
     assert [output.token_ids for output in llm.generate(PROMPTS[1:5], params)] == [
         ids[:16] for ids in plain[1:5]
@@ -134,10 +136,10 @@ def test_any_layers_may_be_skipped(llm: LLM, plain: list[list[int]], data: st.Da
 @pytest.mark.parametrize("way", ["gathered", "recorded"])
 def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: list[list[int]], way: str) -> None:
     """Gathered, or replayed from recordings, of which each plan has its own."""
-    runner: Any = llm._engine.target
+    runner = llm.loaded.runner
     if runner._native is not None:
         pytest.skip("the kernels have one way")
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     runner.gathers, runner.graphs = way == "gathered", Graphs(Rerun()) if way == "recorded" else None
     try:
         for shift in range(3):
@@ -150,7 +152,7 @@ def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: list[list[int
 @pytest.mark.parametrize("name", PLANS)
 def test_the_cache_after_rollbacks(llm: LLM, name: str) -> None:
     """The very bits that plain decoding leaves behind."""
-    llm._engine.policy = Fixed(5)
+    engine_of(llm).policy = Fixed(5)
     prompt, length = PROMPTS[4], len(PROMPTS[4]) + NEW - 1
     for sequence in steps_of(llm, prompt, name, NEW):
         tokens, cached = list(sequence.tokens), row_of(llm, sequence, length)
@@ -161,7 +163,7 @@ def test_the_cache_after_rollbacks(llm: LLM, name: str) -> None:
 
 
 def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     wish = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_new_tokens=NEW, ignore_eos=True)
     [want] = llm.generate([PROMPTS[3]], replace(wish, drafter="none"))
     outputs = llm.generate([PROMPTS[3]] * len(PLANS), [replace(wish, drafter=name) for name in PLANS])
@@ -169,23 +171,23 @@ def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
 
 
 def test_drafts_of_a_plan_that_skips_nothing_are_accepted_whole(llm: LLM) -> None:
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     for output in llm.generate(PROMPTS, replace(GREEDY, drafter="nothing")):
         assert output.stats.accepted == output.stats.drafted > 0
 
 
 def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pending token and all drafted ones but the last are known, of the rows that exit early."""
-    llm._engine.policy = Fixed(3)
+    engine_of(llm).policy = Fixed(3)
     seen: list[Resume | None] = []
-    forward = llm._engine.target.forward
+    forward = llm.loaded.runner.forward
 
     def spy(*args: Any, resume: Resume | None = None, **more: Any) -> Any:
         if "plan" not in more:
             seen.append(resume)
         return forward(*args, resume=resume, **more)
 
-    monkeypatch.setattr(llm._engine.target, "forward", spy)
+    monkeypatch.setattr(llm.loaded.runner, "forward", spy)
     outputs = llm.generate(PROMPTS[:2], [replace(GREEDY, drafter=name) for name in ("early", "ends")])
     resumes = [resume for resume in seen if resume is not None]
     assert {resume.depth for resume in resumes} == {1}
@@ -198,7 +200,7 @@ def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM, monkeypatch
 def test_every_family(family: str, by: str, tmp_path: Path) -> None:
     llm = load(tmp_path, family, "float32", by)
     want = plainly(llm)
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     for shift in (0, 3):
         assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), want)
 
@@ -222,8 +224,8 @@ def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: s
         drafted[-1] += [] if draft is None else draft.tokens[0].tolist()
         return draft
 
-    llm._engine.policy = Fixed(4)
-    model.model.layers = model.model.layers[: llm._spec.layers - 1]
+    engine_of(llm).policy = Fixed(4)
+    model.model.layers = model.model.layers[: llm.loaded.spec.layers - 1]
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(LayerSkip, "step", spy_step)
         patch.setattr(LayerSkip, "fused_draft", spy_fused)
@@ -240,8 +242,8 @@ def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: s
 
 def test_nonfinite_drafts_leave_the_text_as_it_is(llm: LLM, plain: list[list[int]]) -> None:
     """The verifying pass overwrites them in every layer of the cache before the target attends to them."""
-    llm._engine.policy = Fixed(4)
-    drafter: Any = llm._engine.drafters["nothing"]
+    engine_of(llm).policy = Fixed(4)
+    drafter: Any = engine_of(llm).drafters["nothing"]
     draft_pass, decoder = drafter.draft_pass, drafter.draft_pass.runner.decoder
     embedding, passes = decoder.embedding.clone(), 0
 
@@ -264,6 +266,6 @@ def test_nonfinite_drafts_leave_the_text_as_it_is(llm: LLM, plain: list[list[int
 
 
 def test_a_plan_of_a_deeper_model_is_refused(llm: LLM) -> None:
-    runner: Any = llm._engine.target
+    runner = llm.loaded.runner
     with pytest.raises(foredraft.ConfigError, match="plan exits before layer 9; give 1 to"):
-        LayerSkip(runner, llm._engine.cache, Skips(exit=9))
+        LayerSkip(runner, engine_of(llm).cache, Skips(exit=9))

@@ -21,6 +21,7 @@ from foredraft.model.runner.native import NativeCodes
 from foredraft.model.weights import weight_bytes
 from tests.exactness.test_bits import PROMPTS, VOCABULARY
 from tests.support.checkpoints import reference_model
+from tests.support.loaded import engine_of
 from tests.support.planting import assert_caught, defect
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
@@ -53,7 +54,7 @@ def load(folder: Path, family: str, dtype: str, weights: str | None, **more: Any
 )
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = load(tmp_path_factory.mktemp("model"), *request.param)
-    engine: Any = found._engine
+    engine: Any = engine_of(found)
     copies = {
         "skipping": LowBit(low_bit_copy(engine.target, 4), engine.cache, Skips((1,), (0, 2))),
         "eight": LowBit(low_bit_copy(engine.target, 8), engine.cache),
@@ -71,14 +72,14 @@ def plain(llm: LLM) -> list[list[int]]:
 
 
 def test_the_products_are_coded(llm: LLM) -> None:
-    drafter: Any = llm._engine.drafters["low-bit"]
+    drafter: Any = engine_of(llm).drafters["low-bit"]
     products = drafter.draft_pass.runner.decoder.products
     assert all(isinstance(product, NativeCodes) and product.coding.bits == 4 for product in products)
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 7])
 def test_greedy_ids_in_a_batch_of_all_drafters(llm: LLM, plain: list[list[int]], gamma: int) -> None:
-    llm._engine.policy = Fixed(gamma)
+    engine_of(llm).policy = Fixed(gamma)
     kinds = list(islice(cycle(DRAFTERS), gamma, gamma + len(PROMPTS)))
     outputs = llm.generate(PROMPTS, [replace(GREEDY, drafter=kind) for kind in kinds])
     assert [output.token_ids for output in outputs] == plain
@@ -90,7 +91,7 @@ def test_sampled_ids_are_those_of_plain_decoding(llm: LLM) -> None:
     params = SamplingParams(
         temperature=1, seed=3, max_new_tokens=NEW, ignore_eos=True, acceptance="coupled", drafter="none"
     )
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     want, *others = (
         [output.token_ids for output in llm.generate(PROMPTS, replace(params, drafter=drafter))]
         for drafter in ("none", "low-bit", "skipping", "eight")
@@ -100,10 +101,10 @@ def test_sampled_ids_are_those_of_plain_decoding(llm: LLM) -> None:
 
 def test_a_copy_of_eight_bits_agrees_with_a_target_of_eight_bits(llm: LLM) -> None:
     """Such a target is its own copy, so every draft is accepted."""
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     outputs = llm.generate(PROMPTS, replace(GREEDY, drafter="eight"))
     accepted, drafted = (sum(getattr(o.stats, name) for o in outputs) for name in ("accepted", "drafted"))
-    target: Any = llm._engine.target
+    target = llm.loaded.runner
     if isinstance(target.decoder.output, NativeCodes):
         assert accepted == drafted
     assert accepted > 0.8 * drafted
@@ -122,7 +123,7 @@ def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: b
                 module.weight.copy_(quantise(module.weight, 4).expand(torch.float32))
         ids = torch.tensor([PROMPTS[4][:20]])
         want = model(ids).logits[0]
-    runner = llm._engine.target
+    runner = llm.loaded.runner
     cache = runner.new_cache(1, 64)
     found = runner.forward(cache, ids, [0]).logits
     assert found is not None
@@ -155,7 +156,7 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path, options: dict[str, A
 
 
 def check_overwritten(llm: LLM, plain: list[list[int]]) -> None:
-    llm._engine.policy = Fixed(4)
+    engine_of(llm).policy = Fixed(4)
     outputs = llm.generate(PROMPTS, replace(GREEDY, drafter="low-bit"))
     assert [output.token_ids for output in outputs] == plain
 

@@ -18,6 +18,7 @@ from foredraft.drafters import draft_model
 from foredraft.model import device
 from foredraft.model.runner import Runner
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 from tests.support.parts import StopUnsure
 from tests.support.planting import Mutant, Spoiler, assert_caught
 from tests.support.waits import Waits, counted
@@ -70,8 +71,8 @@ def watch(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[lis
     """Return lists that gather the waits of each round, and of each chunk of a prompt."""
     rounds: list[list[str]] = []
     chunks: list[list[str]] = []
-    monkeypatch.setattr(llm._engine, "round", counted(llm._engine.round, rounds))
-    monkeypatch.setattr(llm._engine, "_prefill", counted(llm._engine._prefill, chunks))
+    monkeypatch.setattr(engine_of(llm), "round", counted(engine_of(llm).round, rounds))
+    monkeypatch.setattr(engine_of(llm), "_prefill", counted(engine_of(llm)._prefill, chunks))
     return rounds, chunks
 
 
@@ -103,7 +104,7 @@ def test_a_round_synchronises_once(
 def test_each_draft_step_that_a_policy_may_end_synchronises_once_more(
     llm: foredraft.LLM, counts: tuple[list[list[str]], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm._engine, "policy", StopUnsure(4, least=0.1))
+    monkeypatch.setattr(engine_of(llm), "policy", StopUnsure(4, least=0.1))
     params = SamplingParams(max_new_tokens=16, ignore_eos=True, drafter="draft-model")
     outputs = llm.generate(PROMPTS, params)
     assert all(output.error is None and output.stats.drafted for output in outputs)

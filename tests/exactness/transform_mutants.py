@@ -123,7 +123,8 @@ def dropped_from_typical(drop: Callable[[Tensor], Tensor]) -> Spoiler:
 def bias_times_temperature(edited: Function) -> Function:
     def spoilt(logits: Tensor, table: SamplingTable, *rest: Any) -> Any:
         if table.bias is not None:
-            table = replace(table, bias=table.bias * table.temperature[:, None])
+            values = table.bias.values * table.temperature[:, None]
+            table = replace(table, bias=replace(table.bias, values=values))
         return edited(logits, table, *rest)
 
     return spoilt

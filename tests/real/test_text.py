@@ -18,6 +18,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.cli import main
 from foredraft.model.hub import resolve
 from tests.support import real_models
+from tests.support.loaded import engine_of
 from tests.support.strings import strings
 
 TOKENS = 16
@@ -48,7 +49,7 @@ def check_same(llm: LLM, prompts: list[str]) -> None:
     for params in (GREEDY, SEEDED):
         plain = llm.generate(prompts, params, drafter="none")
         assert sum(len(output.token_ids) for output in plain) > TOKENS
-        for drafter in llm._engine.drafters:
+        for drafter in engine_of(llm).drafters:
             given = {"prediction": prompts[0]} if drafter == "prediction" else {}
             batch = llm.generate(prompts, params, drafter=drafter, **given)
             [alone] = llm.generate(prompts[0], params, drafter=drafter, **given)

@@ -106,4 +106,4 @@ def test_stop_strings_are_compiled_once_for_all_prompts_and_samples(
         assert post(served, prompt=["x", "y", "z"], stop=["xyz"], n=2).status_code == 200
     assert made == [("abc",), ("xyz",)]
     llm.generate("x", SamplingParams(stop=["a" * (257 << 10)], max_new_tokens=1), n=2)
-    assert len(made) == 3 and llm._stops.total <= 256 << 10, "what is too large is not kept"
+    assert len(made) == 3 and llm.requests.stops.total <= 256 << 10, "what is too large is not kept"

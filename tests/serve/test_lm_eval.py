@@ -89,7 +89,7 @@ def test_scores_are_the_library_s(
     assert found["results"]["choices"]["acc,none"] > 0
     for sample in found["samples"]["texts"]:
         text = tokenizer.encode(sample["doc"]["text"], False)
-        assert sample["filtered_resps"] == [scored(llm, [llm._spec.bos_token_id or 0, *text], 1)[0]]
+        assert sample["filtered_resps"] == [scored(llm, [llm.loaded.spec.bos_token_id or 0, *text], 1)[0]]
 
 
 def test_texts_are_generated_as_the_library_does(served: Served, llm: LLM) -> None:

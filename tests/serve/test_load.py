@@ -20,6 +20,7 @@ from foredraft.serve.keys import Keys
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
 from foredraft.serve.streaming import events, frames
+from tests.support.loaded import engine_of
 from tests.support.serving import Served, load_chat, serving
 
 LONG: dict[str, Any] = {"prompt": "def f(n):\n", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
@@ -299,16 +300,16 @@ def test_prompts_that_begin_alike_are_read_once(llm: LLM) -> None:
     bodies = [
         {"prompt": [*prompt, last], "max_tokens": 8, "temperature": 0, "logprobs": 1} for last in (7, 8)
     ]
-    llm._engine.prefix_cache = None
+    engine_of(llm).prefix_cache = None
     with serving(llm, prefix_cache=0) as served:
         want = [post(served, **body).json()["choices"] for body in bodies]
-        assert llm._engine.prefix_cache is None
+        assert engine_of(llm).prefix_cache is None
     try:
         with serving(llm) as served:
             found = [post(served, **body).json() for body in bodies]
             hits = served.metric("foredraft_prefix_cache_hits_total")
     finally:
-        llm._engine.prefix_cache = None
+        engine_of(llm).prefix_cache = None
     assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found] == [0, 256]
     assert hits == 256
 

@@ -17,6 +17,7 @@ from foredraft.serve.limits import Limits
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
+from tests.support.loaded import engine_of
 from tests.support.planting import assert_caught, defect
 from tests.support.raw import request_from
 from tests.support.serving import Served, load_chat, serving
@@ -40,7 +41,7 @@ def keys(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(llm: LLM) -> Iterator[None]:
     yield
-    llm._engine.prefix_cache = None
+    engine_of(llm).prefix_cache = None
 
 
 PROMPT = [5 + place % 90 for place in range(3 * CHUNK)]
@@ -59,7 +60,7 @@ def cached(
 def check_keys_find_only_their_own(llm: LLM, keys: Path) -> None:
     with serving(llm, api_key_file=keys) as served:
         reads: list[int] = []
-        prefill, target = llm._engine.target.prefill, llm._engine.target
+        prefill, target = llm.loaded.runner.prefill, llm.loaded.runner
 
         def counted(*given: Any, **more: Any) -> Any:
             reads.append(len(given[2]))
@@ -76,7 +77,7 @@ def check_keys_find_only_their_own(llm: LLM, keys: Path) -> None:
             assert cached(served, "one") == cached(served, "two") == 2 * CHUNK
             assert cached(served, "one", PARTLY) == CHUNK
             reads.clear()
-            llm._engine.prefix_cache = type(llm._engine.prefix_cache)(1 << 30)  # type: ignore[misc, arg-type]
+            engine_of(llm).prefix_cache = type(engine_of(llm).prefix_cache)(1 << 30)  # type: ignore[misc, arg-type]
             assert cached(served, "two", echo=True, logprobs=0) == 0  # is kept, too, under its own salt
             reads.clear()
             assert cached(served, "one") == 0
@@ -144,20 +145,20 @@ def test_a_client_is_a_key_or_an_address() -> None:
 
 def test_requests_reach_the_engine_as_their_client_s(llm: LLM, keys: Path) -> None:
     found: list[str] = []
-    submit = llm._engine.submit
+    submit = engine_of(llm).submit
 
     def noted(sequence: Any) -> None:
         found.append(sequence.client)
         submit(sequence)
 
-    llm._engine.submit = noted  # type: ignore[method-assign]
+    engine_of(llm).submit = noted  # type: ignore[method-assign]
     try:
         with serving(llm, api_key_file=keys) as served:
             cached(served, "two")
         with serving(llm) as served:
             cached(served, "none")
     finally:
-        del llm._engine.submit
+        del engine_of(llm).submit
     assert found == ["bob", "127.0.0.1"]
 
 

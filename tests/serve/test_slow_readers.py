@@ -12,6 +12,7 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.serve import server
+from tests.support.loaded import engine_of
 from tests.support.raw import PING, TEXT, RawClient, frame, request_bytes
 from tests.support.serving import Served, load_chat, serving
 
@@ -50,12 +51,12 @@ def test_a_slow_reader_pauses_gives_its_row_to_others_and_gets_its_text(llm: LLM
         with RawClient(served.url) as slow:
             slow.send(request_bytes(LARGE))
             served.wait(lambda: paused(served))
-            tokens = len(llm._engine.rows.sequences[0].new_ids)
+            tokens = len(engine_of(llm).rows.sequences[0].new_ids)
             for _ in range(3):  # there is one row, and the slow request has it
                 other = served.client.post("/v1/completions", json=SMALL)
                 assert other.json()["choices"][0]["text"] == small
             assert paused(served) and served.metric("foredraft_requests_running") == 0
-            [parked] = llm._engine.scheduler.waiting
+            [parked] = engine_of(llm).scheduler.waiting
             assert len(parked.new_ids) == tokens < 400
             chunks = chunks_of(slow.rest())
         choices = [chunk["choices"][0] for chunk in chunks]

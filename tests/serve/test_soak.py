@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from soak import Soak, settled
 
+from tests.support.loaded import engine_of
 from tests.support.serving import load_chat, serving
 
 
@@ -27,7 +28,7 @@ def test_nothing_is_left_after_clients_of_all_kinds(tmp_path: Path, turns: int) 
         served.client.get("/health")  # its connection stays open
         soak = Soak(served.url, new_tokens=16)
         asyncio.run(soak.prepare())
-        engine, before, threads = llm._engine, tasks(), set(threading.enumerate())
+        engine, before, threads = engine_of(llm), tasks(), set(threading.enumerate())
         asyncio.run(soak.run(40, lambda done: done >= turns))
         assert soak.wrong == []
         assert len(soak.done) == len(soak.kinds)

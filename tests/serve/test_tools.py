@@ -12,6 +12,7 @@ import pytest
 
 from foredraft.decode.policy import Auto
 from foredraft.llm import LLM
+from tests.support.loaded import engine_of
 from tests.support.serving import Served
 
 READ = {
@@ -204,7 +205,7 @@ def test_a_request_has_its_policy_and_its_longest_draft(served: Served) -> None:
 
 def test_a_request_for_auto_decides_by_measured_costs_though_others_run(served: Served, llm: LLM) -> None:
     """The server's own policy needs no costs, and a server that is never idle could not measure later."""
-    assert not llm._engine.policy.uses_costs
+    assert not engine_of(llm).policy.uses_costs
     body = {"model": "demo", "prompt": "def f(", "ignore_eos": True, "temperature": 0, "stream": True}
     with served.client.stream("POST", "/v1/completions", json={**body, "max_tokens": 400}) as running:
         lines = running.iter_lines()
@@ -212,5 +213,5 @@ def test_a_request_for_auto_decides_by_measured_costs_though_others_run(served: 
         short = {**body, "max_tokens": 8, "policy": "auto", "stream": False}
         assert served.client.post("/v1/completions", json=short).is_success
         assert not served.idle()
-        autos = [policy for policy in llm._policies._made.values() if isinstance(policy, Auto)]
+        autos = [policy for policy in llm.requests.policies._made.values() if isinstance(policy, Auto)]
         assert len(autos) == 1 and autos[0].measured

@@ -20,6 +20,7 @@ from tests.support import alphabets
 from tests.support.adapters import save_adapter
 from tests.support.distributions import Logits
 from tests.support.harness import ForkingEngine
+from tests.support.loaded import engine_of
 from tests.support.parts import letters
 
 POSITIONS = 64
@@ -48,7 +49,7 @@ def load(
         target, draft=draft, adapter=adapter, plan="skip:attn=1/mlp=0", dtype=dtype, weights=weights,
         draft_weights=copy, drafter="layer-skip", policy="fixed", device="cpu", max_batch=rows, max_length=512,
     )  # fmt: skip
-    engine: Any = llm._engine
+    engine: Any = engine_of(llm)
     if copy is None:
         engine.drafters["low-bit"] = LowBit(engine.target, engine.cache)
     return llm
@@ -81,7 +82,7 @@ def tiny(dtype: str, weights: str | None, copy: str | None) -> LLM:
 
 def after(llm: LLM) -> Logits:
     """Return the function of a text that gives the target's logits, one token a pass."""
-    plain = PlainTarget(llm, POSITIONS)
+    plain = PlainTarget(llm.loaded, POSITIONS)
     return lambda context: plain.logits(context[:1], context[1:]).tolist()
 
 
@@ -90,7 +91,7 @@ def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) 
 
     The draft model drafts through another tokenizer, too.
     """
-    loaded: Any = llm._engine
+    loaded: Any = engine_of(llm)
     cache = loaded.target.new_cache(rows, POSITIONS)
     parts = Parts(
         target=loaded.target,

@@ -34,6 +34,7 @@ from foredraft.profiling.phases import RoundClock, observed
 from foredraft.profiling.profile import Profile
 from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
 TOKENS = 12
@@ -84,7 +85,7 @@ def test_foredraft_decodes_one_prompt_and_a_batch(context: BenchContext, texts: 
 
 def test_big_little_is_lossy_and_restores_the_engines_policy(context: BenchContext, texts: Any) -> None:
     """With its published defaults, and with a threshold at which every drafted token is accepted."""
-    loaded = context.llm._engine.policy
+    loaded = engine_of(context.llm).policy
     bild: Any = CONTENDERS["bild"].make(context.llm, replace(context, max_draft=None))
     policy = bild.policy
     assert (bild.name, bild.lossless, policy.threshold, policy.max_draft) == ("bild", False, 0.6, 10)
@@ -99,7 +100,7 @@ def test_big_little_is_lossy_and_restores_the_engines_policy(context: BenchConte
         "longer drafts than the engine's policy has"
     )
     assert timing.tokens != texts
-    assert context.llm._engine.policy is loaded
+    assert engine_of(context.llm).policy is loaded
     assert ForedraftContender("draft-model", context.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
 
 
@@ -108,7 +109,7 @@ def test_prefill_and_decoding_are_timed_separately(
 ) -> None:
     """On a fake clock, a prefill pass takes 1 s and a forward of a round 10 s."""
     now = 0.0
-    target: Any = context.llm._engine.target
+    target = context.llm.loaded.runner
     prefill, forward = target.prefill, target.forward
 
     def advance(action: Any, seconds: float) -> Any:
@@ -127,8 +128,8 @@ def test_prefill_and_decoding_are_timed_separately(
     assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
     all_three = contender.run(PROMPTS, TOKENS)
     assert (all_three.prefill_seconds, all_three.decode_seconds) == (3.0, 10.0 * PASSES[3])
-    parts = RoundClock(context.llm._engine)
-    with observed(context.llm._engine, parts):
+    parts = RoundClock(engine_of(context.llm))
+    with observed(engine_of(context.llm), parts):
         assert contender.run(PROMPTS[:1], TOKENS).decode_seconds == 10.0 * TOKENS
     assert (parts.seconds["verify"], parts.seconds["draft"]) == (10.0 * TOKENS, 0.0)
 
@@ -138,7 +139,7 @@ def test_a_drafters_late_prompt_reading_counts_as_prefill(
 ) -> None:
     """Reading generated tokens counts as decoding. On a fake clock, the drafter reads a token in 1 s."""
     now = 0.0
-    drafter: Any = context.llm._engine.drafters["draft-model"]
+    drafter: Any = engine_of(context.llm).drafters["draft-model"]
     read = drafter.read
 
     def slow(sequence: Any, start: int, stop: int) -> None:
@@ -165,7 +166,7 @@ def test_round_parts_separate_drafter_and_target(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    engine = context.llm._engine
+    engine = engine_of(context.llm)
     drafter: Any = engine.drafters["draft-model"]
     step = drafter.step
 
@@ -188,7 +189,7 @@ def test_round_parts_separate_drafter_and_target(
 def test_an_error_leaves_the_engine_unobserved(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = context.llm._engine
+    engine = engine_of(context.llm)
 
     def broken(*given: Any, **named: Any) -> Any:
         assert engine.observer is not SILENT
@@ -207,7 +208,7 @@ def test_a_failed_request_raises_request_error(
     def broken(*given: Any, **named: Any) -> Any:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(context.llm._engine.target, "forward", broken)
+    monkeypatch.setattr(context.llm.loaded.runner, "forward", broken)
     with pytest.raises(RequestError, match="plain failed: RuntimeError: out of order"):
         ForedraftContender("plain", context.llm, "none").run(PROMPTS, TOKENS)
 
@@ -276,14 +277,14 @@ def test_transformers_samples_without_truncation(context: BenchContext, models: 
 
 
 def test_costs_cover_every_row_count_and_drafter(context: BenchContext) -> None:
-    made = measure_costs(context.llm, 1, 40, 3, read_seconds=1e-3, repeats=2)
+    made = measure_costs(context.llm.loaded, 1, 40, 3, read_seconds=1e-3, repeats=2)
     assert [cost.rows for cost in made.verifying] == [1, 2, 3, 4, 8, 16, 32]
     assert made.verifying[0].v == 1 and all(cost.seconds.count == 2 for cost in made.verifying)
     assert made.step_seconds == made.verifying[0].seconds.median
     assert made.drafting["lookup"] == DraftCost(0.0, 0.0)
     assert made.drafting["draft-model"].of(3) > 0
     assert made.bandwidth_share == pytest.approx(1e-3 / made.step_seconds)
-    two = measure_costs(context.llm, 2, 40, 3, repeats=1)
+    two = measure_costs(context.llm.loaded, 2, 40, 3, repeats=1)
     assert [cost.rows for cost in two.verifying] == [1, 2, 3, 4] and two.bandwidth_share is None
 
 
@@ -293,7 +294,7 @@ def test_costs_are_in_plain_steps(context: BenchContext, monkeypatch: pytest.Mon
     target. So a round with 3 drafted tokens takes 6 + 16, and a verifying pass alone 13; a round with 1 takes
     4 + 14, and the pass 11."""
     now, last, width = 0.0, "", 0
-    engine = context.llm._engine
+    engine = engine_of(context.llm)
     drafter: Any = engine.drafters["draft-model"]
 
     def slow(name: str, runner: Any, seconds: Any) -> Any:
@@ -319,7 +320,7 @@ def test_costs_are_in_plain_steps(context: BenchContext, monkeypatch: pytest.Mon
         drafter.draft_pass.runner, "draft", lambda *_, **__: None
     )  # so that the drafter takes single steps
     monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
-    made = measure_costs(context.llm, 1, 40, 3, read_seconds=1.0, repeats=4)
+    made = measure_costs(context.llm.loaded, 1, 40, 3, read_seconds=1.0, repeats=4)
     assert made.step_seconds == 10 and set(made.drafting) == {"lookup", "prediction", "draft-model"}
     draft = made.drafting["draft-model"]
     assert (draft.first, draft.further) == pytest.approx((0.7, 0.1))
@@ -339,7 +340,7 @@ def test_model_record_counts_the_checkpoints_parameters(
     tmp_path: Path, family: str, tied: bool, dtype: str
 ) -> None:
     folder = checkpoints.save_checkpoint(tmp_path, family, tie_word_embeddings=tied)
-    runner: Any = foredraft.load(folder, device="cpu", dtype=dtype, max_batch=1)._engine.target
+    runner = foredraft.load(folder, device="cpu", dtype=dtype, max_batch=1).loaded.runner
     reference = checkpoints.reference_model(family, tie_word_embeddings=tied)
     parameters = sum(weight.numel() for weight in reference.parameters())
     found = model_record("target", "tiny", runner)
@@ -385,7 +386,7 @@ def test_each_policy_suits_the_expected_drafters() -> None:
 
 def test_drafters_run_under_several_policies(context: BenchContext, texts: Any) -> None:
     """All on one engine, which gets its own policy back after every run."""
-    engine = context.llm._engine
+    engine = engine_of(context.llm)
     own = engine.policy
     lineup = LineUp()
     names = ("plain", "lookup", "draft-model", "bild")
@@ -424,7 +425,7 @@ def test_drafters_run_under_several_policies(context: BenchContext, texts: Any) 
 def test_contenders_with_the_same_policy_share_its_measured_costs(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target: Any = context.llm._engine.target
+    target = context.llm.loaded.runner
     policy: Any = make_policy("auto", {}, 3, target)
     longest_drafts: list[int] = []
 
@@ -455,8 +456,8 @@ def test_a_drafter_that_cannot_follow_the_loaded_policy_is_left_out(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent(monkeypatch, "transformers", "llama-cpp-python")
-    target: Any = context.llm._engine.target
-    with replaced(context.llm._engine, "policy", make_policy("confidence", {}, 3, target)):
+    target = context.llm.loaded.runner
+    with replaced(engine_of(context.llm), "policy", make_policy("confidence", {}, 3, target)):
         with pytest.raises(
             ConfigError, match="lookup cannot follow policy='confidence'; give another policy"
         ):
@@ -475,13 +476,13 @@ def test_contenders_share_a_policy_unless_their_longest_drafts_differ(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy made anew keeps the given options."""
-    target: Any = context.llm._engine.target
+    target = context.llm.loaded.runner
     settings = {"threshold": 0.3}
-    monkeypatch.setitem(context.llm._engine.drafters, "layer-skip", SimpleNamespace(planned=7))
+    monkeypatch.setitem(engine_of(context.llm).drafters, "layer-skip", SimpleNamespace(planned=7))
     given = replace(context, max_draft=None, policy_options=settings)
-    with replaced(context.llm._engine, "policy", make_policy("confidence", settings, None, target, 7)):
+    with replaced(engine_of(context.llm), "policy", make_policy("confidence", settings, None, target, 7)):
         own, other = (given.policy_for(drafter, "confidence") for drafter in ("layer-skip", "draft-model"))
-        assert own is context.llm._engine.policy
+        assert own is engine_of(context.llm).policy
         assert (other.max_draft, other.threshold) == (10, 0.3)  # type: ignore[attr-defined]
         fallback: Any = given.policy_for("draft-model", "fallback")
         assert (fallback.max_draft, fallback.threshold) == (10, 0.6)

@@ -279,7 +279,7 @@ class TestShape:
     def test_a_random_checkpoint_can_be_loaded_and_converted(self, tmp_path: Path) -> None:
         folder = random_checkpoint(tmp_path, SIZES, torch.float32, shard_bytes=20_000)
         assert len(list(folder.glob("*.safetensors"))) > 2
-        spec = foredraft.load(folder)._spec
+        spec = foredraft.load(folder).loaded.spec
         assert (spec.layers, spec.hidden_size, spec.kv_heads, spec.tied) == (2, 64, 2, True)
         assert "rope_freqs.weight" not in values(read(folder))
 

@@ -26,6 +26,7 @@ from foredraft.drafters.plan_files import PlanFile, model_hash, write_plan
 from foredraft.profiling.others import Load, read_counters
 from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 
 FOREDRAFT = ("plain", "lookup", "draft-model")
 TEXTS = Workload("texts", ("def accept", "Viktor", "the target checks all"))
@@ -386,13 +387,13 @@ def test_a_batch_is_decoded_side_by_side(pair: dict[str, Any], monkeypatch: pyte
     run = ForedraftContender.run
 
     def counting(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
-        round = self.llm._engine.round
+        round = engine_of(self.llm).round
 
         def count_rows() -> Any:
-            seen.append(len(self.llm._engine.rows.sequences))
+            seen.append(len(engine_of(self.llm).rows.sequences))
             return round()
 
-        with replaced(self.llm._engine, "round", count_rows):
+        with replaced(engine_of(self.llm), "round", count_rows):
             return run(self, prompts, new_tokens)
 
     monkeypatch.setattr(ForedraftContender, "run", counting)

@@ -162,7 +162,7 @@ def test_a_mask_that_takes_long_ends_its_own_request(
 ) -> None:
     """What comes before it takes no time, so nothing warns. Samples share a grammar, so one mask ends all."""
     monkeypatch.setattr(pace, "OVERDUE", 0.02)
-    threads, told = llm._constraints._mask_threads, list[int]()  # type: ignore[union-attr]
+    threads, told = llm.requests.constraints._mask_threads, list[int]()  # type: ignore[union-attr]
     compute = MaskThreads.compute
 
     def note(self: MaskThreads, matcher: LLMatcher) -> tuple[bytes, float]:
@@ -193,7 +193,7 @@ def test_a_mask_that_takes_long_ends_its_own_request(
 
 
 def test_masks_that_still_run_bar_further_grammars(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm._constraints._mask_threads, "overdue", 2)  # type: ignore[union-attr]
+    monkeypatch.setattr(llm.requests.constraints._mask_threads, "overdue", 2)  # type: ignore[union-attr]
     with pytest.raises(
         RequestError, match=r"^regex cannot be used now: 2 masks .* still run; try again later$"
     ):
@@ -232,7 +232,7 @@ def test_a_large_ban_is_not_kept(llm: LLM) -> None:
         ban=["a" * (KEPT_BYTES + 1)], ban_mode="rollback", max_new_tokens=1, drafter="none"
     )
     llm.generate(PROMPT, params)
-    assert llm._constraints is not None and llm._constraints._lists.total <= KEPT_BYTES
+    assert llm.requests.constraints is not None and llm.requests.constraints._lists.total <= KEPT_BYTES
 
 
 def test_what_is_kept_is_bounded_by_its_size() -> None:

@@ -13,6 +13,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Sequence, State
 from foredraft.model.cache import KVCache
+from tests.support.loaded import engine_of
 from tests.support.planting import assert_caught, defect
 
 PROMPTS = [f"def f{place}(x):\n" for place in range(5)]
@@ -31,11 +32,7 @@ def llm() -> LLM:
 
 def sequences(llm: LLM, n: int = 1, **options: Any) -> list[Sequence]:
     params = llm.params(**{"max_new_tokens": 24, "ignore_eos": True, **options})
-    made = [
-        llm._sequences(prompt, params, n=n, truncate=None, show_special=False, trace=False)[0]
-        for prompt in PROMPTS
-    ]
-    return [each for siblings in made for each in siblings]
+    return [each for ids in llm.encode(PROMPTS) for each in llm.requests.sequences(ids, params, n)]
 
 
 def finish(engine: Engine, given: list[Sequence], dice: random.Random) -> int:
@@ -54,7 +51,7 @@ def finish(engine: Engine, given: list[Sequence], dice: random.Random) -> int:
 
 
 def check(llm: LLM, options: dict[str, Any], n: int = 1) -> None:
-    given, engine = sequences(llm, n, **options), llm._engine
+    given, engine = sequences(llm, n, **options), engine_of(llm)
     parked = finish(engine, given, random.Random(0))
     assert parked > 5, "no row was ever given to another sequence"
     want = llm.generate(PROMPTS, n=n, max_new_tokens=24, ignore_eos=True, **options)
@@ -106,7 +103,7 @@ def test_a_parked_sibling_that_takes_a_row_over_is_caught(llm: LLM, monkeypatch:
 
 
 def test_a_paused_sequence_takes_no_step_and_the_others_do(llm: LLM) -> None:
-    engine = llm._engine
+    engine = engine_of(llm)
     first, second, third, *_ = sequences(llm, temperature=0, max_new_tokens=60)
     for each in (first, second):
         engine.submit(each)
@@ -132,7 +129,7 @@ def test_a_paused_sequence_takes_no_step_and_the_others_do(llm: LLM) -> None:
 
 
 def test_no_more_rows_are_parked_than_there_are(llm: LLM) -> None:
-    engine, given = llm._engine, [*sequences(llm, temperature=0), *sequences(llm, temperature=0)]
+    engine, given = engine_of(llm), [*sequences(llm, temperature=0), *sequences(llm, temperature=0)]
     for each in given:
         engine.submit(each)
     for _ in range(200):

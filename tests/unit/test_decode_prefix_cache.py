@@ -12,6 +12,7 @@ import foredraft
 from foredraft import LLM
 from foredraft.decode import prefix_cache
 from foredraft.decode.prefix_cache import Prefix, PrefixCache
+from tests.support.loaded import engine_of
 from tests.support.planting import assert_caught, defect
 
 CHUNK = 256
@@ -30,7 +31,7 @@ def ids(llm: LLM) -> list[int]:
 @pytest.fixture(autouse=True)
 def off(llm: LLM) -> Iterator[None]:
     yield
-    llm._engine.prefix_cache = None
+    engine_of(llm).prefix_cache = None
 
 
 def run(llm: LLM, prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -57,13 +58,13 @@ def check(llm: LLM, ids: list[int], options: dict[str, Any]) -> None:
     n = options.get("n", 1)
     prompts = prompts_of(ids)
     want = [run(llm, [prompt], **options) for prompt in prompts]
-    llm._engine.prefix_cache = PrefixCache(1 << 30)
+    engine_of(llm).prefix_cache = PrefixCache(1 << 30)
     assert [run(llm, [prompt], **options) for prompt in prompts] == want
     together = run(llm, prompts, **options)
     assert [together[n * place : n * place + n] for place in range(len(prompts))] == want
-    hits = llm._engine.prefix_cache.hits
+    hits = engine_of(llm).prefix_cache.hits
     assert hits == 0 if "prompt_logprobs" in options else hits > 4 * CHUNK
-    llm._engine.prefix_cache = None
+    engine_of(llm).prefix_cache = None
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -72,15 +73,15 @@ def test_texts_and_scores_are_the_same_to_the_bit(llm: LLM, ids: list[int], opti
 
 
 def test_the_output_says_what_was_cached(llm: LLM, ids: list[int]) -> None:
-    llm._engine.prefix_cache = PrefixCache(1 << 30)
+    engine_of(llm).prefix_cache = PrefixCache(1 << 30)
     cached = [llm.generate([prompt], max_new_tokens=1)[0].cached_tokens for prompt in prompts_of(ids)]
     assert cached == [0, 2 * CHUNK, 2 * CHUNK, CHUNK, 0, CHUNK, 0, 2 * CHUNK, 0]
 
 
 def test_the_memory_is_bounded_and_the_oldest_chunks_go(llm: LLM, ids: list[int]) -> None:
-    cache = llm._engine.prefix_cache = PrefixCache(1 << 30)
+    cache = engine_of(llm).prefix_cache = PrefixCache(1 << 30)
     llm.generate([ids[:700]], max_new_tokens=1)
-    small = llm._engine.prefix_cache = PrefixCache(cache.bytes)  # two chunks
+    small = engine_of(llm).prefix_cache = PrefixCache(cache.bytes)  # two chunks
     for first in range(5, 10):
         llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)
         assert 0 < small.bytes <= small.most_bytes
@@ -88,7 +89,7 @@ def test_the_memory_is_bounded_and_the_oldest_chunks_go(llm: LLM, ids: list[int]
         llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)[0].cached_tokens for first in (9, 8, 5)
     ]
     assert cached == [CHUNK, CHUNK, 0]
-    none = llm._engine.prefix_cache = PrefixCache(1)
+    none = engine_of(llm).prefix_cache = PrefixCache(1)
     llm.generate([ids[:700]], max_new_tokens=1)
     assert none.bytes == 0
 
@@ -107,10 +108,10 @@ def test_a_digest_of_one_chunk_alone_is_caught(
     def check_swapped() -> None:
         swapped = [*ids[CHUNK : 2 * CHUNK], *ids[:CHUNK], 5, 6]
         want = run(llm, [swapped], drafter="none")
-        llm._engine.prefix_cache = PrefixCache(1 << 30)
+        engine_of(llm).prefix_cache = PrefixCache(1 << 30)
         run(llm, [ids[:700]], drafter="none")
         assert run(llm, [swapped], drafter="none") == want
 
     check_swapped()
-    llm._engine.prefix_cache = None
+    engine_of(llm).prefix_cache = None
     assert_caught(defect("chunks alone", prefix_cache._longer, alone, check_swapped), monkeypatch)

@@ -11,6 +11,7 @@ import foredraft
 from foredraft import ConfigError, SamplingParams, demo
 from foredraft.drafters.adapter_files import read_adapter, target_hash
 from tests.support.checkpoints import save_checkpoint
+from tests.support.loaded import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=32, ignore_eos=True)
 
@@ -29,7 +30,7 @@ def test_it_drafts_where_its_drafter_is_named() -> None:
     accepted, drafted = (sum(getattr(o.stats, name) for o in outputs) for name in ("accepted", "drafted"))
     assert accepted > 0.25 * drafted  # an untrained one has next to nothing accepted
     with foredraft.load(policy="fixed", max_length=256, max_batch=1) as llm:
-        assert "kangaroo" not in llm._engine.drafters
+        assert "kangaroo" not in engine_of(llm).drafters
 
 
 def test_other_models_do_not_get_it(tmp_path: Path) -> None:

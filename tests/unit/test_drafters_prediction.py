@@ -108,9 +108,7 @@ def test_a_wrong_prediction_changes_nothing(llm: foredraft.LLM) -> None:
 
 
 def test_a_prediction_is_no_longer_than_a_text_can_be(llm: foredraft.LLM) -> None:
-    [sequence], _ = llm._sequences(
-        "x", llm.params(prediction=[5] * 9999), n=1, truncate=None, show_special=False, trace=False
-    )
+    [sequence] = llm.requests.sequences(llm.encode("x")[0], llm.params(prediction=[5] * 9999))
     assert len(sequence.prediction) == llm.max_length
 
 

@@ -19,6 +19,7 @@ from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.translation import Translation
 from foredraft.model.byte_codec import ByteCodec, characters
 from tests.support import alphabets, checkpoints
+from tests.support.loaded import engine_of
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
 from tests.support.prophet import TRUTH, Prophet
 
@@ -299,7 +300,7 @@ def test_the_output_is_plain_decodings(models: Path, pair: tuple[str, str]) -> N
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     assert sum(output.stats.drafted for output in drafted) > 50
     assert all(output.lossless for output in drafted)
-    drafter: Any = llm._engine.drafters["retokenize"]
+    drafter: Any = engine_of(llm).drafters["retokenize"]
     assert sorted(drafter._free) == [0, 1, 2]
 
 

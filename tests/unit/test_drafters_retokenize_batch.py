@@ -20,6 +20,7 @@ from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.runner import Forward
 from tests.support import alphabets, checkpoints
 from tests.support.caches import poison
+from tests.support.loaded import engine_of
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
 from tests.support.prophet import TRUTH, Babbler, Prophet
 
@@ -163,7 +164,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
     llm: Any = foredraft.load(
         folder / "target", draft=folder / "draft", device="cpu", dtype="float32", policy="fixed"
     )
-    return llm._engine.drafters["retokenize"].draft_pass.runner
+    return engine_of(llm).drafters["retokenize"].draft_pass.runner
 
 
 def alone(runner: Any, sequence: Sequence, budget: int, positions: int = 90) -> tuple[list[int], list[int]]:

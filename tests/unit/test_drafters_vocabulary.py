@@ -20,6 +20,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets, checkpoints
+from tests.support.loaded import engine_of
 from tests.support.planting import Mutant, Spoiler, assert_caught, replaced
 
 Function = Callable[..., Any]
@@ -251,7 +252,7 @@ def check_full_acceptance(models: Path) -> None:
         models / "target", draft=models / "relative", device="cpu", max_batch=3, policy="fixed"
     )
     assert llm.default_drafter == "draft-model"
-    assert isinstance(llm._engine.drafters["draft-model"], DraftModel)
+    assert isinstance(engine_of(llm).drafters["draft-model"], DraftModel)
     for params in (
         SamplingParams(temperature=0, max_new_tokens=24),
         SamplingParams(max_new_tokens=24, seed=3),

@@ -21,6 +21,7 @@ from foredraft.llm.driver import _Waiter
 from foredraft.llm.interrupts import Interrupts
 from tests.support import checkpoints
 from tests.support.interrupting import handler_of_sigint
+from tests.support.loaded import engine_of
 
 PLAIN = SamplingParams(temperature=0, max_new_tokens=24, drafter="none")
 
@@ -81,7 +82,7 @@ def test_other_forms_of_prompts_are_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(wrong, PLAIN)
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_a_stream_takes_one_prompt(llm: foredraft.LLM) -> None:
@@ -131,10 +132,10 @@ def test_the_first_piece_of_a_stream_has_the_prompt_s_scores(llm: foredraft.LLM,
 def test_a_closed_stream_is_cancelled_and_others_go_on(llm: foredraft.LLM) -> None:
     stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
     next(stream)
-    assert llm._engine.rows.sequences
+    assert engine_of(llm).rows.sequences
     other = llm.generate("voix", PLAIN)[0]
     stream.close()
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
     assert llm.generate("voix", PLAIN)[0].token_ids == other.token_ids
 
 
@@ -167,8 +168,8 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(folders: tuple[Path, 
         target, draft=draft, dtype="float32", device="cpu", max_batch=64, max_length=512, policy="fixed"
     )
     prompt = [5 + i % 90 for i in range(301)]
-    draft_model: Any = llm._engine.drafters["draft-model"]
-    runners: list[Any] = [llm._engine.target, draft_model.draft_pass.runner]
+    draft_model: Any = engine_of(llm).drafters["draft-model"]
+    runners: list[Any] = [llm.loaded.runner, draft_model.draft_pass.runner]
     before = [runner.forwarded for runner in runners]
     params = SamplingParams(max_new_tokens=2, ignore_eos=True, drafter=drafter)
     outputs = llm.generate(prompt, params, n=5000)
@@ -190,7 +191,7 @@ def test_a_stream_dropped_during_a_step_does_not_block(
     """The garbage collector may close an iterator anywhere, also in the thread that steps the engine."""
     stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
     next(stream)
-    step = llm._engine.step
+    step = engine_of(llm).step
     open_ = [stream]
 
     def drop() -> Any:
@@ -198,12 +199,12 @@ def test_a_stream_dropped_during_a_step_does_not_block(
             open_.pop().close()
         return step()
 
-    monkeypatch.setattr(llm._engine, "step", drop)
+    monkeypatch.setattr(engine_of(llm), "step", drop)
     worker = threading.Thread(target=llm.generate, args=("voix", PLAIN), daemon=True)
     worker.start()
     worker.join(timeout=60)
     assert not worker.is_alive()
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_a_forward_that_fails_ends_only_its_own_batch(
@@ -211,14 +212,14 @@ def test_a_forward_that_fails_ends_only_its_own_batch(
 ) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     want = [o.token_ids for o in llm.generate([[10 + i, 9] for i in range(7)], params)]
-    forward, calls = llm._engine.target.forward, iter(range(1000))
+    forward, calls = llm.loaded.runner.forward, iter(range(1000))
 
     def break_once(*args: Any, **more: Any) -> Any:
         if next(calls) == 2:
             raise RuntimeError("out of memory")
         return forward(*args, **more)
 
-    monkeypatch.setattr(llm._engine.target, "forward", break_once)
+    monkeypatch.setattr(llm.loaded.runner, "forward", break_once)
     outputs = llm.generate([[10 + i, 9] for i in range(7)], params)
     assert [o.finish_reason for o in outputs] == ["error"] * 3 + ["length"] * 4  # max_batch is 3
     for output, ids in zip(outputs, want, strict=True):
@@ -231,14 +232,14 @@ def test_a_failed_forward_does_not_harm_the_stepping_thread(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the requests in the failed batch end with an error, whichever thread steps the engine."""
-    forward, calls = llm._engine.target.forward, iter(range(100_000))
+    forward, calls = llm.loaded.runner.forward, iter(range(100_000))
 
     def break_often(*args: Any, **more: Any) -> Any:
         if next(calls) % 31 == 5:
             raise RuntimeError("unlucky")
         return forward(*args, **more)
 
-    monkeypatch.setattr(llm._engine.target, "forward", break_often)
+    monkeypatch.setattr(llm.loaded.runner, "forward", break_often)
     found: list[foredraft.Output] = []
 
     def work(index: int) -> None:
@@ -260,19 +261,19 @@ def test_a_failed_forward_does_not_harm_the_stepping_thread(
         thread.join(timeout=120)
     assert len(found) == 5 * 6
     assert {o.finish_reason for o in found} == {"error", "length"}
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_cancel_all_keeps_generated_tokens(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, some, go_on = llm._engine.step, threading.Event(), threading.Event()
+    step, some, go_on = engine_of(llm).step, threading.Event(), threading.Event()
 
     def until_there_are_tokens() -> Any:
-        if not some.is_set() and sum(len(s.new_ids) for s in llm._engine.rows.sequences) >= 6:
+        if not some.is_set() and sum(len(s.new_ids) for s in engine_of(llm).rows.sequences) >= 6:
             some.set()
             assert go_on.wait(60)
         return step()
 
-    monkeypatch.setattr(llm._engine, "step", until_there_are_tokens)
+    monkeypatch.setattr(engine_of(llm), "step", until_there_are_tokens)
     params = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
     found: list[foredraft.Output] = []
     worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], params, n=9)), daemon=True)
@@ -283,23 +284,23 @@ def test_cancel_all_keeps_generated_tokens(llm: foredraft.LLM, monkeypatch: pyte
     worker.join(timeout=60)
     assert [o.finish_reason for o in found] == ["cancelled"] * 9
     assert sum(len(o.token_ids) for o in found) >= 6
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_an_interrupted_call_leaves_nothing_running(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, calls = llm._engine.step, iter(range(1000))
+    step, calls = engine_of(llm).step, iter(range(1000))
 
     def interrupted() -> Any:
         if next(calls) == 4:
             signal.raise_signal(signal.SIGINT)
         return step()
 
-    monkeypatch.setattr(llm._engine, "step", interrupted)
+    monkeypatch.setattr(engine_of(llm), "step", interrupted)
     with handler_of_sigint(), pytest.raises(KeyboardInterrupt):
         llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
     assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
 
 
@@ -377,7 +378,7 @@ def test_two_interrupts_are_handled_once_or_twice() -> None:
 def test_an_interrupt_does_not_wait_for_another_threads_step(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, begun, go_on, waited = llm._engine.step, threading.Event(), threading.Event(), []
+    step, begun, go_on, waited = engine_of(llm).step, threading.Event(), threading.Event(), []
 
     def slow() -> Any:
         if not begun.is_set():
@@ -385,7 +386,7 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
             waited.append(go_on.wait(60))
         return step()
 
-    monkeypatch.setattr(llm._engine, "step", slow)
+    monkeypatch.setattr(engine_of(llm), "step", slow)
     worker = threading.Thread(target=llm.generate, args=([5, 6], PLAIN), daemon=True)
     worker.start()
     assert begun.wait(60)
@@ -403,7 +404,7 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
     finally:
         go_on.set()
         worker.join(timeout=60)
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_a_request_chooses_its_drafter(llm: foredraft.LLM) -> None:
@@ -426,7 +427,7 @@ def test_plain_requests_skip_signals_that_only_the_policy_reads(
     monkeypatch.setattr(
         round_results, "target_confidence", lambda *about: asked.append(0) or confidence(*about)
     )
-    monkeypatch.setattr(llm._engine, "policy", TargetConfidence(4))
+    monkeypatch.setattr(engine_of(llm), "policy", TargetConfidence(4))
     for drafter in ("none", "draft-model"):
         assert not asked
         params = SamplingParams(temperature=0, max_new_tokens=8, drafter=drafter)
@@ -440,7 +441,7 @@ def test_errors_name_the_sizes(llm: foredraft.LLM) -> None:
         llm.generate([7] * 600, SamplingParams(max_new_tokens=10))
     cut = llm.generate([7] * 600, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
     assert cut.prompt_tokens == 502
-    long = [llm._spec.bos_token_id or 0, *[7, 8] * 300]
+    long = [llm.loaded.spec.bos_token_id or 0, *[7, 8] * 300]
     cut = llm.generate(long, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
     want = llm.generate([long[0], *long[-501:]], SamplingParams(max_new_tokens=10, temperature=0))[0]
     assert cut.prompt_tokens == 502
@@ -456,7 +457,7 @@ def test_errors_name_the_sizes(llm: foredraft.LLM) -> None:
     for wrong in (0, "2", 1.5, True):
         with pytest.raises(RequestError, match=f"^n is {wrong!r}; give a whole number from 1 to 100,000$"):
             llm.generate("x", PLAIN, n=wrong)  # type: ignore[arg-type]
-    assert not llm._engine.rows.sequences and not llm._engine.scheduler.waiting  # nothing was submitted
+    assert not engine_of(llm).rows.sequences and not engine_of(llm).scheduler.waiting  # nothing was submitted
 
 
 def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
@@ -500,7 +501,7 @@ def test_logits_that_are_not_finite_fail_only_that_request(folders: tuple[Path, 
     )
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     expected = [llm.generate([i, 9, 9], params)[0].token_ids for i in (10, 11, 12)]
-    llm._engine.target.decoder.embedding[77] = torch.nan  # type: ignore[attr-defined]
+    llm.loaded.runner.decoder.embedding[77] = torch.nan  # type: ignore[attr-defined]
     outputs = llm.generate([[10, 9, 9], [11, 77, 9], [11, 9, 9], [12, 9, 9]], params)
     assert outputs[1].finish_reason == "error" and "not finite" in (outputs[1].error or "")
     assert [o.token_ids for i, o in enumerate(outputs) if i != 1] == expected
@@ -526,7 +527,7 @@ def test_requests_decode_where_the_model_is_not_finite_on_the_measured_texts(
     )
     prompt = [9, 10, 11]
     expected = llm.generate(prompt, PLAIN)[0].token_ids
-    embedding = llm._engine.target.decoder.embedding  # type: ignore[attr-defined]
+    embedding = llm.loaded.runner.decoder.embedding  # type: ignore[attr-defined]
     others = [id for id in range(len(embedding)) if id not in (*prompt, *expected)]
     embedding[others] = torch.nan if dtype == "float32" else torch.finfo(torch.float16).max
     [output] = llm.generate(prompt, PLAIN.replace(drafter="auto"))
@@ -543,7 +544,7 @@ def test_a_token_that_is_not_finite_harms_only_texts_that_contain_it(
     )
     prompt = [9, 10, 11]
     expected = llm.generate(prompt, PLAIN)[0].token_ids
-    embedding = llm._engine.target.decoder.embedding  # type: ignore[attr-defined]
+    embedding = llm.loaded.runner.decoder.embedding  # type: ignore[attr-defined]
     embedding[[id for id in range(len(embedding)) if id not in (*prompt, *expected)]] = torch.nan
     [output] = llm.generate(prompt, PLAIN)
     assert (output.error, output.token_ids) == (None, expected)

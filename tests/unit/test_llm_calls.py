@@ -17,6 +17,7 @@ from foredraft.decode.params import SamplingKeywords
 from foredraft.errors import did_you_mean
 from foredraft.llm import driver
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 
 FEW: dict[str, Any] = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
@@ -106,7 +107,7 @@ def test_a_wrong_call_gets_one_clear_line(llm: foredraft.LLM, call: Any, message
     with pytest.raises(RequestError, match=message) as caught:
         call(llm)
     assert "\n" not in str(caught.value)
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 @pytest.mark.parametrize(
@@ -190,8 +191,8 @@ class TestClose:
     def test_it_frees_the_weights_and_the_caches(self, folder: Path) -> None:
         llm = load(folder)
         llm.generate("def", **FEW)
-        target: Any = llm._engine.target
-        parts = [weakref.ref(part) for part in (llm._engine, llm._engine.cache, target)]
+        target = llm.loaded.runner
+        parts = [weakref.ref(part) for part in (engine_of(llm), engine_of(llm).cache, target)]
         del target
         llm.close()
         gc.collect()
@@ -230,13 +231,13 @@ class TestClose:
         llm = load(folder, max_length=2048)
         found: list[foredraft.Output] = []
         running = threading.Event()
-        step = llm._engine.step
+        step = engine_of(llm).step
 
         def watched() -> Any:
             running.set()
             return step()
 
-        llm._engine.step = watched  # type: ignore[method-assign]
+        engine_of(llm).step = watched  # type: ignore[method-assign]
         work = lambda: found.extend(llm.generate("def", max_new_tokens=2000, ignore_eos=True))  # noqa: E731
         thread = threading.Thread(target=work)
         thread.start()

@@ -56,9 +56,9 @@ def work():
         llm.generate(prompt, params)
 
 def close():
-    rows = list(llm._engine.rows.sequences)
+    rows = list(llm.loaded.engine.rows.sequences)
     stream.close()
-    assert rows and llm._engine.rows.sequences == rows  # no cache row is moved, which might hang
+    assert rows and llm.loaded.engine.rows.sequences == rows  # no cache row is moved, which might hang
 
 thread = threading.Thread(target=work)
 if busy:

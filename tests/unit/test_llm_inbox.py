@@ -1,4 +1,4 @@
-"""Wishes of threads to the engine: each is carried out once, in whatever state its request is, or harms it alone."""
+"""Commands of threads to the engine: each is carried out once, in whatever state its request is, or harms it alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
 from foredraft.llm.inbox import Inbox
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 
 PARAMS = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 LONG = PARAMS.replace(max_new_tokens=400)
@@ -46,7 +47,7 @@ def test_a_request_that_cannot_be_submitted_ends_with_an_error_and_the_others_go
     first, second, third = llm.generate([[6, 7], [5, 7], [6, 7]], PARAMS)
     assert (second.finish_reason, second.error, second.token_ids) == ("error", "ValueError: unlucky", [])
     assert first.token_ids == third.token_ids == want
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_a_request_that_cannot_be_cancelled_ends_with_an_error_and_the_others_are_cancelled(
@@ -59,22 +60,22 @@ def test_a_request_that_cannot_be_cancelled_ends_with_an_error_and_the_others_ar
     llm.cancel_all()
     ends = [list(stream)[-1].output for stream in streams]
     assert [end.finish_reason for end in ends if end] == ["cancelled", "error", "cancelled"]
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
-def test_wishes_of_other_threads_survive_one_that_fails(
+def test_commands_of_other_threads_survive_one_that_fails(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a step runs, three threads ask for something; the first wish fails."""
+    """While a step runs, three threads leave commands; the first command fails."""
     want = llm.generate([6, 7], PARAMS)[0].token_ids
-    step, begun, go_on = llm._engine.step, threading.Event(), threading.Event()
+    step, begun, go_on = engine_of(llm).step, threading.Event(), threading.Event()
 
     def slow() -> Any:
         begun.set()
         assert go_on.wait(60)
         return step()
 
-    monkeypatch.setattr(llm._engine, "step", slow)
+    monkeypatch.setattr(engine_of(llm), "step", slow)
     monkeypatch.setattr(Engine, "submit", unlucky(Engine.submit, 5))
     found: dict[int, foredraft.Output] = {}
 
@@ -84,7 +85,7 @@ def test_wishes_of_other_threads_survive_one_that_fails(
     threads = [threading.Thread(target=work, args=(token,), daemon=True) for token in (8, 5, 6)]
     for waiting, thread in enumerate(threads):
         thread.start()
-        while len(llm._driver._waiters) <= waiting:  # the order of the wishes is that of the threads
+        while len(llm._driver._waiters) <= waiting:  # the order of the commands is that of the threads
             thread.join(timeout=0.01)
         assert begun.wait(60)
     go_on.set()
@@ -97,7 +98,7 @@ def test_wishes_of_other_threads_survive_one_that_fails(
 def test_a_thread_that_leaves_hands_the_next_step_to_a_thread_that_waits(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, found = llm._engine.step, list[foredraft.Output]()
+    step, found = engine_of(llm).step, list[foredraft.Output]()
     worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], LONG)), daemon=True)
 
     def slow() -> Any:
@@ -109,21 +110,21 @@ def test_a_thread_that_leaves_hands_the_next_step_to_a_thread_that_waits(
         return step()
 
     with monkeypatch.context() as planted:
-        planted.setattr(llm._engine, "step", slow)
+        planted.setattr(engine_of(llm), "step", slow)
         llm.generate([6, 7], PARAMS.replace(max_new_tokens=1))
     worker.join(timeout=60)
     assert [output.finish_reason for output in found] == ["length"]
 
 
 def sequence_of(llm: foredraft.LLM) -> Sequence:
-    [sequence] = llm._requests.sequences([5, 6], PARAMS, 1, None, False, False)
+    [sequence] = llm.requests.sequences([5, 6], PARAMS)
     return sequence
 
 
 def test_cancelling_a_sequence_that_was_never_submitted_or_has_ended_changes_nothing(
     llm: foredraft.LLM,
 ) -> None:
-    engine, sequence = llm._engine, sequence_of(llm)
+    engine, sequence = engine_of(llm), sequence_of(llm)
     engine.cancel(sequence)
     engine.submit(sequence)  # too late: it must not start
     engine.cancel(sequence)
@@ -139,16 +140,16 @@ def test_cancelling_a_sequence_that_was_never_submitted_or_has_ended_changes_not
 def test_a_dropped_stream_is_cancelled_before_the_next_step(llm: foredraft.LLM) -> None:
     stream = llm.stream([5, 6], LONG)
     next(stream)
-    [dropped] = llm._engine.rows.sequences
+    [dropped] = engine_of(llm).rows.sequences
     rounds = dropped.round_count
     del stream
     gc.collect()
     llm.generate([6, 7], PARAMS)
     assert dropped.finish == "cancelled" and dropped.round_count == rounds
-    assert llm._engine.scheduler.idle and not llm._driver.inbox._watched
+    assert engine_of(llm).scheduler.idle and not llm._driver.inbox._watched
 
 
-def test_a_stream_dropped_while_the_wishes_are_carried_out_is_cancelled(
+def test_a_stream_dropped_while_the_commands_are_carried_out_is_cancelled(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The garbage collector may run anywhere, also in the thread that changes the engine."""
@@ -166,21 +167,21 @@ def test_a_stream_dropped_while_the_wishes_are_carried_out_is_cancelled(
 
     monkeypatch.setattr(Engine, "cancel", cancel_and_collect)
     streams[0].close()
-    assert llm._engine.scheduler.idle and not llm._driver.inbox
+    assert engine_of(llm).scheduler.idle and not llm._driver.inbox
 
 
 def test_a_closed_stream_has_no_more_pieces_and_never_starts(llm: foredraft.LLM) -> None:
     stream = llm.stream([5, 6], LONG)
     stream.close()
-    assert list(stream) == [] and llm._engine.scheduler.idle
+    assert list(stream) == [] and engine_of(llm).scheduler.idle
     stream = llm.stream([5, 6], LONG)
     next(stream)
     stream.close()
     stream.close()
-    assert list(stream) == [] and llm._engine.scheduler.idle
+    assert list(stream) == [] and engine_of(llm).scheduler.idle
 
 
-def test_a_wish_that_comes_while_the_last_ones_are_carried_out_is_not_left(
+def test_a_command_that_comes_while_the_last_ones_are_carried_out_is_not_left(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = llm.stream([5, 6], LONG)
@@ -197,4 +198,4 @@ def test_a_wish_that_comes_while_the_last_ones_are_carried_out_is_not_left(
     monkeypatch.setattr(Inbox, "carry_out", close_after)
     llm.cancel_all()
     assert closed and not closed[0].is_alive()
-    assert llm._engine.scheduler.idle and not llm._driver.inbox
+    assert engine_of(llm).scheduler.idle and not llm._driver.inbox

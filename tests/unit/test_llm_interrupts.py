@@ -19,6 +19,7 @@ from foredraft.llm.inbox import Inbox
 from foredraft.llm.interrupts import Interrupts
 from tests.support import checkpoints
 from tests.support.interrupting import LLM_FOLDER, LOCKS, InterruptAt, handler_of_sigint
+from tests.support.loaded import engine_of
 
 PARAMS = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 LONG = PARAMS.replace(max_new_tokens=400)
@@ -78,7 +79,7 @@ CALLS = [generate, stream, close, drop, cancel_all]
 
 def leftovers(llm: foredraft.LLM, text: list[int]) -> list[str]:
     """Return what an interrupted call left behind, found while another request runs; removes it."""
-    engine, driver = llm._engine, llm._driver
+    engine, driver = engine_of(llm), llm._driver
     found = ["the turn is taken"] if driver.turn.locked() else []
     if driver._waiters:
         found.append("a thread waits")
@@ -94,7 +95,7 @@ def leftovers(llm: foredraft.LLM, text: list[int]) -> list[str]:
     if engine.rows.sequences or engine.scheduler.waiting:
         found.append("a request is left")
     if driver.inbox:
-        found.append("a wish is left")
+        found.append("a command is left")
     llm.cancel_all()
     return found
 
@@ -152,7 +153,7 @@ def test_an_interrupt_at_every_instruction_leaves_nothing_behind(
 def test_a_stream_that_an_interrupt_ended_has_no_more_pieces(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, step = llm.stream(PROMPTS[0], LONG), llm._engine.step
+    stream, step = llm.stream(PROMPTS[0], LONG), engine_of(llm).step
     next(stream)
 
     def interrupted() -> Any:
@@ -160,10 +161,10 @@ def test_a_stream_that_an_interrupt_ended_has_no_more_pieces(
         return step()
 
     with monkeypatch.context() as planted, handler_of_sigint():
-        planted.setattr(llm._engine, "step", interrupted)
+        planted.setattr(engine_of(llm), "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
-    assert llm._engine.scheduler.idle and not llm._driver.inbox
+    assert engine_of(llm).scheduler.idle and not llm._driver.inbox
     assert list(stream) == []
 
 

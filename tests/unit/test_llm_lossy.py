@@ -9,6 +9,7 @@ import pytest
 import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 
 STRICT = SamplingParams(temperature=0, max_new_tokens=24, logprobs=0)
 LOSSY = STRICT.replace(acceptance="bild", rollback=6.0)
@@ -103,7 +104,7 @@ def test_a_request_for_a_drafter_that_the_policy_cannot_stop_is_refused(folder: 
         llm.generate([PROMPT, PROMPT], [fitting, other])
     with pytest.raises(RequestError, match=message):
         llm.stream(PROMPT, other)
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
     assert llm.generate(PROMPT, fitting)[0].stats.drafted > 0
     for policy in ("fixed", "auto"):
         free = foredraft.load(

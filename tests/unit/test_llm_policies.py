@@ -11,6 +11,7 @@ from foredraft import SamplingParams, demo
 from foredraft.decode.policy import Auto, ByRequest
 from foredraft.errors import RequestError
 from foredraft.kinds import POLICIES
+from tests.support.loaded import engine_of
 from tests.support.planting import assert_caught, defect
 
 OTHERS = [name for name in POLICIES if not POLICIES[name].uses_costs]  # decide by the row's own rounds alone
@@ -56,7 +57,7 @@ def check_longest_drafts(llm: foredraft.LLM) -> None:
 
 def test_another_length_keeps_the_settings_of_the_loaded_policy() -> None:
     llm = load(policy="target-confidence", policy_options={"threshold": 0.9, "by": "entropy"})
-    policy: Any = llm._policies.of(params(max_draft=3), llm._engine)
+    policy: Any = llm._policies.of(params(max_draft=3), engine_of(llm))
     assert (policy.max_draft, policy.threshold, policy.by) == (3, 0.9, "entropy")
 
 

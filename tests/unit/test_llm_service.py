@@ -14,6 +14,7 @@ from foredraft import LLM, RequestError, SamplingParams
 from foredraft.decode.engine import Engine
 from foredraft.llm.pieces import Pieces
 from foredraft.llm.service import News, Service
+from tests.support.loaded import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=30)
 
@@ -50,7 +51,7 @@ def running(llm: LLM) -> Iterator[Running]:
     found = Running(llm)
     yield found
     found.service.stop()
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_texts_are_those_of_generate(llm: LLM, running: Running) -> None:

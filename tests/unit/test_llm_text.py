@@ -24,6 +24,7 @@ from foredraft.decode.round_results import fetch_results
 from foredraft.decode.sequence import Finish, Sequence
 from foredraft.model.byte_codec import ByteCodec
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
 
 Function = Callable[..., Any]
@@ -59,10 +60,10 @@ def test_everything_ends_where_a_stop_string_is_complete(
     assert whole.text is not None and whole.pieces is not None
     tried = 0
     lengths: list[int] = []
-    leave = llm._engine.rows.remove
+    leave = engine_of(llm).rows.remove
 
     def note(sequence: Sequence) -> None:
-        lengths.append(llm._engine.cache.lengths[sequence.row])
+        lengths.append(engine_of(llm).cache.lengths[sequence.row])
         leave(sequence)
 
     for at in range(0, len(whole.text) - 3, 3):
@@ -72,7 +73,7 @@ def test_everything_ends_where_a_stop_string_is_complete(
         tried += 1
         lengths.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm._engine.rows, "remove", note)
+            patch.setattr(engine_of(llm).rows, "remove", note)
             found = greedy(llm, drafter=drafter, stop=stop, include_stop=include, logprobs=0)
         ends = itertools.accumulate(len(piece) for piece in whole.pieces)
         count = next(i for i, end in enumerate(ends, start=1) if end >= at + 3)
@@ -163,7 +164,7 @@ def test_every_end_token_ends_a_text_after_min_new_tokens(tmp_path: Path) -> Non
 def test_a_stop_string_does_not_match_the_name_of_an_end_token(
     llm: foredraft.LLM, stop: str, options: dict[str, Any]
 ) -> None:
-    biases = {llm._spec.eos_token_ids[0]: 100}
+    biases = {llm.loaded.spec.eos_token_ids[0]: 100}
     plain = SamplingParams(temperature=0, max_new_tokens=20, min_new_tokens=7, logit_bias=biases)
     for drafter in DRAFTERS:
         for include in (False, True):
@@ -275,7 +276,7 @@ class TestDefaults:
     ) -> None:
         llm = self.load(tiny, tmp_path, config)
         assert llm.default_params == SamplingParams(**want)
-        assert all(0 <= id < 384 for id in llm._spec.eos_token_ids)
+        assert all(0 <= id < 384 for id in llm.loaded.spec.eos_token_ids)
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == (message is not None)
         if message is not None:
@@ -352,7 +353,7 @@ def test_a_prompt_is_scored_without_generating(llm: foredraft.LLM) -> None:
             s and s.logprob for s in found.prompt_logprobs
         ]
     assert llm.generate([[5]], only)[0].prompt_logprobs == [None]
-    assert llm._engine.scheduler.idle
+    assert engine_of(llm).scheduler.idle
 
 
 def test_processed_scores_of_a_prompt_are_those_of_generated_tokens(llm: foredraft.LLM) -> None:

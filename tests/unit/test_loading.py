@@ -23,6 +23,7 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from tests.support import alphabets, checkpoints
 from tests.support.adapters import save_adapter
+from tests.support.loaded import engine_of
 from tests.support.running import python
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
@@ -74,7 +75,7 @@ def test_a_drafter_added_to_the_table_is_loaded(models: Path, monkeypatch: pytes
     assert llm.generate("a b a b", SamplingParams(drafter="lookup", max_new_tokens=2))[0].lossless
     [parts] = seen
     assert (parts.rows, parts.positions, parts.draft) == (2, 64, None)
-    assert parts.target is llm._engine.target
+    assert parts.target is llm.loaded.runner
 
 
 def test_a_policy_added_to_the_table_is_loaded_with_its_longest_draft(
@@ -99,8 +100,8 @@ def test_every_drafter_is_loaded_under_its_name(models: Path, name: str, tmp_pat
     adapter = save_adapter(models / "big", tmp_path / "adapter") if kind.needs_adapter else None
     llm = load(models, drafter=name, draft=draft, plan=plan, adapter=adapter, policy="auto")
     assert llm.default_drafter == (None if name == "none" else name)
-    assert all(drafter.name == key for key, drafter in llm._engine.drafters.items())
-    stepper = hasattr(llm._engine.drafters.get(name), "step")
+    assert all(drafter.name == key for key, drafter in engine_of(llm).drafters.items())
+    stepper = hasattr(engine_of(llm).drafters.get(name), "step")
     assert stepper == DRAFTERS[name].stepper
 
 
@@ -132,7 +133,7 @@ def test_a_dtype_may_be_pytorchs_own_or_a_short_name(models: Path, given: Any, d
     for model in find_checkpoints(options_for(models / "big", draft=models / "small", dtype=given)).all:
         assert model.dtype == dtype
     if dtype == torch.bfloat16:
-        assert load(models, dtype=given)._engine.cache.dtype == dtype
+        assert engine_of(load(models, dtype=given)).cache.dtype == dtype
 
 
 @pytest.mark.parametrize("wrong", [torch.int8, torch.float64, "fp8", "float8", 16, "", []])
@@ -185,7 +186,7 @@ def test_the_default_draft_length_fits_the_verifying_pass(
     kind = kinds.PolicyKind("", lambda n: made.append(n) or POLICIES["fixed"].make(n), max_draft=10**6)  # type: ignore[func-returns-value]
     monkeypatch.setitem(POLICIES, "endless", kind)
     llm = load(models, policy="endless")
-    assert made == [llm._engine.target.max_queries - 1]
+    assert made == [llm.loaded.runner.max_queries - 1]
     with pytest.raises(ConfigError, match="max_draft is 1000000, but this model's verifying pass takes"):
         load(models, policy="endless", max_draft=10**6)
 
@@ -203,16 +204,16 @@ def test_requests_may_name_a_draft_model_that_is_not_the_default_drafter(models:
 def test_the_draft_models_tokenizer_decides_the_default_drafter(models: Path, tmp_path: Path) -> None:
     llm = load(models, draft=models / "foreign")
     assert llm.default_drafter == "retokenize"
-    assert set(llm._engine.drafters) == {"lookup", "prediction", "retokenize"}
+    assert set(engine_of(llm).drafters) == {"lookup", "prediction", "retokenize"}
     assert llm.generate("a b c", GREEDY)[0].stats.drafted > 0
     # other ids and another vocabulary size, but the same tokenizer
     relative = checkpoints.save_checkpoint(tmp_path / "relative", vocab_size=400)
     alphabets.save(alphabets.permuted(checkpoints.tiny_tokenizer())[0], relative)
     llm = load(models, draft=relative)
     assert llm.default_drafter == "draft-model"
-    assert set(llm._engine.drafters) == {"lookup", "prediction", "draft-model"}
-    assert llm._engine.drafters["draft-model"].vocabulary is not None  # type: ignore[attr-defined]
-    same = load(models, draft=models / "small")._engine.drafters["draft-model"]
+    assert set(engine_of(llm).drafters) == {"lookup", "prediction", "draft-model"}
+    assert engine_of(llm).drafters["draft-model"].vocabulary is not None  # type: ignore[attr-defined]
+    same = engine_of(load(models, draft=models / "small")).drafters["draft-model"]
     assert same.vocabulary is None  # type: ignore[attr-defined]
 
 
@@ -262,10 +263,10 @@ def test_a_retokenizing_draft_model_gets_twice_the_positions(
 ) -> None:
     """They count as memory too."""
     llm = load(models, draft=models / "foreign", max_length=700, max_batch=2)
-    drafter = llm._engine.drafters["retokenize"]
+    drafter = engine_of(llm).drafters["retokenize"]
     assert drafter.cache.positions == drafter.positions == 1400  # type: ignore[attr-defined]
     assert drafter.cache.rows == 2  # type: ignore[attr-defined]
-    spec = llm._spec
+    spec = llm.loaded.spec
     row = 2 * spec.kv_heads * spec.head_dim * 4
     both = (
         spec.layers * 2048 + 1 * 2048
@@ -298,12 +299,12 @@ def test_a_draft_model_with_fewer_positions_gets_a_smaller_cache(
     plain = load(models, max_length=1500).generate(prompts, params)
     for draft, name in ((short, "draft-model"), (foreign, "retokenize")):
         llm = load(models, draft=draft, max_length=1500, max_batch=2)
-        assert llm._engine.drafters[name].cache.positions == 40  # type: ignore[attr-defined]
+        assert engine_of(llm).drafters[name].cache.positions == 40  # type: ignore[attr-defined]
         outputs = llm.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
         assert [output.stats.drafted > 0 for output in outputs] == [True, True, True, False]
-        row = 2 * llm._spec.kv_heads * llm._spec.head_dim * 4
-        both = (llm._spec.layers * 2048 + 1024) * row
+        row = 2 * llm.loaded.spec.kv_heads * llm.loaded.spec.head_dim * 4
+        both = (llm.loaded.spec.layers * 2048 + 1024) * row
         for budget, fits in ((2 * both, True), (2 * both - 1, False)):
             set_room(monkeypatch, budget, models / "big", draft)
             with nullcontext() if fits else pytest.raises(ConfigError, match="2 sequences of 1500 positions"):

@@ -25,6 +25,7 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_pair, save_variant
+from tests.support.loaded import engine_of
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_parameters_are_those_of_the_file_and_of_the_loaded_model(tmp_path: Path
     [model] = inspect_models(folder, device="cpu").models
     stored = sum(torch.Size(shape).numel() for _, shape in weight_headers(folder).values())
     llm = foredraft.load(folder, device="cpu", drafter="none", kernels=False, max_length=32, max_batch=1)
-    assert model.parameters == stored == model_record("target", "x", llm._engine.target).parameters
+    assert model.parameters == stored == model_record("target", "x", llm.loaded.runner).parameters
 
 
 def test_no_weight_is_read(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def test_the_models_own_limit_bounds_a_sequence(models: Path) -> None:
     context = inspect_models(models / "big", device="cpu").context
     assert context.longest == ModelSpec.from_folder(models / "big").max_positions
     llm = foredraft.load(models / "big", device="cpu", policy="fixed")
-    assert (context.rows, context.positions) == (llm._engine.rows.caches[0].rows, llm.max_length)
+    assert (context.rows, context.positions) == (engine_of(llm).rows.caches[0].rows, llm.max_length)
 
 
 def test_too_little_memory_is_part_of_the_answer(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,8 @@ def test_drafters_are_those_that_load_makes(models: Path) -> None:
         llm = foredraft.load(
             models / "big", device="cpu", policy="fixed", max_length=64, max_batch=1, **draft
         )
-        assert {name for name, at_hand in drafters(found).items() if at_hand} == llm._engine.drafters.keys()
+        at_hand = {name for name, is_at_hand in drafters(found).items() if is_at_hand}
+        assert at_hand == engine_of(llm).drafters.keys()
 
 
 def test_a_kept_plan_is_found(models: Path) -> None:
@@ -209,7 +211,7 @@ def test_a_kept_adapter_that_is_predicted_to_lose_serves_only_requests_for_it(
     options: dict[str, Any] = {"device": "cpu", "max_length": 64, "max_batch": 1}
     for more, expected in (({}, serves), ({"drafter": "kangaroo"}, True), ({"adapter": place}, True)):
         with foredraft.load(models / "big", **options, **more) as llm:
-            assert ("kangaroo" in llm._engine.drafters) is expected, more
+            assert ("kangaroo" in engine_of(llm).drafters) is expected, more
 
 
 def test_a_drafter_that_is_not_at_hand_says_what_it_lacks(models: Path) -> None:

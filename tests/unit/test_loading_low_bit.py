@@ -21,6 +21,7 @@ from foredraft.kinds.offered_copy import OFFER
 from foredraft.loading import low_bit
 from foredraft.loading.inspection import inspect_models
 from tests.support.checkpoints import save_checkpoint
+from tests.support.loaded import engine_of
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "eos_token_id": None}
@@ -35,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def drafters(model: Path, **options: Any) -> list[str]:
     with foredraft.load(model, device="cpu", max_batch=1, max_length=128, **options) as llm:
-        return [*llm._engine.drafters]
+        return [*engine_of(llm).drafters]
 
 
 def test_auto_drafts_with_a_copy_of_a_large_target(
@@ -46,7 +47,7 @@ def test_auto_drafts_with_a_copy_of_a_large_target(
     assert not any("low-bit" in record.getMessage() for record in caplog.records)
     monkeypatch.setattr(low_bit, "LEAST", 1)
     with caplog.at_level(logging.WARNING), foredraft.load(target, device="cpu", max_length=128) as llm:
-        assert "low-bit" in llm._engine.drafters
+        assert "low-bit" in engine_of(llm).drafters
         params = SamplingParams(temperature=0, max_new_tokens=24)
         [text] = llm.generate("a b", params, drafter="low-bit", policy="fixed")
         [plain] = llm.generate("a b", params, drafter="none")

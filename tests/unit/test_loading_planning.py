@@ -16,6 +16,7 @@ from foredraft.bench.records import DraftCost
 from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash, plan_place, write_plan
 from foredraft.drafters.skips import Skips
 from tests.support import checkpoints
+from tests.support.loaded import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 NO_PLAN = "no plan for this model; make one with `foredraft tune`, or give plan"
@@ -47,7 +48,7 @@ def load(models: Path, **options: Any) -> foredraft.LLM:
 
 
 def self_draft(llm: foredraft.LLM) -> Any:
-    return llm._engine.drafters["layer-skip"]
+    return engine_of(llm).drafters["layer-skip"]
 
 
 def test_a_plan_may_be_given_in_any_form(models: Path, plan: PlanFile, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_plan_may_be_given_in_any_form(models: Path, plan: PlanFile, tmp_path:
         assert llm.default_drafter == "layer-skip", "a given plan is used by default"
         [output] = llm.generate("a b c", GREEDY)
         assert output.token_ids == want and output.stats.drafted > 0 and output.lossless
-        policy: Any = llm._engine.policy
+        policy: Any = engine_of(llm).policy
         assert policy.max_draft == (5 if given == plan.skips or given == str(plan.skips) else 3)
     assert self_draft(load(models, plan="exit:2")).skips == Skips(exit=2)
 
@@ -68,26 +69,26 @@ def test_a_plan_may_be_given_in_any_form(models: Path, plan: PlanFile, tmp_path:
 def test_layer_skip_drafts_on_the_targets_cache(models: Path) -> None:
     llm = load(models, plan="skip:attn=1")
     assert (
-        self_draft(llm).caches == (llm._engine.cache,)
-        and self_draft(llm).draft_pass.runner is llm._engine.target
+        self_draft(llm).caches == (engine_of(llm).cache,)
+        and self_draft(llm).draft_pass.runner is llm.loaded.runner
     )
-    assert llm._engine.rows.caches == [llm._engine.cache]
+    assert engine_of(llm).rows.caches == [engine_of(llm).cache]
 
 
 def test_a_kept_plan_is_found(models: Path, plan: PlanFile) -> None:
     with pytest.raises(ConfigError, match=NO_PLAN):
         load(models, drafter="layer-skip")
-    assert set(load(models)._engine.drafters) == {"lookup", "prediction"}
+    assert set(engine_of(load(models)).drafters) == {"lookup", "prediction"}
     keep_plan(plan)
     llm = load(models, drafter="layer-skip")
-    policy: Any = llm._engine.policy
+    policy: Any = engine_of(llm).policy
     assert (self_draft(llm).skips, policy.max_draft) == (plan.skips, 3)
-    assert load(models, drafter="layer-skip", max_draft=7)._engine.policy.max_draft == 7  # type: ignore[attr-defined]
-    assert load(models, drafter="layer-skip", policy="heuristic")._engine.policy.max_draft == 3  # type: ignore[attr-defined]
+    assert engine_of(load(models, drafter="layer-skip", max_draft=7)).policy.max_draft == 7  # type: ignore[attr-defined]
+    assert engine_of(load(models, drafter="layer-skip", policy="heuristic")).policy.max_draft == 3  # type: ignore[attr-defined]
     assert self_draft(load(models, drafter="layer-skip", plan="exit:1")).skips == Skips(exit=1)
     # a request may name it where another drafter is the default
     llm = load(models, draft=models / "small")
-    assert llm.default_drafter == "draft-model" and llm._engine.policy.max_draft == 5  # type: ignore[attr-defined]
+    assert llm.default_drafter == "draft-model" and engine_of(llm).policy.max_draft == 5  # type: ignore[attr-defined]
     names = ("none", "lookup", "draft-model", "layer-skip")
     outputs = llm.generate(["a b c"] * 4, [replace(GREEDY, drafter=name) for name in names])
     assert len({tuple(output.token_ids) for output in outputs}) == 1
@@ -125,7 +126,7 @@ def test_a_broken_kept_plan_is_left_out_unless_it_is_needed(
     assert place is not None
     place.write_text("{}")
     with caplog.at_level(logging.WARNING):
-        assert set(load(models)._engine.drafters) == {"lookup", "prediction"}
+        assert set(engine_of(load(models)).drafters) == {"lookup", "prediction"}
     assert "whose format is None" in caplog.text
     with pytest.raises(ConfigError, match="whose format is None"):
         load(models, drafter="layer-skip")
@@ -156,9 +157,9 @@ def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
 def test_greedy_draft_sampling_works_with_layer_skip(models: Path) -> None:
     llm = load(models, plan="skip:attn=1", draft_sampling="greedy")
     assert llm.generate("a b c", replace(GREEDY, temperature=1.0))[0].stats.drafted > 0
-    assert load(
-        models, plan="exit:1", draft=models / "foreign", draft_sampling="greedy"
-    )._engine.greedy_drafts
+    assert engine_of(
+        load(models, plan="exit:1", draft=models / "foreign", draft_sampling="greedy")
+    ).greedy_drafts
 
 
 def test_a_draft_step_costs_the_sub_layers_that_its_plan_keeps(
@@ -168,7 +169,7 @@ def test_a_draft_step_costs_the_sub_layers_that_its_plan_keeps(
     now = 0.0
     for given, c in (("exit:1", 3 / 7), ("skip:attn=0-2", 4 / 7), ("skip:none", 1.0)):
         llm = load(models, plan=given, kernels=False)  # kernels would take all steps in one call
-        runner: Any = llm._engine.target
+        runner = llm.loaded.runner
         forward, seen = runner.forward, set()
 
         def timed(*some: Any, plan: Any = None, forward: Any = forward, seen: Any = seen, **more: Any) -> Any:
@@ -179,7 +180,7 @@ def test_a_draft_step_costs_the_sub_layers_that_its_plan_keeps(
 
         monkeypatch.setattr(runner, "forward", timed)
         monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
-        costs = measure_costs(llm, 1, 20, 3, repeats=2)
+        costs = measure_costs(llm.loaded, 1, 20, 3, repeats=2)
         own = costs.drafting["layer-skip"]
         assert (own.first, own.further) == pytest.approx((c, c))
         assert costs.drafting["lookup"] == DraftCost(0.0, 0.0)

@@ -74,7 +74,7 @@ def test_a_broken_text_in_a_list_is_refused(
     block: int, length: int, says: str, sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUFFER", block)
-    monkeypatch.setattr(module, "MOST_TEXT", 2**9)
+    monkeypatch.setattr(module, "MAX_TEXT", 2**9)
     at = sound.index(struct.pack("<Q", 5) + b"<pad>")
     file = tmp_path / "model.gguf"
     file.write_bytes(sound[:at] + struct.pack("<Q", length) + b"\xff" * 5 + sound[at + 13 :])

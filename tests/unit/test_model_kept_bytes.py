@@ -106,7 +106,7 @@ def test_a_tokenizer_with_another_decoder_has_another_table() -> None:
 
 
 def test_only_the_newest_tables_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_TABLES", 3)
+    monkeypatch.setattr(module, "MAX_TABLES", 3)
     for size in range(1, 7):
         kept_bytes(TOKENIZER, size, made([b"x"] * size))
     assert len([*cache.glob(f"*{module.SUFFIX}")]) == len([*cache.glob("*.json")]) == 3

@@ -25,6 +25,7 @@ from foredraft.model.runner.ragged import COSTS, RaggedRule
 from foredraft.model.runner.shapes import FALLBACK, INEXACT
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import reference_model, save_checkpoint, save_variant
+from tests.support.loaded import engine_of
 
 BASE = 40  # positions before the tested pass; beyond the window of 24
 
@@ -424,7 +425,7 @@ def test_float16_gives_the_same_ids_with_and_without_drafts(tmp_path: Path) -> N
     prompts, said = [[3, 4, 5, 6] * 10, [7, 8, 9]], []
     for folder, dtype in (("half", None), ("whole", "float16")):
         llm = foredraft.load(tmp_path / folder, dtype=dtype, device="cpu", max_batch=2, max_length=256)
-        assert llm._engine.cache.dtype == torch.float16
+        assert engine_of(llm).cache.dtype == torch.float16
         for drafter in ("none", "lookup"):
             params = SamplingParams(temperature=0, max_new_tokens=48, ignore_eos=True, drafter=drafter)
             said.append([output.token_ids for output in llm.generate(prompts, params)])

@@ -187,7 +187,7 @@ def test_loading_twice_probes_once_and_confirms_twice(
     monkeypatch.setattr(shapes, "_confirmed_buckets", lambda *a: confirmed.append(a) or confirm(*a))
     model = save_checkpoint(tmp_path / "model")
     found = [
-        foredraft.load(model, device="cpu", max_batch=1, max_length=512)._engine.target.shapes
+        foredraft.load(model, device="cpu", max_batch=1, max_length=512).loaded.runner.shapes
         for _ in range(2)
     ]
     assert found[0] == found[1]

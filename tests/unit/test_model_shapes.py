@@ -392,7 +392,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = save_checkpoint(tmp_path)
     llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512, policy="fixed")
     assert probed == [torch.device("cpu")]
-    assert llm._engine.target.shapes.found
+    assert llm.loaded.runner.shapes.found
     foredraft.load(folder, device="cpu", max_batch=1, max_length=512, deterministic=False)
     assert len(probed) == 1
 

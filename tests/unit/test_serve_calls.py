@@ -154,8 +154,8 @@ def llm() -> foredraft.LLM:
 
 def allows(llm: foredraft.LLM, grammar: str | None, text: str) -> bool:
     assert grammar is not None and llm.tokenizer is not None
-    ends = frozenset(llm._spec.eos_token_ids)
-    codec = grammar_tokenizer(ByteCodec(llm.tokenizer), llm._spec.vocab_size, ends)
+    ends = frozenset(llm.loaded.spec.eos_token_ids)
+    codec = grammar_tokenizer(ByteCodec(llm.tokenizer), llm.loaded.spec.vocab_size, ends)
     matcher, ids = (
         compile_grammar("grammar", grammar, codec, Pace(MaskThreads())),
         llm.tokenizer.encode(text, False),

@@ -40,6 +40,7 @@ from foredraft.train.target import FrozenTarget
 from foredraft.train.validation import acceptance, summarise
 from foredraft.tune.expected_rounds import ExpectedRounds
 from tests.support.checkpoints import TEXT, save_checkpoint
+from tests.support.loaded import engine_of
 from tests.support.planting import assert_caught, defect
 
 CPU = torch.device("cpu")
@@ -253,13 +254,13 @@ def check_replay(model: Path, adapter: Path) -> None:
         model, adapter=adapter, drafter="kangaroo", policy="fixed", max_draft=3, dtype="float32", device="cpu",
         max_batch=4, max_length=256, kernels=False,
     )  # fmt: skip
-    drafter: Any = llm._engine.drafters["kangaroo"]
+    drafter: Any = engine_of(llm).drafters["kangaroo"]
     seen: list[tuple[list[int], torch.Tensor]] = []
     step = Kangaroo.step
 
     def spy(self: Kangaroo, tokens: Any, starts: Any, counts: Any, idle: Any, at: Any) -> Any:
         logits = step(self, tokens, starts, counts, idle, at)
-        for row, sequence in enumerate(llm._engine.rows.sequences):
+        for row, sequence in enumerate(engine_of(llm).rows.sequences):
             if not idle[row]:
                 drafted[row].append(int(tokens[row, 0]))
                 text = [*sequence.tokens[:-1], *drafted[row]]
@@ -272,11 +273,11 @@ def check_replay(model: Path, adapter: Path) -> None:
         params = SamplingParams(max_new_tokens=30, temperature=1.0, drafter="kangaroo", ignore_eos=True)
         several = [Sequence(-1 - n, [1, 5 + n, 9], params, n, drafters=("kangaroo",)) for n in range(3)]
         for sequence in several:
-            llm._engine.submit(sequence)
+            engine_of(llm).submit(sequence)
         while any(sequence.finish is None for sequence in several):
             drafted.clear()
             drafted.update({row: [] for row in range(4)})
-            llm._engine.step()
+            engine_of(llm).step()
     assert len(seen) > 60 and drafter.taps == (1,)
     for text, q in seen:
         packed = Packed.of([Document((*text, 0), (True,) * (len(text) + 1))], CPU)

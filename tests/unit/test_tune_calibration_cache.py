@@ -57,7 +57,7 @@ class Searches:
         monkeypatch.setattr(llm, "generate", counted)
 
     def cache(self, **changes: Any) -> CalibrationCache:
-        return CalibrationCache(self.folder, model_hash(self.folder), self.llm, **self.given | changes)
+        return CalibrationCache(self.folder, model_hash(self.folder), self.llm.loaded, **self.given | changes)
 
     def file(self) -> Path:
         path = user_cache.keyed_path(calibration_cache.KIND, self.cache().key)

@@ -25,6 +25,7 @@ from foredraft.tune import run as run_module
 from foredraft.tune.plan_costs import measure_plan_costs
 from foredraft.tune.teacher_forced import TeacherForced
 from tests.support.checkpoints import save_checkpoint
+from tests.support.loaded import engine_of
 from tests.unit.test_tune_teacher_forced import MAX_DRAFT, write_texts
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
@@ -42,8 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runners(llm: LLM) -> tuple[Runner, Runner]:
-    target = llm._engine.target
-    assert isinstance(target, Runner)
+    target = llm.loaded.runner
     return target, low_bit_copy(target, 4)
 
 
@@ -54,10 +54,10 @@ def check_rounds(model: Path, drafting: str = "copy") -> None:
         own = {"copy": copy, "target": None}[drafting]
         scored = TeacherForced(target, write_texts(llm, 0.0), MAX_DRAFT, drafting=own)
         for skips in PLANS:
-            counts = scored.rounds(Skips.parse(skips).plan(llm._spec.layers), every_start=True).counts
-            llm._engine.drafters["self"] = LowBit(copy, llm._engine.cache, Skips.parse(skips))
+            counts = scored.rounds(Skips.parse(skips).plan(llm.loaded.spec.layers), every_start=True).counts
+            engine_of(llm).drafters["self"] = LowBit(copy, engine_of(llm).cache, Skips.parse(skips))
             for draft in range(1, MAX_DRAFT + 1):
-                llm._engine.policy = Fixed(draft)
+                engine_of(llm).policy = Fixed(draft)
                 params = [
                     SamplingParams(temperature=0, max_new_tokens=text.new_tokens, drafter="self")
                     for text in scored.texts
@@ -96,15 +96,15 @@ def test_a_plan_of_the_copy_is_searched_kept_and_used(
 
     options: dict[str, Any] = {"device": "cpu", "max_length": 64, "policy": "fixed"}
     with foredraft.load(model, drafter="low-bit", **options) as llm:
-        drafter: Any = llm._engine.drafters["low-bit"]
+        drafter: Any = engine_of(llm).drafters["low-bit"]
         assert drafter.skips == plan.skips and drafter.planned == plan.max_draft
-        policy: Any = llm._engine.policy
-        assert policy.max_draft == plan.max_draft and "layer-skip" not in llm._engine.drafters
+        policy: Any = engine_of(llm).policy
+        assert policy.max_draft == plan.max_draft and "layer-skip" not in engine_of(llm).drafters
     with foredraft.load(model, drafter="low-bit", draft_weights="int8", **options) as llm:
-        drafter = llm._engine.drafters["low-bit"]
+        drafter = engine_of(llm).drafters["low-bit"]
         assert drafter.skips is None, "the plan is of another copy"
     with foredraft.load(model, drafter="low-bit", plan=out, **options) as llm:
-        drafter = llm._engine.drafters["low-bit"]
+        drafter = engine_of(llm).drafters["low-bit"]
         assert drafter.skips == plan.skips
     for other in ({}, {"drafter": "layer-skip"}, {"drafter": "low-bit", "draft_weights": "int8"}):
         with pytest.raises(ConfigError, match="plan is for drafter low-bit in int4"):

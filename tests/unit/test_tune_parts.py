@@ -21,7 +21,6 @@ from foredraft.cli.tune import lines
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
 from foredraft.tune import exit_costs, plan_costs
 from foredraft.tune.calibration import (
@@ -132,8 +131,7 @@ def test_equal_prompts_are_not_on_both_sides() -> None:
 
 @pytest.fixture(scope="module")
 def teacher_forced(llm: LLM) -> TeacherForced:
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = llm.loaded.runner
     return TeacherForced(runner, write_calibration_texts(llm, PROMPTS, 200, 0.0, silent), 4)
 
 
@@ -186,7 +184,7 @@ def test_costs_are_attributed_to_their_parts(monkeypatch: pytest.MonkeyPatch, tm
     """Attention layers with two kinds of window have costs of their own."""
     folder = save_checkpoint(tmp_path / "gemma2", "gemma2", eos_token_id=None)
     llm = foredraft.load(folder, drafter="none", max_batch=1, max_length=64)
-    windows = llm._spec.windows
+    windows = llm.loaded.spec.windows
     assert len(set(windows)) == 2
 
     def seconds(plan: Plan) -> float:
@@ -197,7 +195,7 @@ def test_costs_are_attributed_to_their_parts(monkeypatch: pytest.MonkeyPatch, tm
         return 0.03 + attention + 0.15 * sum(plan.mlp)
 
     fake_timings(monkeypatch, seconds)
-    found = measure_plan_costs(llm, 20, 3, 0.0)
+    found = measure_plan_costs(llm.loaded, 20, 3, 0.0)
     assert found.step_seconds == 2.5 and found.verifying == pytest.approx((1.1, 1.2, 1.3))
     assert (found.start, found.fixed, found.together) == pytest.approx((START, 0.03, 0.0))
     for skips_text in ("skip:none", "skip:attn=0-1/mlp=3", "skip:attn=0-3/mlp=0-3", "skip:attn=2"):
@@ -220,7 +218,7 @@ def test_sub_layers_together_may_cost_more_than_their_sum(
         return 0.03 + 0.6 * share + 0.36 * share**2
 
     fake_timings(monkeypatch, seconds)
-    found = measure_plan_costs(llm, 20, 3, 0.0)
+    found = measure_plan_costs(llm.loaded, 20, 3, 0.0)
     assert found.fixed == pytest.approx(0.03) and found.together == pytest.approx(0.36, rel=0.03)
     for skips_text, error in (
         ("skip:none", 1e-9),
@@ -235,20 +233,20 @@ def test_sub_layers_together_may_cost_more_than_their_sum(
 
 def test_costs_stay_plausible_under_noise(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_timings(monkeypatch, lambda plan: 0.1, {2: 0.9, 3: 2.0, 4: 1.5, 5: 2.5})
-    found = measure_plan_costs(llm, 20, 4, 0.0)
+    found = measure_plan_costs(llm.loaded, 20, 4, 0.0)
     assert found.verifying == (1.0, 1.5, 1.5, 2.5), "v(n) is at least 1 and never falls"
     assert found.fixed == pytest.approx(0.1) and found.step(Plan.full(3)) == pytest.approx(0.1)
     assert plan_costs._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), (
         "the fixed part is at most half of the draft"
     )
     fake_timings(monkeypatch, lambda plan: -1.0 if any(plan.mlp) else 0.2)
-    found = measure_plan_costs(llm, 20, 3, 0.0)
+    found = measure_plan_costs(llm.loaded, 20, 3, 0.0)
     assert min(found.mlp, *found.attention, found.together, found.start) >= 0 and found.fixed > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_costs_of_real_passes_survive_json(llm: LLM, temperature: float) -> None:
-    found = measure_plan_costs(llm, 20, 3, temperature, repeats=2)
+    found = measure_plan_costs(llm.loaded, 20, 3, temperature, repeats=2)
     assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
     assert found.step(Plan.full(3)) >= 0  # a disturbed machine can hide a draft of a tiny model
     assert found.exit is not None and len(found.exit.verifying) == 3
@@ -267,7 +265,7 @@ class ProgressLog:
 
 def test_measuring_costs_reports_every_turn(llm: LLM) -> None:
     progress = ProgressLog()
-    measure_plan_costs(llm, 20, 3, 0.0, progress, 2)
+    measure_plan_costs(llm.loaded, 20, 3, 0.0, progress, 2)
     turns = 3 + 2  # forwards and plans, then exits; one turn of each warms up
     assert progress.calls == [("costs", done, turns) for done in range(turns + 1)]
 
@@ -308,7 +306,7 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
         return {"step": [2.0] * 3, **verify, **rounds}
 
     monkeypatch.setattr(exit_costs, "_timed", timed)
-    found = measure_exit_costs(llm, 20, 3, 3, int)
+    found = measure_exit_costs(llm.loaded, 20, 3, 3, int)
     assert found is not None
     for exit in (1, 2, 5):
         step, verifying = found.at(exit)
@@ -331,8 +329,7 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
 def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps run the layers below the exit, in one call of the kernels or each at an exact shape; the verifying
     pass resumes there and knows the states of all columns but the last."""
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = llm.loaded.runner
     forward, calls = runner.forward, []
 
     def seen(cache: Any, tokens: Any, starts: Any, *, resume: Any = None, **options: Any) -> Any:
@@ -343,7 +340,7 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
     monkeypatch.setattr(runner, "forward", seen)
     works: dict[Any, Any] = {}
     monkeypatch.setattr(exit_costs, "interleaved", lambda given, *_, **__: works.update(given))
-    exit_costs._timed(llm, [exit], 20, 2, 1, int)
+    exit_costs._timed(llm.loaded, [exit], 20, 2, 1, int)
     verifying = (3, (exit, [2], 3), None, True)
     if runner.by_kernels:
         drafts: list[Any] = []
@@ -364,8 +361,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     llm: LLM, temperature: float, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft is one fused call where the runner has it, and else one step per token."""
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = llm.loaded.runner
     calls: list[tuple[list[int], bool]] = []
     steps = 0
     forward = runner.forward
@@ -390,7 +386,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     monkeypatch.setattr(runner, "draft", draft)
     monkeypatch.setattr(runner, "forward", stepped)
     monkeypatch.setattr(plan_costs, "measure_exit_costs", lambda *_: None)
-    measure_plan_costs(llm, 20, 3, temperature, repeats=2)
+    measure_plan_costs(llm.loaded, 20, 3, temperature, repeats=2)
     assert {most for [most], _ in calls} == {1, 3} and {drawn for _, drawn in calls} == {temperature > 0}
     assert steps == (0 if fused else sum(most for [most], _ in calls))
 

@@ -17,12 +17,12 @@ from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
-from foredraft.model.runner import Runner
 from foredraft.tune import teacher_forced as teacher_forced_module
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.teacher_forced import TeacherForced
 from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint
+from tests.support.loaded import engine_of
 from tests.support.planting import Spoiler, assert_caught, defect
 
 MAX_DRAFT = 4
@@ -52,15 +52,13 @@ def write_texts(llm: LLM, temperature: float, count: int = 5) -> CalibrationText
 
 
 def make_teacher_forced(llm: LLM, temperature: float) -> TeacherForced:
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = llm.loaded.runner
     return TeacherForced(runner, write_texts(llm, temperature), MAX_DRAFT)
 
 
 def decoded_rounds(llm: LLM, teacher_forced: TeacherForced, skips: str, draft: int) -> int:
-    engine = llm._engine
-    assert isinstance(engine.target, Runner)
-    engine.drafters["self"] = LayerSkip(engine.target, engine.cache, Skips.parse(skips))
+    engine = engine_of(llm)
+    engine.drafters["self"] = LayerSkip(llm.loaded.runner, engine.cache, Skips.parse(skips))
     engine.policy = Fixed(draft)
     params = [
         SamplingParams(temperature=0, max_new_tokens=text.new_tokens, drafter="self")
@@ -76,7 +74,7 @@ def decoded_rounds(llm: LLM, teacher_forced: TeacherForced, skips: str, draft: i
 @pytest.mark.parametrize("skips", PLANS)
 def test_expected_rounds_equal_decoded_rounds_at_temperature_0(llm: LLM, skips: str) -> None:
     teacher_forced = make_teacher_forced(llm, 0.0)
-    plan = Skips.parse(skips).plan(llm._spec.layers)
+    plan = Skips.parse(skips).plan(llm.loaded.spec.layers)
     counts = teacher_forced.rounds(plan, every_start=True).counts
     assert [decoded_rounds(llm, teacher_forced, skips, draft) for draft in range(1, MAX_DRAFT + 1)] == (
         counts.tolist()
@@ -89,7 +87,7 @@ def test_acceptance_equals_that_of_drafts_made_step_by_step(llm: LLM, skips: str
     """Brute force: at every start, the target prefills the text before it, and the draft runs step by step."""
     teacher_forced = make_teacher_forced(llm, temperature)
     runner = teacher_forced.runner
-    plan = Skips.parse(skips).plan(llm._spec.layers)
+    plan = Skips.parse(skips).plan(llm.loaded.spec.layers)
     every, trial = teacher_forced.acceptance(plan, every_start=True), teacher_forced.acceptance(plan)
     for row, text in list(enumerate(teacher_forced.texts))[1:4]:
         cache = runner.new_cache(1, len(text.ids) + MAX_DRAFT)
@@ -121,7 +119,7 @@ def test_acceptance_equals_that_of_drafts_made_step_by_step(llm: LLM, skips: str
 
 def check_trials_are_independent(llm: LLM, temperature: float) -> None:
     teacher_forced = make_teacher_forced(llm, temperature)
-    layers = llm._spec.layers
+    layers = llm.loaded.spec.layers
     plan, other = (Skips.parse(skips).plan(layers) for skips in PLANS[1:3])
     before = teacher_forced.acceptance(plan).copy()
     teacher_forced.acceptance(other)
@@ -135,7 +133,7 @@ def check_restore_gives_the_targets_rows(llm: LLM) -> None:
         held(teacher_forced.cache, row, len(text.ids) - 1) for row, text in enumerate(teacher_forced.texts)
     ]
     for skips in PLANS:
-        teacher_forced.acceptance(Skips.parse(skips).plan(llm._spec.layers), every_start=True)
+        teacher_forced.acceptance(Skips.parse(skips).plan(llm.loaded.spec.layers), every_start=True)
     teacher_forced.restore()
     for row, text in enumerate(teacher_forced.texts):
         assert torch.equal(held(teacher_forced.cache, row, len(text.ids) - 1), before[row])
@@ -175,7 +173,7 @@ def test_a_defective_copy_changes_the_rows(llm: LLM, name: str, monkeypatch: pyt
 def test_several_plans_score_as_each_alone(llm: LLM, temperature: float) -> None:
     """Plans with a common prefix, plans that differ from the first layer on, and one plan twice."""
     teacher_forced = make_teacher_forced(llm, temperature)
-    layers = llm._spec.layers
+    layers = llm.loaded.spec.layers
     skips = [*PLANS, "skip:attn=1/mlp=0", "skip:attn=1-2/mlp=0", "skip:attn=1/mlp=0,2", "skip:attn=2/mlp=0"]
     plans = [Skips.parse(each).plan(layers) for each in skips]
     alone = [teacher_forced.rounds(plan) for plan in plans]
@@ -192,7 +190,7 @@ def test_several_plans_score_as_each_alone(llm: LLM, temperature: float) -> None
 def test_a_common_prefix_of_plans_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the layers that each pass runs."""
     teacher_forced = make_teacher_forced(llm, 0.0)
-    last = llm._spec.layers - 1
+    last = llm.loaded.spec.layers - 1
     plans = [Skips.parse(each).plan(last + 1) for each in ("skip:none", f"skip:attn={last}/mlp={last}")]
     ran: list[tuple[int, int]] = []
     forward = teacher_forced.runner.forward
@@ -210,7 +208,7 @@ def test_a_common_prefix_of_plans_is_computed_once(llm: LLM, monkeypatch: pytest
 def test_limits_on_memory_do_not_change_acceptance(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few logits at once and few columns per pass give the same probabilities."""
     teacher_forced = make_teacher_forced(llm, 0.8)
-    plan = Skips.parse(PLANS[2]).plan(llm._spec.layers)
+    plan = Skips.parse(PLANS[2]).plan(llm.loaded.spec.layers)
     whole = teacher_forced.acceptance(plan).copy()
     widest = 0
     head = teacher_forced.runner.head
@@ -220,7 +218,7 @@ def test_limits_on_memory_do_not_change_acceptance(llm: LLM, monkeypatch: pytest
         widest = max(widest, hidden.shape[1])
         return head(hidden)
 
-    monkeypatch.setattr(teacher_forced_module, "MAX_LOGITS", 3 * llm._spec.vocab_size)
+    monkeypatch.setattr(teacher_forced_module, "MAX_LOGITS", 3 * llm.loaded.spec.vocab_size)
     monkeypatch.setattr(teacher_forced_module, "MAX_COLUMNS", 2 * MAX_DRAFT)
     monkeypatch.setattr(teacher_forced.runner, "head", watched)
     assert teacher_forced.acceptance(plan) == pytest.approx(whole, abs=1e-6)
@@ -230,7 +228,7 @@ def test_limits_on_memory_do_not_change_acceptance(llm: LLM, monkeypatch: pytest
 def test_a_trial_runs_each_new_token_once(llm: LLM) -> None:
     teacher_forced = make_teacher_forced(llm, 0.0)
     before = teacher_forced.runner.forwarded
-    teacher_forced.rounds(Skips().plan(llm._spec.layers))
+    teacher_forced.rounds(Skips().plan(llm.loaded.spec.layers))
     assert teacher_forced.runner.forwarded - before == teacher_forced.tokens
 
 
@@ -238,11 +236,10 @@ def test_an_exception_before_a_pass_ends_the_trial(llm: LLM) -> None:
     def stop() -> None:
         raise TimeoutError
 
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = llm.loaded.runner
     teacher_forced = TeacherForced(runner, write_texts(llm, 0.0, count=2), MAX_DRAFT, stop)
     with pytest.raises(TimeoutError):
-        teacher_forced.rounds(Skips().plan(llm._spec.layers))
+        teacher_forced.rounds(Skips().plan(llm.loaded.spec.layers))
 
 
 def memory_used(teacher_forced: TeacherForced) -> int:
@@ -251,7 +248,7 @@ def memory_used(teacher_forced: TeacherForced) -> int:
 
 def test_only_the_new_tokens_keys_and_values_are_copied(llm: LLM) -> None:
     teacher_forced = make_teacher_forced(llm, 0.0)
-    spec, memory = llm._spec, teacher_forced.cache.memory
+    spec, memory = llm.loaded.spec, teacher_forced.cache.memory
     position = 2 * spec.layers * spec.kv_heads * spec.head_dim * memory.itemsize
     assert memory.nbytes == len(teacher_forced.texts) * teacher_forced.cache.stored * position
     assert memory_used(teacher_forced) == memory.nbytes + teacher_forced.tokens * position

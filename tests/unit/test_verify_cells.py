@@ -36,7 +36,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture
 def plain(llm: LLM) -> PlainTarget:
-    return PlainTarget(llm, 280)
+    return PlainTarget(llm.loaded, 280)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
@@ -99,7 +99,7 @@ def test_logits_do_not_depend_on_earlier_calls(llm: LLM, plain: PlainTarget) -> 
     texts = [[], [3], [3, 2], [5], [5, 2, 2], [3, 2], [], [6, 6, 6, 6]]
     long = [1, *[3, 4, 5] * 90]  # two chunks of prefill
     for prompt, new in [(PROMPT, n) for n in texts] + [([4], [2]), (long, [3]), (PROMPT, [3, 2]), (long, [])]:
-        assert torch.equal(plain.logits(prompt, new), PlainTarget(llm, 280).logits(prompt, new))
+        assert torch.equal(plain.logits(prompt, new), PlainTarget(llm.loaded, 280).logits(prompt, new))
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [4], [1, *[3, 4, 5] * 90]], ids=len)

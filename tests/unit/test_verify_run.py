@@ -42,6 +42,7 @@ from foredraft.verify.run import FAMILY_LEVEL, _affordable, _plans
 from foredraft.verify.sampler import BATCH, TARGET, TREE_WIDTHS, Sampler, SamplingCase
 from foredraft.verify.settings import SETTINGS
 from tests.support.checkpoints import save_checkpoint
+from tests.support.loaded import engine_of
 from tests.support.planting import Edit, Mutant, Spoiler
 from tests.support.spoilers import (
     added,
@@ -172,7 +173,7 @@ def test_the_users_number_of_samples_does_not_lower_what_they_must_detect(
 
 def test_nothing_of_a_single_sample_is_kept(llm: LLM) -> None:
     """What stays of each sample would pin memory between the tables over a large vocabulary."""
-    plain = PlainTarget(llm, 60)
+    plain = PlainTarget(llm.loaded, 60)
     params = SamplingParams(drafter="draft-model", acceptance="speculative")
     plan = DistributionPlan(
         SamplingCase(0, PROMPTS[0], params),
@@ -224,7 +225,7 @@ def test_each_test_samples_with_the_settings_that_it_reports(
 
     def noted(self: LLM, prompts: Any, params: Any, *, n: int = 1, **more: Any) -> list[Output]:
         if n > 1:
-            drawn.append((params, n, self._engine.draft_temperature))
+            drawn.append((params, n, engine_of(self).draft_temperature))
         return generate(self, prompts, params, n=n, **more)
 
     monkeypatch.setattr(LLM, "generate", noted)
@@ -290,7 +291,7 @@ def test_a_draft_temperature_changes_q_and_no_output_of_the_coupled_rule(
     params = SamplingParams(max_new_tokens=12, seed=4, ignore_eos=True, acceptance="coupled")
 
     def traced(temperature: float) -> tuple[list[int], list[list[int]], list[float]]:
-        llm._engine.draft_temperature = temperature
+        engine_of(llm).draft_temperature = temperature
         [output] = llm.generate([PROMPTS[3]], params, trace=True)
         assert output.trace is not None
         return (
@@ -320,7 +321,7 @@ def auto(folders: tuple[Path, Path]) -> LLM:
 
 def test_under_auto_the_drafters_at_hand_draft_in_turns(auto: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `auto` decides is a matter of costs: here no draft pays, and all the same each drafter is tested."""
-    policy: Any = auto._engine.policy
+    policy: Any = engine_of(auto).policy
     policy.use(CostTable({1: {1: 1.0, 8: 100.0}}, {}))
     generate, drafters = LLM.generate, dict[tuple[bool, bool], set[str]]()
 
@@ -328,7 +329,7 @@ def test_under_auto_the_drafters_at_hand_draft_in_turns(auto: LLM, monkeypatch: 
         outputs = generate(self, prompts, params, n=n, **more)
         own = (params if isinstance(params, list) else [params])[0]
         if own.drafter == "auto":
-            always = isinstance(self._engine.policy, DraftsAlways)
+            always = isinstance(engine_of(self).policy, DraftsAlways)
             names = {name for output in outputs for name in output.stats.drafts}
             drafters.setdefault((n > 1, always), set()).update(names)
         return outputs
@@ -343,7 +344,7 @@ def test_under_auto_the_drafters_at_hand_draft_in_turns(auto: LLM, monkeypatch: 
     for identity in report.identities:
         assert set(identity.runs) == {*own, TextRun("none", True)}
     assert {test.drafter for test in report.tests} - {TARGET} == {"auto", "none"}
-    assert auto._engine.policy is policy and TARGET not in auto._engine.drafters
+    assert engine_of(auto).policy is policy and TARGET not in engine_of(auto).drafters
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -415,17 +416,17 @@ def test_penalties_that_do_not_follow_the_draft_change_penalised_texts_and_sampl
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_defect_is_removed_after_the_self_test(llm: LLM, folders: tuple[Path, Path], name: str) -> None:
     def seams() -> list[object]:
-        engine = llm._engine
+        engine = engine_of(llm)
         return [engine.accept, engine.noise, engine.round_inputs, sorted(engine.drafters)]
 
     sound = seams()
-    with planted(llm._engine, name):
+    with planted(engine_of(llm), name):
         assert seams() != sound
         assert verify(loaded(folders), PROMPTS, replace(QUICK, samples=20)).identities[3].passed
     assert seams() == sound
     with pytest.raises(RequestError):
         verify(llm, [[VOCABULARY]], replace(QUICK, self_test=name))
-    assert seams() == sound and llm._engine.draft_temperature == 1
+    assert seams() == sound and engine_of(llm).draft_temperature == 1
 
 
 def test_a_failed_request_does_not_count_as_finding_the_defect(llm: LLM) -> None:
@@ -563,7 +564,7 @@ def test_a_divergence_is_reported_with_the_margin(
     [found] = report.identities[0].divergences
     assert (found.prompt, found.run, found.position) == (4, TextRun(drafter, batched), 4)
     assert (found.expected, found.found) == (right[4], (right[4] + 1) % VOCABULARY)
-    logits = PlainTarget(llm, 60).logits(PROMPTS[-1], right[:4])
+    logits = PlainTarget(llm.loaded, 60).logits(PROMPTS[-1], right[:4])
     assert found.best == tuple(logits.argsort(descending=True)[:2].tolist())
     assert found.best[0] == right[4]
     assert found.logits == tuple(logits[list(found.best)].tolist())
@@ -691,7 +692,7 @@ def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) ->
         drafts: Number of a prompt -> the token that is drafted, "most likely" or "least likely"; nothing is
             drafted for other prompts.
     """
-    plain = PlainTarget(llm, 60)
+    plain = PlainTarget(llm.loaded, 60)
 
     def draft(sequence: Sequence, budget: int) -> list[int]:
         kind = drafts.get(PROMPTS.index(sequence.prompt))
@@ -705,7 +706,7 @@ def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) ->
 
     monkeypatch.setattr(Lookup, "propose", propose)
     params = SamplingParams(drafter="lookup", acceptance="speculative")
-    plain = PlainTarget(llm, 60)
+    plain = PlainTarget(llm.loaded, 60)
     cases = choose_cases(Sampler(llm, 5), plain, PROMPTS, params, 5, lambda done, total: None)
     return [case.number for case in cases]
 
@@ -714,7 +715,7 @@ def test_prompts_with_mixed_acceptance_and_high_entropy_come_first(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts with both outcomes precede those with rejections only, and these precede undrafted ones."""
-    plain, params = PlainTarget(llm, 60), SamplingParams()
+    plain, params = PlainTarget(llm.loaded, 60), SamplingParams()
     entropies = {i: Cells.of(plain.next_token(p, params), TREE_WIDTHS).entropy for i, p in enumerate(PROMPTS)}
     ranked = sorted(entropies, key=lambda i: -entropies[i])
     assert ranked != sorted(entropies)

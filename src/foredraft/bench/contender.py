@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -64,19 +64,19 @@ class BenchContext:
             drafter: Name of the drafter; it may have been made for a draft length.
             name: Name of the policy.
         """
-        loaded: Any = self.llm._engine.policy
-        target: Any = self.llm._engine.target
+        engine, runner = self.llm.loaded.engine, self.llm.loaded.runner
+        loaded = engine.policy
         self._policies.setdefault((loaded.name, loaded.max_draft), loaded)
         options = self.policy_options if name == loaded.name else {}
-        known = self.llm._engine.drafters.get(drafter)
+        known = engine.drafters.get(drafter)
         planned = None if known is None else known.planned
-        policy: Any = make_policy(name, options, self.max_draft, target, planned)
+        policy = make_policy(name, options, self.max_draft, runner, planned)
         return self._policies.setdefault((name, policy.max_draft), policy)
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """Names of the drafters that are loaded."""
-        return tuple(self.llm._engine.drafters)
+        return tuple(self.llm.loaded.engine.drafters)
 
 
 @dataclass(frozen=True, slots=True)

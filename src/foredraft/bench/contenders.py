@@ -19,6 +19,7 @@ from foredraft.kinds import DRAFTERS, POLICIES, RULES, missing_part, suits
 
 if TYPE_CHECKING:
     from foredraft.bench.contender import BenchContext, Contender
+    from foredraft.llm import LLM
 
 __all__ = [
     "ALL",
@@ -102,8 +103,8 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def _make_foredraft(drafter: str, name: str, llm: Any, context: BenchContext) -> Contender:
-    kind, policy = DRAFTERS[drafter], llm._engine.policy.name
+def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) -> Contender:
+    kind, policy = DRAFTERS[drafter], llm.loaded.engine.policy.name
     if kind.make is not None and drafter not in context.drafters:
         raise missing_part(drafter, name)
     if kind.chooses and not suits(drafter, policy):
@@ -125,7 +126,7 @@ def _make_foredraft(drafter: str, name: str, llm: Any, context: BenchContext) ->
     return made
 
 
-def _make_bild(llm: Any, context: BenchContext) -> Contender:
+def _make_bild(llm: LLM, context: BenchContext) -> Contender:
     if "draft-model" not in context.drafters:
         raise missing_part("draft-model", "bild")
     made: Contender = _module("foredraft_contender").BigLittle(

@@ -54,7 +54,7 @@ class ForedraftContender:
     ) -> None:
         self.name, self.method, self.llm, self.drafter = name, name, llm, drafter
         self.temperature, self.coupled = temperature, coupled
-        self.policy: Policy = policy or llm._engine.policy
+        self.policy: Policy = policy or llm.loaded.engine.policy
         self.lossless = drafter not in DRAFTERS or DRAFTERS[drafter].lossless
 
     @property
@@ -73,7 +73,7 @@ class ForedraftContender:
         Raises:
             RequestError: A request failed.
         """
-        engine = self.llm._engine
+        engine = self.llm.loaded.engine
         clock = DecodingClock(engine)
         with replaced(engine, "policy", self.policy), observed(engine, clock):
             outputs = self.llm.generate(prompts, [self._params(ids, new_tokens) for ids in prompts])

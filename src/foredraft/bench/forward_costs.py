@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 from foredraft.bench.records import Cost, Costs, DraftCost, Spread
-from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
 from foredraft.profiling.forwards import ForwardMeter, draft_seconds
 from foredraft.profiling.others import Load, Watch
 
@@ -30,17 +29,14 @@ class Meter:
     It warms up when it is made.
     """
 
-    def __init__(self, llm: LLM, batch: int, context: int, longest: int) -> None:
-        engine = llm._engine
-        target: Any = engine.target
+    def __init__(self, loaded: Loaded, batch: int, context: int, longest: int) -> None:
+        runner, drafters = loaded.runner, loaded.engine.drafters
         self.batch, self.context, self.longest = batch, context, longest
         widths = [*range(1, longest + 2)]
         if batch == 1:
-            widths += [wide for wide in WIDE if longest + 1 < wide <= target.max_queries]
-        self._drafters = tuple(engine.drafters)
-        self._meter = ForwardMeter(
-            target, engine.drafters, batch, context, widths=widths, lengths={1, longest}
-        )
+            widths += [wide for wide in WIDE if longest + 1 < wide <= runner.max_queries]
+        self._drafters = tuple(drafters)
+        self._meter = ForwardMeter(runner, drafters, batch, context, widths=widths, lengths={1, longest})
         self._meter.turns.take(counts=False)
         self._loads: list[Load] = []
 
@@ -81,7 +77,7 @@ class Meter:
 
 
 def measure_costs(
-    llm: LLM,
+    loaded: Loaded,
     batch: int,
     context: int,
     longest: int,
@@ -94,7 +90,7 @@ def measure_costs(
 
     after: Called after the warm-up, and after every turn.
     """
-    meter = Meter(llm, batch, context, longest)
+    meter = Meter(loaded, batch, context, longest)
     after()
     for _ in range(repeats):
         meter.turn()

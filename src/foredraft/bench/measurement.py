@@ -135,7 +135,7 @@ class Measurement:
     def _meter(self, prompts: list[list[int]], batch: int) -> forward_costs.Meter:
         """Return a meter at the context length of the median prompt, half way through its new tokens."""
         context = int(median(map(len, prompts))) + self.options.new_tokens // 2
-        return forward_costs.Meter(self.context.llm, batch, context, self.longest_draft)
+        return forward_costs.Meter(self.context.llm.loaded, batch, context, self.longest_draft)
 
     def _timed_runs(
         self,
@@ -201,8 +201,9 @@ class Measurement:
         if contender.peer:
             return None
         seconds, rounds = 0.0, 0
-        parts = RoundClock(self.context.llm._engine)
-        with observed(self.context.llm._engine, parts):
+        engine = self.context.llm.loaded.engine
+        parts = RoundClock(engine)
+        with observed(engine, parts):
             for runs in series.counted[:PROFILED_GROUPS]:
                 timing = contender.run(_select(prompts, runs.group), self.options.new_tokens)
                 seconds += timing.decode_seconds

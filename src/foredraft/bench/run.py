@@ -20,17 +20,18 @@ from foredraft.bench.options import MAX_REPEATED, Options
 from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row, TurnCount
 from foredraft.bench.weights import model_record
 from foredraft.bench.workload import Workload
+from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.low_bit import DEFAULT_COPY
 from foredraft.loading.policies import check_settings
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
 from foredraft.model.prompt_form import AS_IT_IS, PromptForm
-from foredraft.model.runner import Runner
 
 __all__ = ["bench"]
 
@@ -76,7 +77,7 @@ def bench(
     prompts = {w.name: _encoded(llm, w, form, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, loading)
     context = _context(llm, folders, prompts, options, loading)
-    models = _models(llm, folders)
+    models = _models(llm.loaded, folders)
     lineup = LineUp(spelling)
     try:
         memory = Memory(context.device)
@@ -93,7 +94,7 @@ def bench(
             lineup=lineup,
             options=options,
             memory=memory,
-            longest_draft=_longest_draft(llm._engine.policy, lineup),
+            longest_draft=_longest_draft(llm.loaded.engine.policy, lineup),
             weight_read_seconds=_weight_read_seconds(models[0], speed),
             progress=watch,
         )
@@ -141,7 +142,7 @@ def _fixed_policy_notes(lineup: LineUp, policy: str | None) -> list[str]:
     return [f"{method} keeps to policy {name}" for method, name in own.items() if name != policy]
 
 
-def _longest_draft(loaded: Any, lineup: LineUp) -> int:
+def _longest_draft(loaded: Policy, lineup: LineUp) -> int:
     """Return the longest draft, in tokens, of the loaded policy and of the contenders' policies.
 
     Contenders without predictions from costs, such as `bild`, do not count.
@@ -150,7 +151,7 @@ def _longest_draft(loaded: Any, lineup: LineUp) -> int:
     for contender in lineup.contenders:
         if isinstance(contender, ForedraftContender) and contender.method in DRAFTERS:
             policies.append(contender.policy)
-    return max(int(policy.max_draft) for policy in policies)
+    return max(policy.max_draft for policy in policies)
 
 
 def _weight_read_seconds(target: Model, speed: Bandwidth | None) -> float | None:
@@ -167,17 +168,15 @@ def _effective_options(
     llm: LLM, prompts: Prompts, options: Options, model: str | None, loading: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all options with the values in effect, as plain values for JSON."""
-    policy: Any = llm._engine.policy
-    plans = [
-        str(drafter.skips) for drafter in llm._engine.drafters.values() if isinstance(drafter, LayerSkip)
-    ]
+    engine = llm.loaded.engine
+    plans = [str(drafter.skips) for drafter in engine.drafters.values() if isinstance(drafter, LayerSkip)]
     names = {"model": model or "demo", "draft": loading.get("draft") or (None if model else "demo")}
     effective = {
         **loading,
         **names,
         **asdict(options),
-        "policy": policy.name,
-        "max_draft": int(policy.max_draft),
+        "policy": engine.policy.name,
+        "max_draft": engine.policy.max_draft,
         "deterministic": llm.deterministic,
         "max_repeated": MAX_REPEATED,
         "plan": next(iter(plans), None),
@@ -193,7 +192,7 @@ def _context(
     options: Options,
     loading: Mapping[str, Any],
 ) -> BenchContext:
-    cache = llm._engine.cache
+    engine, cache = llm.loaded.engine, llm.loaded.engine.cache
     target, draft = folders
     longest = max(len(ids) for several in prompts.values() for ids in several)
     return BenchContext(
@@ -206,7 +205,7 @@ def _context(
         temperature=options.temperature,
         coupled=options.coupled,
         max_draft=loading.get("max_draft"),
-        policy_options=check_settings(llm._engine.policy.name, loading.get("policy_options") or {}),
+        policy_options=check_settings(engine.policy.name, loading.get("policy_options") or {}),
     )
 
 
@@ -242,7 +241,7 @@ def _load(
 
     before = Memory(torch.device("cpu")).held_after_release()
     llm = load_for(needs, progress=show, **loading | {"max_batch": max_batch})
-    memory = Memory(llm._engine.device)
+    memory = Memory(llm.loaded.engine.device)
     return llm, memory.held_after_release() - (before if memory.device.type == "cpu" else 0)
 
 
@@ -250,7 +249,7 @@ def _encoded(
     llm: LLM, workload: Workload, form: PromptForm, new_tokens: int, truncate: Literal["left"] | None
 ) -> list[list[int]]:
     applied = form.applied(llm.tokenizer, list(workload.prompts))
-    return [llm._fitting(ids, new_tokens, truncate) for ids in llm.encode(applied)]
+    return [llm.requests.truncated(ids, new_tokens, truncate) for ids in llm.encode(applied)]
 
 
 def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
@@ -261,12 +260,10 @@ def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path 
     return target, demo.draft_path() if model is None else None
 
 
-def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
+def _models(loaded: Loaded, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
     """Return the records of the target and of the draft model."""
-    target = llm._engine.target
-    assert isinstance(target, Runner)
-    models = [model_record("target", source_of(folders[0]).name, target, llm.weights)]
-    for name, drafter in llm._engine.drafters.items():
+    models = [model_record("target", source_of(folders[0]).name, loaded.runner, loaded.weights)]
+    for name, drafter in loaded.engine.drafters.items():
         if DRAFTERS[name].needs_draft and drafter.draft_pass is not None and folders[1] is not None:
             models.append(model_record("draft", source_of(folders[1]).name, drafter.draft_pass.runner))
     return tuple(models)

@@ -323,7 +323,7 @@ def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
     """Write the --trace page."""
     from foredraft import write_trace
 
-    tokenizer, spec = job.llm.tokenizer, job.llm._spec
+    tokenizer, spec = job.llm.tokenizer, job.llm.loaded.spec
     assert tokenizer is not None  # the engine refuses a text prompt without one
     drafter = job.llm.default_drafter or "none"
     temperature = job.params.temperature

@@ -16,7 +16,7 @@ from foredraft.constraints.combined import Combined
 from foredraft.constraints.compiling import SIMPLER, compile_grammar, grammar_tokenizer, with_slices
 from foredraft.constraints.grammar import Grammar
 from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
-from foredraft.constraints.pace import MOST_OVERDUE, MaskThreads, Pace
+from foredraft.constraints.pace import MAX_OVERDUE, MaskThreads, Pace
 from foredraft.constraints.phrases import State
 from foredraft.constraints.token_automaton import TokenAutomaton
 from foredraft.constraints.token_table import TokenTable
@@ -135,9 +135,9 @@ class ConstraintFactory:
 
     def _grammar_maker(self, option: str, text: str) -> Callable[[], Grammar]:
         """Return a function that makes the grammar of each sequence; what they share is made here."""
-        if self._mask_threads.overdue >= MOST_OVERDUE:
+        if self._mask_threads.overdue >= MAX_OVERDUE:
             raise RequestError(
-                f"cannot be used now: {MOST_OVERDUE} masks of other requests, which were too slow, still run",
+                f"cannot be used now: {MAX_OVERDUE} masks of other requests, which were too slow, still run",
                 option=option, remedy="try again later",
             )  # fmt: skip
         small = option != "grammar" and len(text) <= SMALL

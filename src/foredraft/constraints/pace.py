@@ -19,14 +19,14 @@ from typing import TypeAlias
 
 from llguidance import LLMatcher
 
-__all__ = ["MOST_OVERDUE", "OVERDUE", "MaskThreads", "Pace"]
+__all__ = ["MAX_OVERDUE", "OVERDUE", "MaskThreads", "Pace"]
 
 # Seconds. All rows wait for a mask. Most masks take 0.02 to 3 ms; those of a schema with 1,000 optional
 # properties take 4 ms on average and 80 ms at most, at a vocabulary of 262,144.
 OVERDUE = 0.3  # by the clock: the longest mask
 SECONDS_PER_MASK = 0.02  # of a processor: what each mask may take
 PATIENCE = 0.5  # of a processor: by how much the masks of a request may exceed that together
-MOST_OVERDUE = 2  # masks that run for no use, from which on no further grammar is taken
+MAX_OVERDUE = 2  # masks that run for no use, from which on no further grammar is taken
 
 Task: TypeAlias = Callable[[], object]
 # Of a task: its answer, its seconds of a processor, its error.

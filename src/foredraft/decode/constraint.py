@@ -61,9 +61,9 @@ class Constraint:
         return mask is not None and not bool(mask.any())
 
     def advance(self, token: int) -> int:
-        """Read the next token; return how many new tokens may stay: all, or fewer to ask for a rollback.
+        """Read the next token; return how many new tokens may stay: fewer than all where a rollback is due.
 
-        It only asks: along a draft the token is tentative, and `rewind` undoes it without a trace.
+        It does not roll back: along a draft the token is tentative, and `rewind` undoes it without a trace.
         """
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class Constraint:
         raise NotImplementedError
 
     def roll_back(self, length: int) -> None:
-        """Carry out the rollback that `advance` or `retreat` asked for: rewind, and bar the same way."""
+        """Carry out the rollback that `advance` or `retreat` returned: rewind, and bar the same way."""
         self.rewind(length)
 
     def retreat(self) -> int | None:

@@ -235,7 +235,7 @@ class _Steps:
         The host reads [B] numbers where a policy or a constraint may have ended a row's draft.
 
         Args:
-            go_on: [B] bool, the policy's answer; None where it was not asked.
+            go_on: [B] bool, the policy's answer; None where no answer was needed.
             walks: The constraints along the draft, if any row has one.
             vetoed: The policy may have kept rows from drawing in this step.
         """

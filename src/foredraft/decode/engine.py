@@ -331,7 +331,7 @@ class Engine:
             self._start([sequence])
 
     def _restore_prefix(self, sequence: Sequence) -> None:
-        """Copy what is kept of a prompt that is about to be read, unless the reading itself is asked for."""
+        """Copy what is kept of a prompt that is about to be read, unless the request needs its scores."""
         scored = sequence.params.prompt_logprobs is not None
         if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
             return

@@ -108,7 +108,7 @@ def answer_of(part: Failing, name: str, ask: Callable[[], T], otherwise: T) -> T
 
 
 def fault_of(part: str, error: BaseException) -> str:
-    """Return what a fault of a sequence's part says to people; an error that is none is raised again.
+    """Return the message of a fault of a sequence's part; an error that is no fault is raised again.
 
     Args:
         part: Its name, for errors that do not name it themselves.

@@ -47,8 +47,8 @@ GRAMMARS = ("regex", "choices", "json_schema", "json_object", "grammar")
 # characters that have a meaning in a regular expression
 # (https://docs.rs/regex-syntax/latest/regex_syntax/fn.is_meta_character.html)
 META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
-MOST_LOGPROBS = 1000  # alternatives at each position, at most
-MOST_ROLLBACKS = 10_000  # of a ban, at most: each costs a step of the model at least
+MAX_LOGPROBS = 1000  # alternatives at each position, at most
+MAX_ROLLBACKS = 10_000  # of a ban, at most: each costs a step of the model at least
 ROLLBACK = 5.0  # nats; the default of BiLD's published code
 RuleName: TypeAlias = Literal["speculative", "coupled", "bild"]
 RULES = get_args(RuleName)
@@ -247,7 +247,7 @@ class SamplingParams:
             ("ban_rollbacks", False), ("logprobs", True), ("prompt_logprobs", True),
         ):  # fmt: skip
             value = getattr(self, name)
-            most = MOST_LOGPROBS if optional else MOST_ROLLBACKS if name == "ban_rollbacks" else 2**31 - 1
+            most = MAX_LOGPROBS if optional else MAX_ROLLBACKS if name == "ban_rollbacks" else 2**31 - 1
             fits = (optional and value is None) or is_whole(value, 0, most)
             _within(
                 name,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +26,58 @@ from foredraft.model.runner import SamplingInputs
 
 __all__ = ["SamplingTable", "distribution_of"]
 
-T = TypeVar("T")
+NO_CUTS = SamplingParams()
 
 
 def _single(temperature: float) -> float:
     """Return the nearest temperature that float32 can hold, also as an inverse."""
     range_ = torch.finfo(torch.float32)
     return min(max(temperature, range_.tiny), range_.max)
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """What logit_bias adds to logits."""
+
+    ids: Tensor  # [B, N] int64, padded with 0
+    values: Tensor  # [B, N] float32, padded with 0
+
+    @classmethod
+    def of(cls, params: Seq[SamplingParams], device: torch.device) -> Bias | None:
+        """Return the biases of a batch; None where no row has one."""
+        biases = [p.logit_bias or {} for p in params]
+        if not any(biases):
+            return None
+        width = max(map(len, biases))
+        rows = [[*bias.items(), *[(0, 0.0)] * (width - len(bias))] for bias in biases]
+        ids, values = ([[pair[part] for pair in row] for row in rows] for part in (0, 1))
+        return cls(upload(ids, device), upload(values, device, torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The end-of-text ids that min_new_tokens bars."""
+
+    until: Tensor  # [B] int64: new tokens before which they are barred; 0 in rows that bar none
+    ids: Tensor  # [B, E] int64, padded with the row's first
+
+    @classmethod
+    def of(
+        cls, params: Seq[SamplingParams], ends: Seq[frozenset[int]] | None, device: torch.device
+    ) -> Bar | None:
+        """Return the bars of a batch; None where no row bars an id."""
+        if ends is None:
+            return None
+        barred = [
+            sorted(own) if p.min_new_tokens and not p.ignore_eos else []
+            for p, own in zip(params, ends, strict=True)
+        ]
+        if not any(barred):
+            return None
+        until = [p.min_new_tokens if row else 0 for p, row in zip(params, barred, strict=True)]
+        width = max(map(len, barred))
+        ids = [row + (row[:1] or [0]) * (width - len(row)) for row in barred]
+        return cls(upload(until, device), upload(ids, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +88,14 @@ class SamplingTable:
     all_greedy: bool
     temperature: Tensor  # [B] float32, 1 in greedy rows
     top_k: Tensor | None  # [B] int64
-    top_k_most: int
+    max_top_k: int
     top_p: Tensor | None  # [B] float32
     min_p: Tensor | None  # [B] float32
     typical_p: Tensor | None  # [B] float32
     cut: Tensor | None  # [B] bool: rows with a top_p or a min_p
     penalties: Tensor | None  # [3, B] float32: repetition, presence, frequency
-    biased: Tensor | None  # [B, N] int64: ids, padded with 0
-    bias: Tensor | None  # [B, N] float32, padded with 0
-    least: Tensor | None  # [B] int64: min_new_tokens
-    ends: Tensor | None  # [B, E] int64: the ids that it bars, padded with the first
+    bias: Bias | None
+    bar: Bar | None
     bound: Tensor | None  # [B] float32: nats of surprise that `bild` accepts, NaN in rows of other rules
     bounded: bool  # all rows have a bound
     judge: SamplingTable | None  # parameters that measure surprise; None: these
@@ -77,52 +119,27 @@ class SamplingTable:
         """
 
         def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            if all(v == off for v in values):
-                return None
-            return upload(values, device, dtype)
+            return None if all(v == off for v in values) else upload(values, device, dtype)
 
-        greedy = [p.greedy for p in params]
-        # greedy rows need no cuts: argmax survives every one of them
-        top_k = [0 if p.greedy else p.top_k for p in params]
-        cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0) for p in params]
-        penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
-        biases = [p.logit_bias or {} for p in params]
-        bounds, judged = [p.bound for p in params], [p.judged for p in params]
-        barred = [
-            sorted(own) if p.min_new_tokens and not p.ignore_eos else []
-            for p, own in zip(params, ends or [frozenset[int]()] * len(params), strict=True)
-        ]
-        most = max(map(len, barred), default=0)
+        cuts = [NO_CUTS if p.greedy else p for p in params]  # argmax survives every cut
+        judged = [p.judged for p in params]
+        is_judge = all(one is own for one, own in zip(judged, params, strict=True))
         return cls(
-            greedy=upload(greedy, device) if any(greedy) else None,
-            all_greedy=all(greedy),
+            greedy=column([p.greedy for p in params], False, torch.bool),
+            all_greedy=all(p.greedy for p in params),
             temperature=upload([_single(p.temperature or 1.0) for p in params], device, torch.float32),
-            top_k=column(list(top_k), 0, torch.int64),
-            top_k_most=max(top_k, default=0),
-            top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0),
-            min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
-            typical_p=column([1.0 if p.greedy else p.typical_p for p in params], 1.0),
-            cut=upload(cut, device) if any(cut) else None,
-            penalties=upload(penalties, device, torch.float32).T
-            if any(p.penalised for p in params)
-            else None,
-            biased=upload(_padded([list(bias) for bias in biases], 0), device) if any(biases) else None,
-            bias=upload(_padded([list(bias.values()) for bias in biases], 0), device, torch.float32)
-            if any(biases)
-            else None,
-            least=upload([p.min_new_tokens if b else 0 for p, b in zip(params, barred, strict=True)], device)
-            if most
-            else None,
-            ends=upload([row + row[:1] * (most - len(row)) or [0] * most for row in barred], device)
-            if most
-            else None,
-            bound=None
-            if all(bound is None for bound in bounds)
-            else upload([math.nan if bound is None else bound for bound in bounds], device, torch.float32),
-            bounded=None not in bounds,
-            judge=None
-            if all(one is own for one, own in zip(judged, params, strict=True))
-            else cls.of(judged, device, ends, vocab_ops),
+            top_k=column([p.top_k for p in cuts], 0, torch.int64),
+            max_top_k=max((p.top_k for p in cuts), default=0),
+            top_p=column([p.top_p for p in cuts], 1.0),
+            min_p=column([p.min_p for p in cuts], 0.0),
+            typical_p=column([p.typical_p for p in cuts], 1.0),
+            cut=column([p.top_p < 1 or p.min_p > 0 for p in cuts], False, torch.bool),
+            penalties=_penalties(params, device),
+            bias=Bias.of(params, device),
+            bar=Bar.of(params, ends, device),
+            bound=_bound(params, device),
+            bounded=all(p.bound is not None for p in params),
+            judge=None if is_judge else cls.of(judged, device, ends, vocab_ops),
             vocab_ops=vocab_ops,
         )
 
@@ -140,19 +157,28 @@ class SamplingTable:
     @property
     def edits_logits(self) -> bool:
         """Return whether any row's logits are edited by a bias, a bar or a penalty."""
-        return not (self.biased is None and self.least is None and self.penalties is None)
+        return not (self.bias is None and self.bar is None and self.penalties is None)
 
     def of_prompt(self) -> SamplingTable:
         """Return the table without the transforms that depend on new tokens."""
         if self.penalties is None:
-            return replace(self, least=None, ends=None)
+            return replace(self, bar=None)
         repetition = self.penalties * upload([[1.0], [0.0], [0.0]], self.penalties.device)
-        return replace(self, penalties=repetition, least=None, ends=None)
+        return replace(self, penalties=repetition, bar=None)
 
 
-def _padded(rows: list[list[T]], value: T) -> list[list[T]]:
-    width = max(len(row) for row in rows)
-    return [row + [value] * (width - len(row)) for row in rows]
+def _penalties(params: Seq[SamplingParams], device: torch.device) -> Tensor | None:
+    if not any(p.penalised for p in params):
+        return None
+    rows = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+    return upload(rows, device, torch.float32).T
+
+
+def _bound(params: Seq[SamplingParams], device: torch.device) -> Tensor | None:
+    bounds = [p.bound for p in params]
+    if all(bound is None for bound in bounds):
+        return None
+    return upload([math.nan if bound is None else bound for bound in bounds], device, torch.float32)
 
 
 def distribution_of(
@@ -193,15 +219,14 @@ def _edited(
     def over(ids: Tensor) -> Tensor:
         return ids[:, None].expand(-1, columns, -1)  # [B, T, N]
 
-    if table.biased is not None:
-        assert table.bias is not None
-        logits = logits.scatter_add(2, over(table.biased), over(table.bias))
+    if table.bias is not None:
+        logits = logits.scatter_add(2, over(table.bias.ids), over(table.bias.values))
     if masks is not None:
         logits = logits.masked_fill(~masks, -math.inf)
-    if table.least is not None:
-        assert table.ends is not None and penalty_context is not None
-        early = penalty_context.said(columns) < table.least[:, None]  # [B, T]
-        ends = over(table.ends)
+    if table.bar is not None:
+        assert penalty_context is not None
+        early = penalty_context.said(columns) < table.bar.until[:, None]  # [B, T]
+        ends = over(table.bar.ids)
         bars = early[..., None].expand_as(ends)
         logits = logits.scatter(2, ends, logits.gather(2, ends).masked_fill(bars, -math.inf))
     if table.penalties is not None:

@@ -43,7 +43,7 @@ TURNS = 4
 
 
 class Scheduler:
-    """Gives out the rows, and says which prompt is read next.
+    """Gives out the rows, and chooses which prompt is read next.
 
     Attributes:
         shares: What each client has used.

@@ -52,38 +52,37 @@ class Origin(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """prompt: ids; eos: ids that end it; drafters: all that may draft for it, drafter: who does in this
-    round, or the only one that may; None to decode plainly.
+    """One sample of a request: what the request gives, then the text so far and the state in the engine.
 
-    transcript: its text, needed where a stop string may end it. traced: rounds are recorded in `trace`.
-    prompt_scores: of the prompt's tokens, where they are asked for; siblings share the list.
+    A sequence whose `drafters` are empty is decoded plainly.
     """
 
-    id: int
-    prompt: list[int]
+    id: int  # of this sequence alone, in its process
+    prompt: list[int]  # ids
     params: SamplingParams
-    seed: int
-    sample: int = 0
-    eos: frozenset[int] = frozenset()
-    drafters: tuple[str, ...] = ()
-    constraint: Constraint | None = None
+    seed: int  # the request's, or a fresh one
+    sample: int = 0  # index among the samples of the prompt; part of the noise key
+    eos: frozenset[int] = frozenset()  # ids that end the text, unless the request ignores them
+    drafters: tuple[str, ...] = ()  # names of those that may draft for it; in each round the policy takes one
+    constraint: Constraint | None = None  # on the text; None where the request gives none
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
     client: str = ""  # whose share of rows and passes it counts in
-    text_buffer: TextBuffer | None = None
-    traced: bool = False
+    text_buffer: TextBuffer | None = None  # the text of the new ids; None without a tokenizer
+    traced: bool = False  # rounds are recorded in `trace`
     prediction: tuple[int, ...] = ()  # tokens that the request expects
     cached: int = 0  # tokens of the prompt that the prefix cache had
     prefix: Prefix = NOTHING  # what the prefix cache knows of the prompt; at first its salt alone
+    # of the prompt's tokens, where the request gives `prompt_logprobs`; siblings share the list
     prompt_scores: list[Score | None] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
     origins: list[Origin] = field(default_factory=list)  # of the new ids
-    scores: list[Score] = field(default_factory=list)  # of the new ids, where the request asks for them
+    scores: list[Score] = field(default_factory=list)  # of the new ids, where the request gives `logprobs`
     token_counts: TokenCounts | None = None  # of prompt and output, where a penalty needs them
-    trace: list[RoundTrace] = field(default_factory=list)
+    trace: list[RoundTrace] = field(default_factory=list)  # a record of each round, if `traced`
     state: State = State.WAITING
-    finish: Finish | None = None
-    error: str | None = None
+    finish: Finish | None = None  # why the text ended; None before
+    error: str | None = None  # what failed, where `finish` is ERROR
     row: int = -1  # owned by rows.py
     parked: dict[KVCache, Span] | None = None  # what its row held, while it has none between two rounds
     paused_at: float | None = None  # monotonic clock: since when it takes no part in rounds
@@ -148,7 +147,7 @@ class Sequence:
         Args:
             tokens: New ids.
             origins: Of the tokens.
-            scores: Of the tokens, where the request asks for them.
+            scores: Of the tokens, where the request gives `logprobs`.
         """
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self.tokens.append(token)

@@ -25,7 +25,7 @@ class Round:
         accepted: Proposed tokens that the acceptance rule kept.
         emitted: Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make
             the number negative.
-        drafter: The drafter that was asked; None in a plain step.
+        drafter: The drafter that the policy chose; None in a plain step.
         undrawn: Draft steps that proposed no token, because the policy left their place to the target.
     """
 

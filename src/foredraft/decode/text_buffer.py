@@ -3,8 +3,8 @@
 The text ends at the first token with which a stop string is complete: the earliest to be complete wins,
 and of those complete at once the one that began first. It may lie across tokens, in the middle of one, or
 inside an accepted run; ids, log-probabilities, usage and cache all end at that token, the text before the
-string (or after it, if asked for). A stop string is looked for in what the text would be if it ended now,
-so one that a detokeniser still holds back counts at once.
+string (or after it, with `include_stop`). A stop string is looked for in what the text would be if it ended
+now, so one that a detokeniser still holds back counts at once.
 
 Text that may be the beginning of a stop string is held back until it cannot be: as many characters as the
 automaton's state (Aho and Corasick 1975, "Efficient string matching") is deep.

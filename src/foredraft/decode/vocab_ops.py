@@ -91,7 +91,7 @@ class TorchVocabOps:
 
     def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
         if by.top_k is not None:  # before the temperature, which changes no order
-            most = min(by.top_k_most, x.shape[-1])
+            most = min(by.max_top_k, x.shape[-1])
             largest = x.topk(most, dim=-1).values  # [B, T, most]
             k = by.top_k.clamp(1, most)[:, None, None].expand(-1, x.shape[1], 1)
             cut = (by.top_k > 0)[:, None, None] & (x < largest.gather(-1, k - 1))

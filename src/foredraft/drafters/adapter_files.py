@@ -1,4 +1,4 @@
-"""Adapter files: a folder with `config.json`, which says what was trained, and `model.safetensors`.
+"""Adapter files: a folder with `config.json`, which describes what was trained, and `model.safetensors`.
 
 An adapter is for one target, identified by `target_hash`; another target refuses it. A folder is written
 whole or not at all.
@@ -101,17 +101,17 @@ class AdapterConfig:
             )
 
 
-MOST_LAYERS, MOST_DRAFT, MOST_STEPS = 10_000, 1_000, 10**12  # far above any that is of use
+MAX_LAYERS, MAX_DRAFT, MAX_STEPS = 10_000, 1_000, 10**12  # far above any that is of use
 BOUNDS: dict[str, Bound] = {
-    "layers": (lambda layers: layers <= MOST_LAYERS, f"{MOST_LAYERS} or less"),
+    "layers": (lambda layers: layers <= MAX_LAYERS, f"{MAX_LAYERS} or less"),
     "kind": (ADAPTER_KINDS.__contains__, " or ".join(ADAPTER_KINDS)),
     "draft_vocabulary": (lambda words: words is None or words >= 1, "1 or more, or null"),
-    "max_draft": (lambda draft: draft <= MOST_DRAFT, f"{MOST_DRAFT} or less"),
+    "max_draft": (lambda draft: draft <= MAX_DRAFT, f"{MAX_DRAFT} or less"),
     "alpha": (lambda alpha: 0 <= alpha <= 1, "from 0 to 1"),
     "tau": (lambda tau: tau >= 1, "1 or more"),
     "predicted": (lambda value: value > 0, "above 0"),
     "temperature": (lambda temperature: temperature >= 0, "0 or more"),
-    "steps": (lambda steps: steps <= MOST_STEPS, f"{MOST_STEPS} or less"),
+    "steps": (lambda steps: steps <= MAX_STEPS, f"{MAX_STEPS} or less"),
     "date": (is_date, "a date as YYYY-MM-DD"),
 }
 
@@ -186,7 +186,7 @@ def _read_private(config: Path) -> bytes:
         OSError: It cannot be read.
     """
     folder = check_folder(config.parent)
-    if (folder / WEIGHTS).exists():  # else the reader of the weights says what is missing
+    if (folder / WEIGHTS).exists():  # else the reader of the weights reports what is missing
         check_file(folder / WEIGHTS)
     return read_private(folder / config.name)
 

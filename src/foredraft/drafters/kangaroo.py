@@ -30,7 +30,7 @@ from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs
 
 __all__ = ["Kangaroo"]
 
-MOST_WAITING = 128  # states of a row that wait for a draft: bounds their memory, and one pass reads them
+MAX_WAITING = 128  # states of a row that wait for a draft: bounds their memory, and one pass reads them
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Kangaroo(Stepper):
             return
         waiting = self._waiting.setdefault(sequence.id, _Waiting(sequence, read))
         waiting.add(new[read - start :].clone())  # the pass's other states may go
-        if stop < len(sequence.prompt) or waiting.count >= MOST_WAITING:
+        if stop < len(sequence.prompt) or waiting.count >= MAX_WAITING:
             self._read_waiting([waiting])
 
     def settle(self, sequence: Sequence) -> None:

@@ -1,7 +1,7 @@
 """Low bit: the target drafts for itself, with a copy of its weights in few bits.
 
 A second set of linear layers runs under the same decoder, in the same passes and on the same cache. A step
-reads a quarter or a half of the bytes of a plain step, and what it says is nearly what the target says.
+reads a quarter or a half of the bytes of a plain step, and its distributions are nearly the target's.
 QuantSpec (Tiwari et al. 2025, arXiv:2502.10424) and ML-SpecQD (Georganas et al. 2025, arXiv:2503.13565) draft
 so.
 

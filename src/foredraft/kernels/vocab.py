@@ -40,7 +40,7 @@ class Truncation(Protocol):
     @property
     def top_k(self) -> Tensor | None: ...  # [B] int64
     @property
-    def top_k_most(self) -> int: ...  # the largest top_k of the batch
+    def max_top_k(self) -> int: ...  # the largest top_k of the batch
     @property
     def top_p(self) -> Tensor | None: ...  # [B] float32
     @property

@@ -19,27 +19,24 @@ import torch
 from foredraft.arguments import clear_calls
 from foredraft.constraints import ConstraintFactory
 from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
-from foredraft.decode.engine import Engine
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
-from foredraft.decode.sequence import Finish, Sequence, State
-from foredraft.decode.stats import Stats
+from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
 from foredraft.errors import ConfigError, RequestError
-from foredraft.kinds.compatibility import is_lossless
 from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.keywords import SAMPLING_OPTIONS, with_keywords
+from foredraft.llm.loaded import Loaded
 from foredraft.llm.output import Output, Piece
 from foredraft.llm.policies import RequestPolicies
 from foredraft.llm.requests import Prompts, Requests
 from foredraft.llm.stream import Stream
 from foredraft.model.chat import Message
 from foredraft.model.device import dtype_name
-from foredraft.model.spec import ModelSpec
-from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, Tokenizer
+from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
 
 __all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
-MOST_SAMPLES = 100_000  # of a prompt in one call; each takes a few kB from the start
+MAX_SAMPLES = 100_000  # of a prompt in one call; each takes a few kB from the start
 
 
 class LLM:
@@ -59,37 +56,25 @@ class LLM:
     """
 
     def __new__(cls, *values: Any, **options: Any) -> LLM:
-        """Refuse a call with anything but loaded parts."""
-        if not isinstance(next(iter(values), options.get("engine")), Engine):
+        """Refuse a call with anything but a loaded model."""
+        if not isinstance(next(iter(values), options.get("loaded")), Loaded):
             raise ConfigError(
                 "an LLM is made by foredraft.load", remedy='call foredraft.load("path/to/checkpoint")'
             )
         return object.__new__(cls)
 
-    def __init__(
-        self,
-        engine: Engine,
-        spec: ModelSpec,
-        tokenizer: Tokenizer | None,
-        *,
-        default_drafter: str | None,
-        max_length: int,
-        default_params: SamplingParams | None = None,
-        deterministic: bool = True,
-        progress: Callable[[str, int, int], None] | None = None,
-        profile_seconds: float = 0.0,
-        model: str = "",
-        weights: str | None = None,
-    ) -> None:
-        self.model, self.weights, self._spec, self.tokenizer = model, weights, spec, tokenizer
-        self.default_drafter, self.max_length = default_drafter, max_length
-        self.default_params = default_params or SamplingParams()
-        self.deterministic, self.profile_seconds = deterministic, profile_seconds
+    def __init__(self, loaded: Loaded, progress: Callable[[str, int, int], None] | None = None) -> None:
+        self.model, self.weights, self.tokenizer = loaded.model, loaded.weights, loaded.tokenizer
+        self.default_drafter, self.default_params = loaded.default_drafter, loaded.default_params
+        self.max_length, self.deterministic = loaded.max_length, loaded.deterministic
+        self.profile_seconds = loaded.profile_seconds
         self._ids, self._policies = itertools.count(), RequestPolicies()
-        self._driver: Driver | None = Driver(engine, progress)  # None once closed
+        # None once closed
+        self._loaded: Loaded | None = loaded
+        self._driver: Driver | None = Driver(loaded.engine, progress)
         self._stops = Kept[tuple[str, ...], StopAutomaton](KEPT_LISTS, KEPT_BYTES)
-        self._constraints = None if tokenizer is None else ConstraintFactory(
-            tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids)
+        self._constraints = None if loaded.tokenizer is None else ConstraintFactory(
+            loaded.tokenizer, loaded.spec.vocab_size, frozenset(loaded.spec.eos_token_ids)
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -215,14 +200,14 @@ class LLM:
             >>> drafted.text == plain.text
             True
         """
-        driver, requests = self._open_driver(), self._requests
+        driver, requests = self._open_driver(), self.requests
         driver.check_process()
         chosen = with_keywords(params, self.default_params, options)
         for own in chosen if isinstance(chosen, list) else [chosen]:
             requests.drafters(own)  # refuses an unknown one before any work
         encoded = requests.encode(prompts)
-        if not is_whole(n, 1, MOST_SAMPLES):
-            raise RequestError(option="n", value=n, remedy=f"give a whole number from 1 to {MOST_SAMPLES:,}")
+        if not is_whole(n, 1, MAX_SAMPLES):
+            raise RequestError(option="n", value=n, remedy=f"give a whole number from 1 to {MAX_SAMPLES:,}")
         each = chosen if isinstance(chosen, list) else [chosen] * len(encoded)
         if len(each) != len(encoded):
             raise RequestError(
@@ -235,7 +220,7 @@ class LLM:
         def outputs() -> list[Output] | None:
             if any(s.state is not State.FINISHED for s in reversed(sequences)):
                 return None
-            return [self._output(s, requests) for s in sequences]
+            return [requests.output(s) for s in sequences]
 
         return driver.run(Request(sequences), outputs)
 
@@ -297,7 +282,7 @@ class LLM:
 
         Requests of the library itself are all of one client, and without salts.
         """
-        driver, requests = self._open_driver(), self._requests
+        driver, requests = self._open_driver(), self.requests
         driver.check_process()
         requests.drafters(params)  # refuses an unknown one before any work
         encoded = requests.encode(prompt)
@@ -306,7 +291,7 @@ class LLM:
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
         sequences = requests.sequences(encoded[0], params, n, truncate, show_special, trace, client, salts)
-        return sequences, lambda ended: self._output(ended, requests)
+        return sequences, requests.output
 
     def cancel_all(self) -> None:
         """Cancel every request, running or waiting, after the current round; outputs keep what they have.
@@ -338,7 +323,7 @@ class LLM:
             >>> llm
             <LLM 'demo': closed>
         """
-        driver, self._driver = self._driver, None
+        driver, self._driver, self._loaded = self._driver, None, None
         if driver is None:
             return
         driver.close()
@@ -360,8 +345,15 @@ class LLM:
         return driver
 
     @property
-    def _engine(self) -> Engine:
-        return self._open_driver().engine
+    def loaded(self) -> Loaded:
+        """The parts, for programs that measure, search, verify or serve; not of the public API.
+
+        Raises:
+            RequestError: The model is closed.
+        """
+        if self._loaded is None:
+            raise closed()
+        return self._loaded
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt, in any form that `generate` takes.
@@ -374,49 +366,18 @@ class LLM:
             >>> llm.encode([ids, ids]) == [ids, ids]
             True
         """
-        return self._requests.encode(prompts)
-
-    def _fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
-        """Return a prompt that leaves room for `new` tokens, as `generate` would read it."""
-        return self._requests.truncated(prompt, new, truncate)
+        return self.requests.encode(prompts)
 
     @property
-    def _requests(self) -> Requests:
-        """The checks and the defaults of requests, by the current values of the attributes."""
+    def requests(self) -> Requests:
+        """The checks and the defaults of requests, by the current values of the attributes.
+
+        For the same programs as `loaded`; not of the public API.
+
+        Raises:
+            RequestError: The model is closed.
+        """
         return Requests(
-            self._engine, self._spec, self.tokenizer, self.default_drafter, self.max_length, self._ids,
-            self._constraints, self._policies, self._stops,
+            self.loaded, self.default_drafter, self.max_length, self._ids, self._constraints, self._policies,
+            self._stops,
         )  # fmt: skip
-
-    def _output(self, sequence: Sequence, requests: Requests) -> Output:
-        assert sequence.finish is not None
-        sequence.finish_text()
-        text_buffer, params = sequence.text_buffer, sequence.params
-        lossless = is_lossless(params.acceptance, requests.drafters(params))
-        return Output(
-            text=None if text_buffer is None else text_buffer.text,
-            token_ids=sequence.new_ids,
-            origins=[str(origin) for origin in sequence.origins],
-            pieces=None if text_buffer is None else text_buffer.pieces,
-            stopped_by=_stopped_by(sequence),
-            logprobs=None if params.logprobs is None else list(sequence.scores),
-            prompt_logprobs=None if params.prompt_logprobs is None else list(sequence.prompt_scores),
-            trace=sequence.trace if sequence.traced else None,
-            finish_reason=str(sequence.finish),
-            seed=sequence.seed,
-            sample=sequence.sample,
-            prompt_tokens=len(sequence.prompt),
-            stats=Stats.of(sequence.rounds, max(0.0, sequence.ended - sequence.started)),
-            error=sequence.error,
-            lossless=lossless,
-            deterministic=self.deterministic and lossless,
-            why_plain=requests.why_plain(sequence),
-            cached_tokens=sequence.cached,
-        )
-
-
-def _stopped_by(sequence: Sequence) -> str | None:
-    """Return the stop string, or the constraint and why, that ended a text; None where neither did."""
-    if sequence.finish is Finish.CONSTRAINT:
-        return None if sequence.constraint is None else sequence.constraint.ended_by
-    return None if sequence.text_buffer is None else sequence.text_buffer.stopped_by

@@ -6,10 +6,10 @@ only, by the thread that took the last step.
 
 Why an interrupt, at whatever instruction it comes, leaves nothing behind: the engine and its requests change
 only by the thread that has the turn, a lock that is tried and never waited for. A thread that finds the turn
-taken leaves its wish in the inbox, and the thread that has the turn looks into the inbox once more after it
-gave the turn back; so a wish that came too late for it met a free turn. In the main thread, the only one
-that interrupts reach, all of this happens while they are deferred (`Interrupts`): from before a request is
-submitted until it has finished, or is cancelled. Within that stretch they are delivered only between two
+taken leaves its command in the inbox, and the thread that has the turn looks into the inbox once more after
+it gave the turn back; so a command that came too late for it met a free turn. In the main thread, the only
+one that interrupts reach, all of this happens while they are deferred (`Interrupts`): from before a request
+is submitted until it has finished, or is cancelled. Within that stretch they are delivered only between two
 steps and without the turn, and a thread that waits is woken for it. Before that stretch there is nothing to
 undo, and after it there is nothing left.
 """
@@ -67,8 +67,8 @@ class _Waiter(Generic[T]):
         self._poll = poll
         self._result: T | None = None
         self._error: Exception | None = None  # raised by `poll`; the waiting thread raises it again
-        self._bell = threading.Lock()  # free: the thread has to look again
-        self._bell.acquire()
+        self._asleep = threading.Lock()  # free: the thread has to poll again
+        self._asleep.acquire()
 
     def done(self) -> bool:
         return self._result is not None or self._error is not None
@@ -85,11 +85,11 @@ class _Waiter(Generic[T]):
 
     def wake(self) -> None:
         """End the wait, or the next one. A signal handler may call this at any instruction."""
-        with contextlib.suppress(RuntimeError):  # it rings already
-            self._bell.release()
+        with contextlib.suppress(RuntimeError):  # it is free already
+            self._asleep.release()
 
     def wait(self) -> None:
-        self._bell.acquire()
+        self._asleep.acquire()
 
     def result(self) -> T:
         if self._error is not None:
@@ -210,13 +210,13 @@ class Driver:
             self._progress("prefill", *progress)
 
     def _serve(self) -> None:
-        """Carry out the wishes and update the waiters of all threads. Needs the turn."""
+        """Carry out the commands and update the waiters of all threads. Needs the turn."""
         self.inbox.carry_out()
         for waiter in list(self._waiters):
             waiter.update()
 
     def _pass_turn(self) -> None:
-        """Carry out the wishes unless a thread has the turn, then wake a thread to take the next step."""
+        """Carry out the commands unless a thread has the turn, then wake a thread to take the next step."""
         while self.inbox and self.turn.acquire(blocking=False):
             try:
                 self._serve()

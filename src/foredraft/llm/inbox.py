@@ -1,4 +1,4 @@
-"""Inbox: what threads ask of the engine, carried out in order between two steps."""
+"""Inbox: commands of threads to the engine, carried out in order between two steps."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Wishes of all threads: sequences to submit, to pause and to cancel.
+    """Commands of all threads: sequences to submit, to pause and to cancel. A method only leaves its command.
 
-    A wish is one append to a deque: atomic, without a lock, so it may come from any thread, from a signal
+    A command is one append to a deque: atomic, without a lock, so it may come from any thread, from a signal
     handler and from the garbage collector, and it is there as a whole or not at all. One thread at a time
-    carries the wishes out (`Driver`). A wish may come twice, and a sequence that is cancelled before it is
-    submitted never starts.
+    carries the commands out (`Driver`). A command may come twice, and a sequence that is cancelled before it
+    is submitted never starts.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._wishes: deque[_Wish | _Dropped] = deque()
+        self._commands: deque[_Command | _Dropped] = deque()
         self._watched: set[_Dropped] = set()  # keeps the references alive until their owners are gone
 
     def __bool__(self) -> bool:
-        return bool(self._wishes)
+        return bool(self._commands)
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Ask to queue sequences."""
-        self._wishes.append(_Wish(lambda: sequences, self._engine.submit))
+        """Queue sequences."""
+        self._commands.append(_Command(lambda: sequences, self._engine.submit))
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Ask to end sequences; those that have ended, or were never submitted, are left as they are."""
+        """End sequences; those that have ended, or were never submitted, are left as they are."""
         # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
-        self._wishes.append(_Wish(lambda: sequences[::-1], self._engine.cancel))
+        self._commands.append(_Command(lambda: sequences[::-1], self._engine.cancel))
 
     def pause(self, sequences: list[Sequence]) -> None:
-        """Ask to leave sequences out of the rounds."""
-        self._wishes.append(_Wish(lambda: sequences, self._engine.pause))
+        """Leave sequences out of the rounds."""
+        self._commands.append(_Command(lambda: sequences, self._engine.pause))
 
     def resume(self, sequences: list[Sequence]) -> None:
-        """Ask to let paused sequences go on."""
-        self._wishes.append(_Wish(lambda: sequences, self._engine.resume))
+        """Let paused sequences go on."""
+        self._commands.append(_Command(lambda: sequences, self._engine.resume))
 
     def fail(self, sequences: list[Sequence], error: str) -> None:
-        """Ask to end sequences with an error; those that have ended are left as they are."""
-        self._wishes.append(_Wish(lambda: sequences, lambda each: self._engine.fail(each, error)))
+        """End sequences with an error; those that have ended are left as they are."""
+        self._commands.append(_Command(lambda: sequences, lambda each: self._engine.fail(each, error)))
 
     def cancel_all(self) -> None:
-        """Ask to end every sequence that is running, waiting or asked to be submitted by now."""
-        self._wishes.append(_Wish(self._all, self._engine.cancel))
+        """End every sequence that is running or waiting, or whose submission is in the inbox by now."""
+        self._commands.append(_Command(self._all, self._engine.cancel))
 
     def cancel_with(self, owner: object, sequence: Sequence) -> None:
-        """Ask to end a sequence as soon as its owner is garbage.
+        """End a sequence as soon as its owner is garbage.
 
         A finaliser in Python might be interrupted, and Python drops what is raised there. This one is the
         deque's own `append`, which runs no Python.
         """
-        dropped = _Dropped(owner, self._wishes.append)
+        dropped = _Dropped(owner, self._commands.append)
         dropped.sequence = sequence
         self._watched.add(dropped)
 
     def carry_out(self) -> None:
-        """Carry all wishes out. A sequence for which that fails ends with an error; the others go on."""
-        while self._wishes:
-            wish = self._wishes.popleft()
-            if isinstance(wish, _Dropped):
-                self._watched.discard(wish)
-                self._apply(self._engine.cancel, wish.sequence)
+        """Carry all commands out. A sequence for which that fails ends with an error; the others go on."""
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, _Dropped):
+                self._watched.discard(command)
+                self._apply(self._engine.cancel, command.sequence)
                 continue
-            for sequence in wish.sequences():
-                self._apply(wish.call, sequence)
+            for sequence in command.sequences():
+                self._apply(command.call, sequence)
 
     def _all(self) -> list[Sequence]:
         return [*self._engine.scheduler.waiting, *self._engine.rows.sequences]
@@ -90,7 +90,7 @@ class Inbox:
             self._engine.fail(sequence, f"{type(error).__name__}: {error}")
 
 
-class _Wish:
+class _Command:
     """A call for each of some sequences, which are listed when the call is due."""
 
     __slots__ = ("call", "sequences")
@@ -100,7 +100,7 @@ class _Wish:
 
 
 class _Dropped(weakref.ref[Any]):
-    """A reference to the owner of a sequence; once the owner is garbage, the wish to cancel the sequence."""
+    """A reference to the owner of a sequence; once the owner is garbage, the command to cancel it."""
 
     __slots__ = ("sequence",)
     sequence: Sequence

@@ -35,7 +35,7 @@ class Pieces:
         if output is None and settled <= self._shown:
             return None
         new, self._shown = slice(self._shown, settled), settled
-        asked = sequence.params.prompt_logprobs is not None and not self._begun
+        scores_prompt = sequence.params.prompt_logprobs is not None and not self._begun
         self._begun = True
         trace, self._told = sequence.trace[self._told :], len(sequence.trace)
         parts = None
@@ -48,7 +48,7 @@ class Pieces:
             origins=[str(origin) for origin in sequence.origins[new]],
             parts=parts,
             logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
-            prompt_logprobs=list(sequence.prompt_scores) if asked else None,
+            prompt_logprobs=list(sequence.prompt_scores) if scores_prompt else None,
             trace=trace if sequence.traced else None,
             output=output,
         )

@@ -1,4 +1,4 @@
-"""Requests: checks prompts and parameters and makes sequences of them, before anything is submitted."""
+"""Requests: checks prompts and parameters, makes sequences of them, and outputs of finished sequences."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from foredraft.constraints import ConstraintFactory
 from foredraft.constraints.kept import Kept
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import Stepper
-from foredraft.decode.engine import Engine
 from foredraft.decode.params import GRAMMARS, SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.decode.prefix_cache import Prefix
 from foredraft.decode.scores import Score
-from foredraft.decode.sequence import Sequence
+from foredraft.decode.sequence import Finish, Sequence
+from foredraft.decode.stats import Stats
 from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
 from foredraft.errors import Option, RequestError, shortened
-from foredraft.kinds.compatibility import PolicyTraits, select_drafters
+from foredraft.kinds.compatibility import PolicyTraits, is_lossless, select_drafters
 from foredraft.kinds.tables import PREDICTION
+from foredraft.llm.loaded import Loaded
+from foredraft.llm.output import Output
 from foredraft.llm.policies import RequestPolicies
-from foredraft.model.spec import ModelSpec
-from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, Tokenizer, check_unicode
+from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, check_unicode
 
 __all__ = ["Prompts", "Requests"]
 
@@ -34,12 +35,10 @@ Prompts: TypeAlias = str | Seq[str] | Seq[int] | Seq[Seq[int]]
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Checks requests to one model and makes sequences of them.
+    """Checks requests to one model and makes sequences of them; makes outputs of finished sequences.
 
     Attributes:
-        engine: Has the drafters and the policy.
-        spec: The target's.
-        tokenizer: The target's; None where its folder has none.
+        loaded: The model.
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
         max_length: Prompt and new tokens together, at most.
         ids: Fresh ids of sequences.
@@ -48,9 +47,7 @@ class Requests:
         stops: Automata of stop strings; all prompts and samples of a request share one.
     """
 
-    engine: Engine
-    spec: ModelSpec
-    tokenizer: Tokenizer | None
+    loaded: Loaded
     default_drafter: str | None
     max_length: int
     ids: Iterator[int]
@@ -79,21 +76,21 @@ class Requests:
         return encoded
 
     def _encode_text(self, text: str) -> list[int]:
-        if self.tokenizer is None:
+        if self.loaded.tokenizer is None:
             raise RequestError(NO_TOKENIZER, remedy=(*GIVE_TOKENIZER, ", or token ids instead of text"))
         if not text:
             raise RequestError("the prompt is empty", remedy="give at least one character")
         check_unicode(text, "the prompt")
-        return self.tokenizer.encode(text)
+        return self.loaded.tokenizer.encode(text)
 
     def sequences(
         self,
         prompt: list[int],
         params: SamplingParams,
-        n: int,
-        truncate: Literal["left"] | None,
-        show_special: bool,
-        trace: bool,
+        n: int = 1,
+        truncate: Literal["left"] | None = None,
+        show_special: bool = False,
+        trace: bool = False,
         client: str = "",
         salts: tuple[str, ...] = (),
     ) -> list[Sequence]:
@@ -126,7 +123,7 @@ class Requests:
                 params,
                 seed,
                 sample,
-                frozenset(self.spec.eos_token_ids),
+                frozenset(self.loaded.spec.eos_token_ids),
                 drafters,
                 constraint(),
                 group=ids[0] if n > 1 else None,
@@ -142,7 +139,7 @@ class Requests:
         ]
 
     def _check_prompt(self, prompt: list[int], truncate: object) -> None:
-        size = self.spec.vocab_size
+        size = self.loaded.spec.vocab_size
         if not prompt:
             raise RequestError("the prompt is empty", remedy="give at least one token")
         for token in prompt:
@@ -156,7 +153,7 @@ class Requests:
 
     def _check_params(self, params: SamplingParams, n: int) -> None:
         """Check what depends on the model or on `n`; SamplingParams checks the rest."""
-        size = self.spec.vocab_size
+        size = self.loaded.spec.vocab_size
         for token in params.logit_bias or {}:
             if token >= size:
                 raise RequestError(
@@ -170,7 +167,7 @@ class Requests:
                 )
         for name in ("stop", "ban", *GRAMMARS, "prediction"):
             is_text = name != "prediction" or isinstance(params.prediction, str)
-            if getattr(params, name) and is_text and self.tokenizer is None:
+            if getattr(params, name) and is_text and self.loaded.tokenizer is None:
                 raise RequestError(
                     f"needs text, but {NO_TOKENIZER}", option=name,
                     remedy=(*GIVE_TOKENIZER, ", or leave it out"),
@@ -192,7 +189,7 @@ class Requests:
     def _text_buffer(
         self, prompt: list[int], params: SamplingParams, stops: StopAutomaton, show_special: bool
     ) -> TextBuffer | None:
-        tokenizer = self.tokenizer
+        tokenizer = self.loaded.tokenizer
         if tokenizer is None:
             return None
         ends = {tokenizer.special_id(stop): stop for stop in params.stop} if not show_special else {}
@@ -205,15 +202,15 @@ class Requests:
         )
 
     def truncated(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
-        """Return a prompt that leaves room for `new` tokens, cut on the left only if `truncate` says so.
+        """Return a prompt that leaves room for `new` tokens, cut on the left only if `truncate` is "left".
 
         A leading BOS token is kept, because models fail without it.
 
         Raises:
             RequestError: There is no room.
         """
-        room = self.max_length - new
-        kept = prompt[:1] if prompt[0] == self.spec.bos_token_id else []
+        room, spec = self.max_length - new, self.loaded.spec
+        kept = prompt[:1] if prompt[0] == spec.bos_token_id else []
         if len(prompt) <= room:
             return prompt
         if truncate == "left" and room > len(kept):
@@ -222,8 +219,8 @@ class Requests:
         if room > len(kept):
             remedy = ["shorten the prompt, or ", *remedy]
             remedy += [", or give ", Option("truncate", "left")] if truncate is None else []
-        if self.max_length < self.spec.max_positions:
-            remedy += [", or raise ", Option("max_length"), f" up to the model's {self.spec.max_positions}"]
+        if self.max_length < spec.max_positions:
+            remedy += [", or raise ", Option("max_length"), f" up to the model's {spec.max_positions}"]
         raise RequestError(
             (
                 f"the prompt's {len(prompt)} tokens and ", Option("max_new_tokens", new),
@@ -254,14 +251,14 @@ class Requests:
 
     def _drafters(self, drafter: str, params: SamplingParams) -> tuple[str, ...]:
         """Return the drafters that a name stands for under the request's policy."""
-        policy = self.policy(params) or self.engine.policy
+        policy = self.policy(params) or self.loaded.engine.policy
         traits = PolicyTraits(policy.name, policy.uses_costs, policy.stops_by_content)
-        has_probs = {name: isinstance(each, Stepper) for name, each in self.engine.drafters.items()}
+        has_probs = {name: isinstance(each, Stepper) for name, each in self.loaded.engine.drafters.items()}
         return select_drafters(drafter, has_probs, traits)
 
     def policy(self, params: SamplingParams) -> Policy | None:
         """Return the policy of a request; None is the loaded one. Raises as `RequestPolicies.of`."""
-        return self.policies.of(params, self.engine)
+        return self.policies.of(params, self.loaded.engine)
 
     def _prediction(self, given: str | Seq[int] | None) -> tuple[int, ...]:
         """Return a prediction as token ids, as many as a text can have.
@@ -270,20 +267,54 @@ class Requests:
             RequestError: An id is outside the vocabulary.
         """
         if isinstance(given, str):
-            assert self.tokenizer is not None  # `_check_params` refuses a text without one
-            given = self.tokenizer.encode(given, False)
-        ids, size = tuple(given or ())[: self.max_length], self.spec.vocab_size
+            assert self.loaded.tokenizer is not None  # `_check_params` refuses a text without one
+            given = self.loaded.tokenizer.encode(given, False)
+        ids, size = tuple(given or ())[: self.max_length], self.loaded.spec.vocab_size
         if ids and max(ids) >= size:
             raise RequestError(
                 f"names token {max(ids)}", option="prediction", remedy=f"give ids from 0 to {size - 1}"
             )
         return ids
 
+    def output(self, sequence: Sequence) -> Output:
+        """Return the result of a finished sequence."""
+        assert sequence.finish is not None
+        sequence.finish_text()
+        text_buffer, params = sequence.text_buffer, sequence.params
+        lossless = is_lossless(params.acceptance, self.drafters(params))
+        return Output(
+            text=None if text_buffer is None else text_buffer.text,
+            token_ids=sequence.new_ids,
+            origins=[str(origin) for origin in sequence.origins],
+            pieces=None if text_buffer is None else text_buffer.pieces,
+            stopped_by=_stopped_by(sequence),
+            logprobs=None if params.logprobs is None else list(sequence.scores),
+            prompt_logprobs=None if params.prompt_logprobs is None else list(sequence.prompt_scores),
+            trace=sequence.trace if sequence.traced else None,
+            finish_reason=str(sequence.finish),
+            seed=sequence.seed,
+            sample=sequence.sample,
+            prompt_tokens=len(sequence.prompt),
+            stats=Stats.of(sequence.rounds, max(0.0, sequence.ended - sequence.started)),
+            error=sequence.error,
+            lossless=lossless,
+            deterministic=self.loaded.deterministic and lossless,
+            why_plain=self.why_plain(sequence),
+            cached_tokens=sequence.cached,
+        )
+
     def why_plain(self, sequence: Sequence) -> str | None:
         """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
         if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
             return None
-        return self.engine.policy_of(sequence).why_plain(sequence)
+        return self.loaded.engine.policy_of(sequence).why_plain(sequence)
+
+
+def _stopped_by(sequence: Sequence) -> str | None:
+    """Return the stop string, or the constraint and why, that ended a text; None where neither did."""
+    if sequence.finish is Finish.CONSTRAINT:
+        return None if sequence.constraint is None else sequence.constraint.ended_by
+    return None if sequence.text_buffer is None else sequence.text_buffer.stopped_by
 
 
 def _check_kind(what: str, prompt: object, remedy: str) -> None:

@@ -70,7 +70,7 @@ class Service:
         self._driver = llm._open_driver()
         self._new: deque[Ticket] = deque()  # from any thread; the engine's thread takes them over
         self._tickets: list[Ticket] = []
-        self._bell = threading.Event()
+        self._work = threading.Event()  # set: there may be something to step or to publish
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
         self._thread.start()
@@ -110,37 +110,37 @@ class Service:
         ticket = Ticket([Pieces(sequence, output) for sequence in sequences], owner)
         self._new.append(ticket)
         self._driver.inbox.submit(sequences)
-        self._bell.set()
+        self._work.set()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request after the step that runs; what it has is published. It may have ended."""
         self._driver.inbox.cancel(ticket.sequences)
-        self._bell.set()
+        self._work.set()
 
     def pause(self, ticket: Ticket) -> None:
         """Leave a request out of the steps after the one that runs. Its texts are the same."""
         self._driver.inbox.pause(ticket.sequences)
-        self._bell.set()
+        self._work.set()
 
     def resume(self, ticket: Ticket) -> None:
         """Let a paused request go on, once a row is free if another request took its row."""
         self._driver.inbox.resume(ticket.sequences)
-        self._bell.set()
+        self._work.set()
 
     def stop(self) -> None:
         """Cancel all requests, publish what they have, and end the thread."""
         self._stopped = True
         self._driver.inbox.cancel_all()
-        self._bell.set()
+        self._work.set()
         self._thread.join()
 
     def _run(self) -> None:
         idle = Request([])
         idle.submitted = True  # there is nothing to submit
         while not self._stopped or self._tickets or self._new:
-            self._bell.wait()
-            self._bell.clear()
+            self._work.wait()
+            self._work.clear()
             if self._stopped:
                 self._driver.inbox.cancel_all()  # a submission may have come after the first time
             try:
@@ -148,7 +148,7 @@ class Service:
             except Exception as error:
                 logger.exception("the engine failed; all requests end with an error")
                 self._fail(f"{type(error).__name__}: {error}")
-                self._bell.set()
+                self._work.set()
 
     def _publish_news(self) -> bool | None:
         """Publish what there is to show; return True where nothing is left to step, else None."""
@@ -178,8 +178,8 @@ class Service:
             logger.exception("the text of a request cannot be shown; it ends with an error")
             self._driver.inbox.cancel([pieces.sequence])
             pieces.over = True
-            says = f"{type(error).__name__}: {error}"
-            return Piece(None, [], [], output=_failed(pieces.sequence, says))
+            output = _failed(pieces.sequence, f"{type(error).__name__}: {error}")
+            return Piece(None, [], [], output=output)
 
     def _fail(self, error: str) -> None:
         """End every request with an error, after the engine broke off where no request was to blame."""

@@ -18,6 +18,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.forks import Loads
 from foredraft.kinds.tables import Parts
 from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
 from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
 from foredraft.loading.checkpoints import Checkpoints, default_params, find_checkpoints
 from foredraft.loading.device import find_device
@@ -193,19 +194,20 @@ def _assembled(options: LoadOptions) -> LLM:
     settle_threads(threads, runners.target)
     profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
     release_workers()  # another thread may decode
-    return LLM(
-        engine,
-        checkpoints.target.spec,
-        checkpoints.target.tokenizer,
-        default_drafter=None if drafting.drafter == "none" else drafting.drafter,
+    loaded = Loaded(
+        engine=engine,
+        runner=runners.target,
+        spec=checkpoints.target.spec,
+        tokenizer=checkpoints.target.tokenizer,
+        model="demo" if options.model == demo.target_path() else str(options.model),
+        weights=checkpoints.target.weights,
         max_length=size.positions,
+        default_drafter=None if drafting.drafter == "none" else drafting.drafter,
         default_params=params,
         deterministic=options.deterministic,
-        progress=options.progress,
         profile_seconds=profiled,
-        weights=checkpoints.target.weights,
-        model="demo" if options.model == demo.target_path() else str(options.model),
     )
+    return LLM(loaded, options.progress)
 
 
 def _profile(engine: Engine, options: LoadOptions) -> float:

@@ -49,7 +49,7 @@ HOST = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/")  # in front of a 
 # owner/name, a type of weights after a colon, and a revision after @
 REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?:@(\S+))?")
 MEGABYTE = 10**6
-MOST_LISTED = 20  # file names in a message
+MAX_LISTED = 20  # file names in a message
 
 Report = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 
@@ -130,7 +130,7 @@ def _local(folder: Path) -> Path:
     except OSError:
         return folder
     if len(models) > 1:
-        listed = ", ".join(models) if len(models) <= MOST_LISTED else f"{len(models)} of them"
+        listed = ", ".join(models) if len(models) <= MAX_LISTED else f"{len(models)} of them"
         raise CheckpointError(f"{folder} holds several GGUF files: {listed}", remedy="give one of them")
     return checkpoint_folder(folder / models[0]) if models else folder
 

@@ -3,7 +3,7 @@
 Contract: the table depends on the tokenizer, on how many ids its model has, on the `tokenizers` library that
 decodes, and on the rule of `ByteCodec`; the key holds all of these. A file whose lengths do not add up counts
 as missing, as a damaged one does. Small tables are not kept, since making one takes no time; of the others
-the newest `MOST_TABLES`.
+the newest `MAX_TABLES`.
 
 A file holds the length of each id's bytes, as int32 in little-endian order, and then the bytes.
 """
@@ -24,7 +24,7 @@ __all__ = ["kept_bytes"]
 KIND, SUFFIX = "vocabularies", ".bytes"  # of the user's cache
 RULE = 1  # raised when `ByteCodec` finds other bytes
 LEAST_IDS = 2**14  # of a table that is kept: as many are looked up in some 30 ms
-MOST_TABLES = 16  # of 3 MB for 262,144 ids
+MAX_TABLES = 16  # of 3 MB for 262,144 ids
 NO_BYTES = -1  # the length of an id that adds nothing to a text
 
 Bytes = Sequence["bytes | None"]
@@ -52,7 +52,7 @@ def kept_bytes(tokenizer: Tokenizer, size: int, make: Callable[[], Iterable[byte
         return kept
     made = [*make()]
     user_cache.write_bytes(KIND, key, SUFFIX, _packed(made))
-    user_cache.keep_newest(KIND, SUFFIX, MOST_TABLES)
+    user_cache.keep_newest(KIND, SUFFIX, MAX_TABLES)
     return made
 
 

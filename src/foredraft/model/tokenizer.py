@@ -40,7 +40,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
 # Ids of left context: an incomplete character spans at most 3, and decoders treat the first token of a text
 # differently.
 CONTEXT = 4
-MOST_SHOWN = 200  # characters of an error of the library, which may quote a whole value
+MAX_SHOWN = 200  # characters of an error of the library, which may quote a whole value
 PROBE = "The 1st text, \N{LATIN SMALL LETTER E WITH ACUTE}.\n"  # what a tokenizer is tried on at loading
 LONG = 16 << 10  # characters from which on a text is read as a batch, beside which other threads run
 MAX_HELD_BYTES = 32  # byte tokens that a stream holds back at most: bounds its delay
@@ -116,7 +116,7 @@ class Tokenizer:
             if not is_fault(error):
                 raise
             raise CheckpointError(
-                f"{file} is not a readable tokenizer ({str(error)[:MOST_SHOWN]})", remedy=DOWNLOAD_AGAIN
+                f"{file} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})", remedy=DOWNLOAD_AGAIN
             ) from error
         _check_added(inner, file)
         return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size, digest=digest)
@@ -412,7 +412,7 @@ def _failure(task: str, error: BaseException) -> BaseException:
     if not is_fault(error):
         return error
     return RequestError(
-        f"the model's tokenizer cannot {task} ({str(error)[:MOST_SHOWN]})",
+        f"the model's tokenizer cannot {task} ({str(error)[:MAX_SHOWN]})",
         remedy="its tokenizer.json is broken: download it again",
     )
 

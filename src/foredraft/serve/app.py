@@ -141,7 +141,7 @@ def _add_models(app: FastAPI, state: App) -> None:
             "deterministic": llm.deterministic, "weights": llm.weights,
             "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
             "default_drafter": llm.default_drafter,
-            "policy": llm._engine.policy.name, "policies": list(POLICIES),
+            "policy": llm.loaded.engine.policy.name, "policies": list(POLICIES),
             "chat": chat, "tools": chat, "prediction": PREDICTION in model.drafters,
             "constraints": ["ban", "regex", "json_schema", "json_object", "grammar"] if llm.tokenizer else [],
             "streams": ["sse", "text", "websocket"],

@@ -21,7 +21,7 @@ TYPES = {
     500: "server_error", 503: "overloaded_error",
 }  # fmt: skip
 
-MOST_SHOWN = 1000  # characters of a message
+MAX_SHOWN = 1000  # characters of a message
 
 
 class Problem(Exception):
@@ -44,8 +44,8 @@ class Problem(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if len(message) > MOST_SHOWN:  # it may quote what the client sent
-            message = f"{message[:MOST_SHOWN]}..."
+        if len(message) > MAX_SHOWN:  # it may quote what the client sent
+            message = f"{message[:MAX_SHOWN]}..."
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

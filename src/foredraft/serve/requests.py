@@ -20,12 +20,12 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.beside import without_collection
 from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
 from foredraft.serve.problems import Problem
-from foredraft.serve.tools import MOST_TOOLS, Tool, ToolChoice, Tools
+from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools
 
 __all__ = ["Body", "ChatRequest", "CompletionRequest", "Items", "Job", "check_model"]
 
-MOST_SAMPLES = 128  # of a prompt, as in the API
-MOST_LOGPROBS = 20  # alternatives to a token, as in the API
+MAX_SAMPLES = 128  # of a prompt, as in the API
+MAX_LOGPROBS = 20  # alternatives to a token, as in the API
 T = TypeVar("T")
 # A list whose first wrong item ends the check: a million errors would take gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -164,7 +164,7 @@ class _Request(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     seed: int | None = None
     stop: str | Items[str] | None = None
     include_stop_str_in_output: bool | None = None
@@ -221,9 +221,9 @@ class ChatRequest(_Request):
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[Items[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -235,7 +235,7 @@ class CompletionRequest(_Request):
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def prompts(self) -> int:

@@ -22,11 +22,11 @@ from foredraft.serve.records import Record, current
 from foredraft.serve.streaming import as_json
 from foredraft.unicode import invalid_at
 
-__all__ = ["MOST_OPEN", "Socket"]
+__all__ = ["MAX_OPEN", "Socket"]
 
 logger = logging.getLogger(__name__)
 
-MOST_OPEN = 64  # requests of one socket at a time
+MAX_OPEN = 64  # requests of one socket at a time
 Run = Callable[[dict[str, Any], Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
 
 
@@ -52,7 +52,7 @@ class Socket:
         """Serve frames until the client leaves; its requests end then."""
         try:
             while True:
-                while len(self._endings) >= MOST_OPEN:  # the client does not read: neither does the server
+                while len(self._endings) >= MAX_OPEN:  # the client does not read: neither does the server
                     await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
                 await self._read(await self._socket.receive())
         except WebSocketDisconnect:
@@ -88,8 +88,8 @@ class Socket:
             await self._send(
                 None, {**Problem(409, f"request {id!r} is open already", param="id").body, "of": id}
             )
-        elif len(self._tasks) >= MOST_OPEN:
-            await self._send(id, Problem(429, f"{MOST_OPEN} requests are open on this socket").body)
+        elif len(self._tasks) >= MAX_OPEN:
+            await self._send(id, Problem(429, f"{MAX_OPEN} requests are open on this socket").body)
         else:
             task = self._tasks[id] = asyncio.create_task(self._answer(id, frame, len(text)))
             task.add_done_callback(lambda done: self._end(id, done))

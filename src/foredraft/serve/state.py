@@ -54,7 +54,7 @@ class Model:
         self, llm: LLM, settings: Settings, metrics: Metrics, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.llm, self.metrics = llm, metrics
-        engine = llm._engine
+        engine = llm.loaded.engine
         if settings.prefix_cache:
             engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
         self.rows = engine.rows.capacity
@@ -62,7 +62,7 @@ class Model:
         self.generations = Generations(llm, loop, self.limits, metrics, settings)
         path = Path(llm.model)  # that of a hub id does not exist
         self.names = (path.resolve().name if path.exists() else llm.model, llm.model)
-        self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
+        self.texts = TokenTexts(llm.tokenizer, llm.loaded.spec.vocab_size)
         self.drafters = tuple(engine.drafters)
 
     @property
@@ -71,7 +71,7 @@ class Model:
         return self.llm.tokenizer is not None and self.llm.tokenizer.chat is not None
 
     def update_gauges(self) -> None:
-        engine = self.llm._engine
+        engine = self.llm.loaded.engine
         sequences = list(engine.rows.sequences)
         rows = len(sequences)
         self.metrics.running.set(rows)
@@ -127,7 +127,7 @@ class App:
 
     def _load_measured(self) -> LLM:
         llm = self._load()
-        llm._policies.measure(llm._engine)
+        llm.requests.policies.measure(llm.loaded.engine)
         return llm
 
     async def _sweep(self) -> None:

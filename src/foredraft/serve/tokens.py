@@ -65,7 +65,7 @@ class DetokenizeRequest(_TokensRequest):
         Raises:
             Problem: The request is refused.
         """
-        tokenizer, size = self.tokenizer_of(model), model.llm._spec.vocab_size
+        tokenizer, size = self.tokenizer_of(model), model.llm.loaded.spec.vocab_size
         if not all(is_whole(id, 0, size - 1) for id in self.tokens):
             raise Problem(400, f"tokens must be ids of this model, from 0 to {size - 1}", param="tokens")
         return {"prompt": tokenizer.decode(self.tokens, skip_special=False)}

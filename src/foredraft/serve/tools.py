@@ -22,9 +22,9 @@ from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 from foredraft.serve.conversation import Messages
 from foredraft.serve.problems import Problem
 
-__all__ = ["MOST_TOOLS", "Function", "Tool", "ToolChoice", "Tools"]
+__all__ = ["MAX_TOOLS", "Function", "Tool", "ToolChoice", "Tools"]
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 SYSTEM = """You may call one or more functions. Their signatures are between <tools> and </tools>:
 <tools>

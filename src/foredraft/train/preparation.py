@@ -36,11 +36,11 @@ __all__ = ["Prepared", "check_out", "prepare"]
 
 KEY = "key.json"  # in the folder of a run
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
-HELD_OUT, MOST_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
+HELD_OUT, MAX_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
 GROUP_TOKENS = 4096  # of one pass, unless the user says otherwise
 # Options that do not make it another run; of files, the content does.
 NOT_OF_THE_RUN = ("data", "validation", "work", "fresh", "out", "kept_states")
-MOST_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 256 MiB
+MAX_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 256 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def prepare(
                 checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines, option="validation"
             )
             .corpus(options.validation)
-            .documents[:MOST_HELD_OUT]
+            .documents[:MAX_HELD_OUT]
         )
     elif len(documents) < 2:
         raise ConfigError(
@@ -133,8 +133,8 @@ def prepare(
             remedy=("give more data, or ", Option("validation")),
         )  # fmt: skip
     else:
-        documents, held_out = hold_out(documents, HELD_OUT, MOST_HELD_OUT, options.seed)
-    most = max(length, MOST_LOGITS // checkpoint.spec.vocab_size)
+        documents, held_out = hold_out(documents, HELD_OUT, MAX_HELD_OUT, options.seed)
+    most = max(length, MAX_LOGITS // checkpoint.spec.vocab_size)
     tokens = options.group_tokens or min(GROUP_TOKENS, most, options.step_tokens)
     report("load", 0, 1, "")
     # a student computes in bfloat16 beside 16 bits of any kind, and reads the target's states

@@ -153,7 +153,7 @@ def _generate_texts(
     llm: LLM, prompts: Sequence[list[int]], new_tokens: int, temperature: float
 ) -> Iterator[CalibrationText]:
     """Generate one batch at a time, so that no batch is generated after the last one needed."""
-    rows = llm._engine.cache.rows
+    rows = llm.loaded.engine.cache.rows
     for sample in range(MAX_SAMPLES if temperature > 0 else 1):
         params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, drafter="none")
         for first in range(0, len(prompts), rows):

@@ -13,8 +13,7 @@ import torch
 
 import foredraft
 from foredraft import user_cache
-from foredraft.llm import LLM
-from foredraft.model.runner import Runner
+from foredraft.llm.loaded import Loaded
 from foredraft.tune.calibration import MIN_TOKENS, CalibrationText, CalibrationTexts
 
 __all__ = ["CalibrationCache"]
@@ -30,23 +29,29 @@ class CalibrationCache:
         folder: Folder of the model. The name depends on its path and on the sizes and times of its files,
             because the hash does not cover the values of the weights.
         hash: Hash of the model (`plan_files.model_hash`).
-        llm: The model.
+        loaded: The model.
         prompts: Token ids of the prompts that the texts continue.
         tokens: New tokens of all texts, at least, unless the prompts give fewer.
         temperature: Temperature of the texts.
     """
 
     def __init__(
-        self, folder: Path, hash: str, llm: LLM, prompts: Sequence[list[int]], tokens: int, temperature: float
+        self,
+        folder: Path,
+        hash: str,
+        loaded: Loaded,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        temperature: float,
     ) -> None:
         self.prompts = {tuple(prompt) for prompt in prompts}
-        self.vocabulary, self.tokens, self.temperature = llm._spec.vocab_size, tokens, temperature
+        self.vocabulary, self.tokens, self.temperature = loaded.spec.vocab_size, tokens, temperature
         self.key = {
             "format": FORMAT,
             "foredraft": foredraft.__version__,
             "model": hash,
             "files": _files(folder),
-            "passes": _passes(llm),
+            "passes": _passes(loaded),
             "prompts": list(prompts),
             "tokens": tokens,
             "temperature": temperature,
@@ -89,10 +94,9 @@ def _files(folder: Path) -> list[Any]:
     return [str(folder.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]
 
 
-def _passes(llm: LLM) -> list[Any]:
+def _passes(loaded: Loaded) -> list[Any]:
     """Return what determines the arithmetic: device, dtype, kind of passes, version of PyTorch."""
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
-    device, dtype = llm._engine.device.type, str(llm._engine.cache.dtype)
-    how = [runner.by_kernels, runner.compiled, llm.deterministic]
+    runner, engine = loaded.runner, loaded.engine
+    device, dtype = engine.device.type, str(engine.cache.dtype)
+    how = [runner.by_kernels, runner.compiled, loaded.deterministic]
     return [device, dtype, how, torch.__version__]

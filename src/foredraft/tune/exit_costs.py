@@ -15,8 +15,8 @@ import numpy as np
 
 from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.skips import Skips
-from foredraft.llm import LLM
-from foredraft.model.runner import Resume, Runner
+from foredraft.llm.loaded import Loaded
+from foredraft.model.runner import Resume
 from foredraft.profiling.forwards import BareForwards, Draws, draft_seconds, in_sequence
 from foredraft.profiling.timing import Work, interleaved
 
@@ -47,22 +47,22 @@ class ExitCosts:
 
 
 def measure_exit_costs(
-    llm: LLM, context: int, longest: int, repeats: int, after: Callable[[], None]
+    loaded: Loaded, context: int, longest: int, repeats: int, after: Callable[[], None]
 ) -> ExitCosts | None:
     """Measure the costs at batch 1; None where the model has no layer to exit before.
 
     Args:
-        llm: The model.
+        loaded: The model.
         context: Tokens before the drafts.
         longest: Tokens of a draft.
         repeats: Turns that count; one more warms up.
         after: Called after each turn.
     """
-    layers = llm._spec.layers
+    layers = loaded.spec.layers
     if layers < 2:
         return None
     exits = sorted({1, layers - 1})
-    seconds = _timed(llm, exits, context, longest, repeats, after)
+    seconds = _timed(loaded, exits, context, longest, repeats, after)
     step, last = median(seconds["step"]), longest + 1
 
     def v(exit: int, rows: int) -> float:
@@ -79,21 +79,20 @@ def measure_exit_costs(
 
 
 def _timed(
-    llm: LLM, exits: list[int], context: int, longest: int, repeats: int, after: Callable[[], None]
+    loaded: Loaded, exits: list[int], context: int, longest: int, repeats: int, after: Callable[[], None]
 ) -> dict[object, list[float]]:
     """Return the seconds of each turn, by "step", by ("verify", exit, rows) and by ("round", exit)."""
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = loaded.runner
     bare = BareForwards(runner, 1, context, longest + 1)
     states = runner.decoder.embed(bare.tokens(longest + 1))
     works: dict[object, Work] = {"step": bare.verify(1)}
     for exit in exits:
         for rows in range(2, longest + 2):  # all but the last drafted token were read
             works["verify", exit, rows] = bare.verify(rows, Resume(exit, states[:, :rows], [rows - 1]))
-        draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm._spec.layers), tap=exit)
+        draft_pass = DraftPass(runner, Skips(exit=exit).plan(loaded.spec.layers), tap=exit)
         draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
         works["round", exit] = in_sequence(draft, works["verify", exit, longest + 1])
-    return interleaved(works, llm._engine.device, repeats, warm=1, settle=0.0, after=after)
+    return interleaved(works, loaded.engine.device, repeats, warm=1, settle=0.0, after=after)
 
 
 def _line(exits: list[int], costs: list[float]) -> Line:

@@ -54,8 +54,7 @@ class _Contest:
 
     @property
     def runner(self) -> Runner:
-        assert isinstance(self.llm._engine.target, Runner)
-        return self.llm._engine.target
+        return self.llm.loaded.runner
 
     def contender(self, name: str, draft_length: int) -> ForedraftContender:
         temperature = self.options.temperature
@@ -87,7 +86,7 @@ def decode_finalists(
         contenders = {name: contest.contender(name, trial.draft) for name, trial in names.items()}
         runs = _run_in_turns(contest, [plain, *contenders.values()], progress)
         context = int(median(map(len, contest.prompts))) + options.new_tokens // 2
-        costs = measure_costs(llm, 1, context, max(trial.draft for trial in trials)).drafting
+        costs = measure_costs(llm.loaded, 1, context, max(trial.draft for trial in trials)).drafting
         agreements = {
             name: _measure_agreement(contest, trial, contenders[name], runs[name])
             for name, trial in names.items()
@@ -119,7 +118,7 @@ def _without_loops(
 @contextmanager
 def _added_drafters(contest: _Contest, plans: dict[str, Skips]) -> Iterator[None]:
     """Add a drafter for each plan to the engine while the context is open."""
-    engine = contest.llm._engine
+    engine = contest.llm.loaded.engine
     kind = LayerSkip if contest.drafting is None else LowBit
     runner = contest.drafting or contest.runner
     added = {name: kind(runner, engine.cache, skips) for name, skips in plans.items()}

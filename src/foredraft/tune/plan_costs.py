@@ -30,7 +30,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
-from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.profiling.forwards import BareForwards, Draws, draft_seconds, in_sequence
@@ -100,7 +100,7 @@ class PlanCosts:
 
 
 def measure_plan_costs(
-    llm: LLM,
+    loaded: Loaded,
     context: int,
     longest: int,
     temperature: float,
@@ -111,7 +111,7 @@ def measure_plan_costs(
     """Measure the costs at batch 1.
 
     Args:
-        llm: The model.
+        loaded: The model.
         context: Tokens before the drafts.
         longest: Tokens of the longest draft.
         temperature: Temperature of the draws.
@@ -120,7 +120,7 @@ def measure_plan_costs(
         drafting: Runs the drafts: a copy of the model, whose early exits save no verification, since its
             states are not the model's. None is the model itself.
     """
-    spec, of_exits = llm._spec, max(1, repeats // 2)
+    spec, of_exits = loaded.spec, max(1, repeats // 2)
     exits = spec.layers > 1 and drafting is None
     after = Steps(progress, "costs", 1 + repeats + (1 + of_exits if exits else 0))
     everything = range(spec.layers)
@@ -132,7 +132,7 @@ def measure_plan_costs(
     others = (set(everything).difference(layers) for layers in layers_of.values())
     alone = [*(full.without(rest, everything) for rest in others), full.without(attention=everything)]
     steps, seconds = _timed(
-        llm, [nothing, *alone, full], context, longest, temperature, repeats, after, drafting
+        loaded, [nothing, *alone, full], context, longest, temperature, repeats, after, drafting
     )
     drafts = {
         key: draft_seconds(steps[key], steps["verify", key[1] + 1]) for key in steps if key[0] != "verify"
@@ -147,7 +147,7 @@ def measure_plan_costs(
     return PlanCosts(
         seconds, fixed, tuple(by_window[window] for window in spec.windows), mlp / spec.layers,
         tuple(max(1.0, table.verify(1, rows)) for rows in range(2, longest + 2)),
-        measure_exit_costs(llm, context, longest, of_exits, after) if exits else None, together, start,
+        measure_exit_costs(loaded, context, longest, of_exits, after) if exits else None, together, start,
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _parts(alone: Sequence[float], whole: float) -> tuple[list[float], float]:
 
 
 def _timed(
-    llm: LLM,
+    loaded: Loaded,
     plans: Sequence[Plan],
     context: int,
     longest: int,
@@ -192,17 +192,16 @@ def _timed(
         Cost of each turn in plain steps, by ("verify", rows) and by (plan, draft length): the longest draft
         of all plans, and a draft of one token of the first plan. And the seconds of a plain step.
     """
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = loaded.runner
     bare = BareForwards(runner, 1, context, longest + 1)
     works: dict[Any, Work] = {"step": bare.verify(1)}
     for rows in range(2, longest + 2):
         works["verify", rows] = bare.verify(rows)
     for plan, length in dict.fromkeys([(plans[0], 1), *((plan, longest) for plan in plans)]):
-        draws = _draws(llm, context, length, temperature)
+        draws = _draws(loaded, context, length, temperature)
         draft = bare.draft(DraftPass(drafting or runner, plan), length, draws)
         works[plan, length] = in_sequence(draft, works["verify", length + 1])
-    seconds = interleaved(works, llm._engine.device, repeats, warm=1, settle=0.0, after=after)
+    seconds = interleaved(works, loaded.engine.device, repeats, warm=1, settle=0.0, after=after)
     plain = seconds.pop("step")
     found = {
         key: [own / step for own, step in zip(turns, plain, strict=True)] for key, turns in seconds.items()
@@ -210,9 +209,9 @@ def _timed(
     return found, median(plain)
 
 
-def _draws(llm: LLM, context: int, longest: int, temperature: float) -> Callable[[], Draws]:
+def _draws(loaded: Loaded, context: int, longest: int, temperature: float) -> Callable[[], Draws]:
     """Return a function that makes the draws of a draft at this temperature, as the engine draws."""
-    device, vocab_ops = llm._engine.device, llm._engine.vocab_ops
+    device, vocab_ops = loaded.engine.device, loaded.engine.vocab_ops
     table = SamplingTable.of([SamplingParams(temperature=temperature)], device, vocab_ops=vocab_ops)
     noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
     places = torch.arange(context, context + longest, device=device)[None]  # [1, K]

@@ -17,7 +17,7 @@ from foredraft.drafters.plan_files import PlanFile, find_plan, keep_plan, plan_p
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, probe
-from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
 from foredraft.model.device import dtype_name
 from foredraft.ownership import NotPrivateError, check_folder, make_folder
 from foredraft.tune.options import Options
@@ -56,31 +56,31 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def dtype_of(llm: LLM) -> str:
+def dtype_of(loaded: Loaded) -> str:
     """Return the name of the dtype in which the model computes."""
-    return dtype_name(llm._engine.cache.dtype)
+    return dtype_name(loaded.engine.cache.dtype)
 
 
-def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, options: Options) -> PlanFile:
+def make_plan_file(winner: Finalist, model: str, hash: str, loaded: Loaded, options: Options) -> PlanFile:
     """Return the plan file of a finalist, dated today.
 
     Args:
         winner: The finalist.
         model: Name of the model, for display.
         hash: Hash of the model (`plan_files.model_hash`).
-        llm: The model.
+        loaded: The model.
         options: Of the search.
     """
     skips = Skips.parse(winner.skips)
     return PlanFile(
         model=model,
         model_hash=hash,
-        layers=llm._spec.layers,
+        layers=loaded.spec.layers,
         skip_attention=skips.attention,
         skip_mlp=skips.mlp,
         exit=skips.exit,
-        device=llm._engine.device.type,
-        dtype=dtype_of(llm),
+        device=loaded.engine.device.type,
+        dtype=dtype_of(loaded),
         max_draft=winner.draft,
         alpha=winner.alpha,
         c=winner.c,

@@ -16,6 +16,7 @@ from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.policies import longest_draft
 from foredraft.model.hub import resolve
@@ -129,13 +130,12 @@ class _Target:
 
     @property
     def runner(self) -> Runner:
-        assert isinstance(self.llm._engine.target, Runner)
-        return self.llm._engine.target
+        return self.llm.loaded.runner
 
     @property
     def drafting(self) -> Runner | None:
         """Runs the drafts: the copy in few bits, if one was asked for; None: the target does."""
-        copy = self.llm._engine.drafters.get(LowBit.name)
+        copy = self.llm.loaded.engine.drafters.get(LowBit.name)
         return None if copy is None or copy.draft_pass is None else copy.draft_pass.runner
 
 
@@ -176,7 +176,7 @@ class _Run:
     def calibrate(self, prompts: list[list[int]]) -> CalibrationTexts:
         """Return the calibration texts after these prompts, from the cache folder or newly written."""
         target, tokens, temperature = self.target, self.options.tokens, self.options.temperature
-        cache = CalibrationCache(target.folder, target.hash, target.llm, prompts, tokens, temperature)
+        cache = CalibrationCache(target.folder, target.hash, target.llm.loaded, prompts, tokens, temperature)
         return cache.read_or(
             lambda: write_calibration_texts(target.llm, prompts, tokens, temperature, self.progress)
         )
@@ -185,16 +185,16 @@ class _Run:
         self, calibration: CalibrationTexts, teacher_forced: TeacherForced, deadline: Deadline
     ) -> _SearchResult:
         """Run the trials of the study, with its storage guarded against loss."""
-        llm, options = self.target.llm, self.options
+        loaded, options = self.target.llm.loaded, self.options
         max_draft = teacher_forced.max_draft
         context = int(median(text.prompt_length + text.new_tokens // 2 for text in calibration.texts))
-        study = _study_name(self.target.hash, llm, calibration, max_draft, options.draft_weights)
+        study = _study_name(self.target.hash, loaded, calibration, max_draft, options.draft_weights)
         with self.storage.loss_reported():
             with self.stages("costs"):
                 search = Search(
                     self.storage, study, options, teacher_forced,
                     lambda: measure_plan_costs(
-                        llm, context, max_draft, options.temperature, self.progress,
+                        loaded, context, max_draft, options.temperature, self.progress,
                         drafting=self.target.drafting,
                     ),
                     deadline,
@@ -259,19 +259,19 @@ class _Run:
             )
         if winner is not None:
             notes.append(replaced_plan_note(target.hash, options.draft_weights))
-            plan = make_plan_file(finalists[winner], target.name, target.hash, target.llm, options)
+            plan = make_plan_file(finalists[winner], target.name, target.hash, target.llm.loaded, options)
             files, unwritten = save_plan(plan, plan_out)
         else:
             notes.append(remaining_plan_note(target.hash, finalists, options.draft_weights))
-        shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm)} | asdict(self.form)
+        shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm.loaded)} | asdict(self.form)
         return Report(
             model=target.name,
             model_hash=target.hash,
-            layers=target.llm._spec.layers,
+            layers=target.llm.loaded.spec.layers,
             study=result.study,
             storage=self.storage.shown,
             options=asdict(options) | shown,
-            machine=machine(target.llm._engine.device) | {"highest_load": self.progress.highest},
+            machine=machine(target.llm.loaded.engine.device) | {"highest_load": self.progress.highest},
             tokens=result.tokens,
             costs=result.costs,
             trials=result.trials,
@@ -338,7 +338,7 @@ def _encode(
     encoded = []
     for ids in llm.encode(prompts):
         try:
-            encoded.append(llm._fitting(ids, room, truncate))
+            encoded.append(llm.requests.truncated(ids, room, truncate))
         except RequestError as error:
             raise _too_long(llm, len(ids), options, prompts, truncate) from error
     return encoded
@@ -369,8 +369,9 @@ def _too_long(
         remedies.append(("shorten the prompt",))
         if truncate is None:
             remedies.append(("give ", Option("truncate", "left")))
-    if llm.max_length < llm._spec.max_positions:
-        remedies.append(("raise ", Option("max_length"), f" up to the model's {llm._spec.max_positions}"))
+    most = llm.loaded.spec.max_positions
+    if llm.max_length < most:
+        remedies.append(("raise ", Option("max_length"), f" up to the model's {most}"))
     if not remedies:
         remedies.append(("use a model with more positions",))
     joined = [part for remedy in remedies for part in (", or ", *remedy)][1:]
@@ -382,7 +383,7 @@ def _too_long(
 
 
 def _study_name(
-    hash: str, llm: LLM, calibration: CalibrationTexts, max_draft: int, draft_weights: str | None
+    hash: str, loaded: Loaded, calibration: CalibrationTexts, max_draft: int, draft_weights: str | None
 ) -> str:
     """Return the name of the study in which all trials are comparable.
 
@@ -392,18 +393,17 @@ def _study_name(
     sampling = f"T={calibration.temperature:g} K={max_draft}"
     if draft_weights is not None:
         sampling += f" drafts in {draft_weights}"
-    about = machine(llm._engine.device)
+    about = machine(loaded.engine.device)
     device = about.get("device") or f"{about['cpu']}, {about['threads']} threads"
-    runner = llm._engine.target
-    assert isinstance(runner, Runner)
+    runner = loaded.runner
     modes = {
         "kernels": runner.by_kernels,
         "compiled": runner.compiled,
-        "deterministic": llm.deterministic,
+        "deterministic": loaded.deterministic,
     }
     mode = "+".join(name for name, enabled in modes.items() if enabled) or "plain"
     texts = calibration.digest[:16]
-    return f"{STUDY_FORMAT}. {hash[:16]} {dtype_of(llm)} {sampling} {texts} {mode} on {device}"
+    return f"{STUDY_FORMAT}. {hash[:16]} {dtype_of(loaded)} {sampling} {texts} {mode} on {device}"
 
 
 def _winner(finalists: Sequence[Finalist]) -> int | None:

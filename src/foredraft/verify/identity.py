@@ -74,7 +74,7 @@ def compare_tokens(
         drafter: Name of the drafter.
         progress: Called as (outputs done, outputs in all).
     """
-    runs = text_runs(drafter, chooses=llm._engine.policy.uses_costs)
+    runs = text_runs(drafter, chooses=llm.loaded.engine.policy.uses_costs)
     done, total = 0, len(plan.prompts) * (1 + len(runs))
 
     def generate(run: TextRun) -> list[Output]:
@@ -94,7 +94,7 @@ def compare_tokens(
     errors = [f"prompt {i}: {output.error}" for i, output in enumerate(expected) if output.error]
     drafted = 0
     for run in runs:
-        with drafting_always(llm._engine) if run.always else nullcontext():
+        with drafting_always(llm.loaded.engine) if run.always else nullcontext():
             outputs = generate(run)
         for i, (want, got) in enumerate(zip(expected, outputs, strict=True)):
             drafted += got.stats.drafted

@@ -13,8 +13,8 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.errors import RequestError
-from foredraft.llm import LLM
-from foredraft.model.runner import Runner, next_chunk
+from foredraft.llm.loaded import Loaded
+from foredraft.model.runner import next_chunk
 from foredraft.verify.cells import NextToken
 
 __all__ = ["PlainTarget"]
@@ -24,15 +24,13 @@ class PlainTarget:
     """Computes the target's logits after a prompt and a continuation.
 
     Args:
-        llm: The loaded models.
+        loaded: The model.
         positions: Maximum number of tokens, prompt and continuation together.
     """
 
-    def __init__(self, llm: LLM, positions: int) -> None:
-        runner = llm._engine.target
-        assert isinstance(runner, Runner)
-        self.runner = runner
-        self.cache = runner.new_cache(1, positions)
+    def __init__(self, loaded: Loaded, positions: int) -> None:
+        self.runner = loaded.runner
+        self.cache = loaded.runner.new_cache(1, positions)
         self._prompt: list[int] = []
         self._cached: list[int] = []  # the tokens whose keys and values the cache holds
 

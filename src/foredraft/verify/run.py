@@ -85,13 +85,13 @@ def verify(
     if not encoded or not all(encoded):
         raise ConfigError("a prompt is empty, or there are none", remedy="give at least one token")
     new_tokens = max_new_tokens(options)
-    encoded = [llm._fitting(ids, new_tokens, truncate) for ids in encoded]
+    encoded = [llm.requests.truncated(ids, new_tokens, truncate) for ids in encoded]
     seed = secrets.randbits(53) if options.seed is None else options.seed
-    plain = PlainTarget(llm, max(map(len, encoded)) + new_tokens)
+    plain = PlainTarget(llm.loaded, max(map(len, encoded)) + new_tokens)
     task = _Task(Sampler(llm, seed), plain, encoded, drafter, options, progress)
-    with planted(llm._engine, options.self_test):
+    with planted(llm.loaded.engine, options.self_test):
         identities = _compare_texts(task)
-        with drafting_always(llm._engine):
+        with drafting_always(llm.loaded.engine):
             tests, detect = _run_tests(task)
     return Report(
         about=_about(llm, drafter),
@@ -240,8 +240,8 @@ def _sample_count(samples: int | None, detect: float, plan: DistributionPlan, ce
 
 def _about(llm: LLM, drafter: str) -> dict[str, Any]:
     """Return what is tested, and on which machine."""
-    engine = llm._engine
-    drafters = llm._requests.drafters(SamplingParams(drafter=drafter))
+    engine = llm.loaded.engine
+    drafters = llm.requests.drafters(SamplingParams(drafter=drafter))
     plans = [engine.drafters[name] for name in drafters]
     return {
         "drafter": drafter,

@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from foredraft.decode.drafter import Stepper
-from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM, Output
+from foredraft.llm.loaded import Loaded
 from foredraft.model.freed import release_freed
-from foredraft.model.runner import Runner
 
 __all__ = ["BATCH", "TARGET", "TREE_WIDTHS", "WIDTHS", "Sampler", "SamplingCase"]
 
@@ -54,12 +53,12 @@ class SamplingCase:
 
 
 @contextmanager
-def _changed(engine: Engine, case: SamplingCase) -> Iterator[None]:
+def _changed(loaded: Loaded, case: SamplingCase) -> Iterator[None]:
     """Change the drafter as a case has it within the context."""
+    engine = loaded.engine
     engine.draft_temperature = case.draft_temperature
     if case.params.drafter == TARGET:  # only then: "auto" stands for all drafters that the engine has
-        assert isinstance(engine.target, Runner)
-        engine.drafters[TARGET] = LayerSkip(engine.target, engine.cache, Skips())
+        engine.drafters[TARGET] = LayerSkip(loaded.runner, engine.cache, Skips())
     try:
         yield
     finally:
@@ -91,21 +90,20 @@ class Sampler:
 
     def draws(self, params: SamplingParams) -> bool:
         """Return whether a drafter of these samples draws from a q, which a draft temperature changes."""
-        engine = self.llm._engine
+        engine = self.llm.loaded.engine
         if engine.greedy_drafts:
             return False
         if params.drafter == TARGET:
             return True
-        return any(isinstance(engine.drafters[name], Stepper) for name in self.llm._requests.drafters(params))
+        return any(isinstance(engine.drafters[name], Stepper) for name in self.llm.requests.drafters(params))
 
     def draw(self, case: SamplingCase, count: int, *, trace: bool = False) -> Iterator[list[Output]]:
         """Yield `count` samples, up to `BATCH` at a time; `trace` records their rounds."""
-        engine = self.llm._engine
         while count > 0:
             size = min(count, BATCH)
             params = replace(case.params, max_new_tokens=len(WIDTHS), seed=self.next_seed(), ignore_eos=True)
             start = time.perf_counter()
-            with _changed(engine, case):
+            with _changed(self.llm.loaded, case):
                 outputs = self.llm.generate([case.prompt], params, n=size, trace=trace)
             self._drawn, self._seconds = self._drawn + size, self._seconds + time.perf_counter() - start
             yield outputs

@@ -47,7 +47,7 @@ class Acceptance:
         return (sum(self.kept) + PRIOR_ROUNDS * assumed) / (sum(self.tried) + PRIOR_ROUNDS)
 
     def learn(self, outcome: Round) -> None:
-        """Count one round; a drafter that had nothing to propose was asked in vain."""
+        """Count one round; a drafter that proposed nothing counts like one rejected token."""
         fade, drafted = POOL_FADE if self.prior is None else REQUEST_FADE, max(outcome.drafted, 1)
         self.tried = [fade * x for x in self.tried]
         self.kept = [fade * x for x in self.kept]

@@ -116,7 +116,13 @@ class RequestState:
 
 
 class Auto(Policy):
-    """The cost model. max_draft: longest draft; greedy, sampled: costs here, as `use` takes them."""
+    """Drafts what maximises tokens per millisecond, by the costs of rounds and the acceptance so far.
+
+    Args:
+        max_draft: Longest draft, in tokens.
+        greedy: Costs of greedy rounds on this machine; None assumes costs until `use` is called.
+        sampled: Costs of rounds that draw tokens; None: those of greedy rounds.
+    """
 
     name = "auto"
     uses_costs = True
@@ -128,11 +134,13 @@ class Auto(Policy):
         self.use(greedy or CostTable.unmeasured(), sampled)
         self.measured = greedy is not None
         self._pool: dict[tuple[Source, bool], Pooled] = {}
-        self._round: list[tuple[RequestState, Round]] = []  # the last round, until it is settled
-        self._believed_ms = inf  # what it cost by the costs when it was decided
-        self._rows = 0  # that decode in it
-        self._read_loss_ms = 0.0  # ms of reading in it that count as loss
-        self._reads: list[int] = []  # tokens of texts that drafters read in it, by row
+        # Of the last round, until `_settle` charges it to its requests:
+        self._round: list[tuple[RequestState, Round]] = []
+        self._believed_ms = inf  # its cost before the clock learned from it; inf where the clock did not
+        self._rows = 0  # rows that decoded
+        self._read_loss_ms = 0.0  # ms of reading that count as loss
+        self._reads: list[int] = []  # tokens of texts that drafters read, by row
+
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
 
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
@@ -172,7 +180,8 @@ class Auto(Policy):
         drafters = {name for name, _ in drafted if name is not None}
         if len(drafted) < self._rows or len(drafters) > 1:
             return  # forced tokens, or two drafters: neither tells what one drafter takes
-        # Charged at most as it was believed to cost: that it took longer is corrected, and no bad luck.
+        # `_settle` charges no more than this: a round that takes longer than the costs corrects them, and is
+        # no loss of its requests.
         self._believed_ms = round_ms(self.table, drafted)
         name, told = next(iter(drafters), None), self.table.told
         read_ms = 0.0 if name is None else sum(told.read(name, tokens) for tokens in self._reads)

@@ -69,7 +69,7 @@ class Policy:
     Attributes:
         name: As users name it.
         max_draft: Longest draft, in tokens.
-        stops_by_content: `may_draw` and `go_on` are asked. Each answer costs a [B]-sized read of the device.
+        stops_by_content: `may_draw` and `go_on` are called. Each call costs a [B]-sized read of the device.
         target_signal: Which confidence of the target `learn` receives; None spares its computation.
         uses_costs: The policy chooses among drafters by their cost. A drafter then reads a text only once it
             is chosen, and `Candidates` tell what it has not read and how confident it is.
@@ -94,7 +94,7 @@ class Policy:
         return self.max_draft
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
-        """Return a decision for every row, in order. Not asked where no row has a drafter."""
+        """Return a decision for every row, in order. Not called where no row has a drafter."""
         decisions = []
         for row in rows:
             name = next(iter(row.limits), None)
@@ -125,9 +125,9 @@ class Policy:
         return None
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
-        """Learn from one row's round after its commit; confidence: the target's, as `target_signal` asks.
+        """Learn from one row's round after its commit; confidence: the target's, as `target_signal` names it.
 
-        Called for every row that decodes, in rounds in which `decide` was asked.
+        Called for every row that decodes, in rounds in which `decide` was called.
         """
 
     def took(self, seconds: float) -> None:

@@ -67,12 +67,12 @@ class ByRequest(Policy):
             self._policies[0].took(seconds)
 
     def _answers(
-        self, sequences: Seq[Sequence], logits: Tensor, ask: Callable[[Policy], Tensor | None]
+        self, sequences: Seq[Sequence], logits: Tensor, call: Callable[[Policy], Tensor | None]
     ) -> Tensor | None:
-        """Return every row's answer [B] by its own policy; None where every policy says yes to all rows."""
+        """Return every row's answer [B] by its own policy; None where every policy returns None."""
         answers: Tensor | None = None
         for policy in self._policies:
-            if policy.stops_by_content and (answer := ask(policy)) is not None:
+            if policy.stops_by_content and (answer := call(policy)) is not None:
                 own = upload([self.of(sequence) is policy for sequence in sequences], logits.device)
                 yes = torch.ones_like(answer) if answers is None else answers
                 answers = torch.where(own, answer, yes)

@@ -1,4 +1,4 @@
-"""Clock: what rounds really take beside what a cost table says.
+"""Clock: what rounds really take beside the costs of a table.
 
 A table may be wrong: it was measured while other programs ran, or it lacks what a drafter's host work takes.
 Only ratios decide, so drafting rounds are held against plain rounds under the same load:
@@ -7,7 +7,7 @@ Only ratios decide, so drafting rounds are held against plain rounds under the s
 
 A level is the lower median of the last few rounds, so stalls of single rounds do not move it. Where rounds of
 one kind change their level, the load has changed, and what was seen before counts no more. Drafting goes on
-without plain rounds, so two are asked for: soon after it began, then ever more seldom.
+without plain rounds, so the policy takes two: soon after it began, then ever more seldom.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Sample(NamedTuple):
     """A round, or the level of several.
 
     Attributes:
-        ratio: What it took, over what the table says.
-        part: The share in what the table says of what is judged: of drafting, or of reading a text for it.
+        ratio: What it took, over its cost by the table.
+        part: The share of that cost that is judged: of drafting, or of reading a text for it.
     """
 
     ratio: float
@@ -43,13 +43,13 @@ class Sample(NamedTuple):
 
     @property
     def of_part(self) -> float | None:
-        """What the part took over what the table says, if the rest took its cost; None where it has none."""
+        """What the part took over its cost by the table, if the rest took its own; None where it has none."""
         if self.part < PART:
             return None
         return max(0.0, 1 + (self.ratio - 1) / self.part)
 
 
-NOTHING = Sample(1.0)  # is known: rounds take what the table says
+NOTHING = Sample(1.0)  # is known: rounds take their cost by the table
 
 
 def level(samples: Iterable[Sample]) -> Sample | None:
@@ -141,7 +141,7 @@ class Clock:
         return self._now > 0 and self.found(drafter) is NOTHING
 
     def found(self, drafter: str, reads: bool = False) -> Sample:
-        """Return what rounds of a drafter take, in plain rounds, over what the table says.
+        """Return what rounds of a drafter take, in plain rounds, over their cost by the table.
 
         Args:
             drafter: Its name.
@@ -189,9 +189,9 @@ class Clock:
 
 
 class ClockedTable:
-    """A cost table in which rounds that draft cost what the clock says, in units of its plain steps.
+    """A cost table in which rounds that draft cost what the clock found, in units of its plain steps.
 
-    What a round takes beyond the table counts as drafting: in proportion to what the table says of it, or
+    What a round takes beyond the table counts as drafting: in proportion to its cost by the table, or
     where that is little, as much for every draft. In a round that first reads a text, it counts as reading.
     """
 

@@ -55,7 +55,7 @@ class CostTable:
         reads: Mapping[str, float] | None = None,
         assumed: float = 0.25,
     ) -> None:
-        # More columns never cost less: a sample that says otherwise was disturbed.
+        # More columns never cost less: a sample that shows otherwise was disturbed.
         self.passes = {
             batch: [(n, min(by[m] for m in by if m >= n)) for n in sorted(by)] for batch, by in passes.items()
         }

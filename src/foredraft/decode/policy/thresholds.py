@@ -1,8 +1,7 @@
 """Policies that end a draft where the drafter's confidence is low.
 
 Confidence is the raw probability of the drafter's likeliest token: softmax of its own logits, without
-temperature or truncation. (At temperature 0 the distribution after the transforms is one-hot and says
-nothing.)
+temperature or truncation. (At temperature 0 every distribution after the transforms is one-hot.)
 """
 
 from __future__ import annotations

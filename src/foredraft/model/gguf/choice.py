@@ -24,7 +24,7 @@ NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # pa
 TYPE = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:[IT]?Q\d\w*|B?F16|F32|MXFP4\w*|NVFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf", re.I
 )
-MOST_SHOWN = 20  # names in a message
+MAX_SHOWN = 20  # names in a message
 
 
 def models_among(names: Iterable[str]) -> list[str]:
@@ -58,8 +58,8 @@ def shown_types(models: Sequence[str]) -> str:
     types = (TYPE.search(name) for name in models)
     shown = [name if type is None else type[1] for name, type in zip(models, types, strict=True)]
     different = [*dict.fromkeys(shown)]
-    more = len(different) - MOST_SHOWN
-    return ", ".join(different[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(different) - MAX_SHOWN
+    return ", ".join(different[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _base(name: str) -> str:

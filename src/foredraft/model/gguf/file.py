@@ -36,8 +36,8 @@ ALIGNMENT = 32  # bytes, where the file does not say
 MAX_DIMENSIONS = 4  # of a tensor, in ggml
 MAX_DEPTH = 4  # arrays within each other; files have one
 # Far more than any file has: of a file with holes, which can be larger than the disk, no more may be read.
-MOST_VALUES = 2**24  # values of an array: as many as a vocabulary may have tokens
-MOST_TEXT = 2**24  # bytes of a text
+MAX_VALUES = 2**24  # values of an array: as many as a vocabulary may have tokens
+MAX_TEXT = 2**24  # bytes of a text
 BUFFER = 2**20  # bytes that are read at a time
 LENGTH = struct.Struct("<Q")  # of a text, in front of it
 # kind of a tensor -> values in a block, bytes of a block
@@ -245,7 +245,7 @@ class GGUFFile:
         """Check the length of a text, of whose bytes and of what follows it `read` bytes were read."""
         if size > self.size - self._at + read:
             raise IndexError
-        if size > MOST_TEXT:
+        if size > MAX_TEXT:
             raise self.error(f"has a text of {size} bytes, more than any model has", DOWNLOAD_AGAIN)
 
     def _texts(self, count: int) -> list[str]:
@@ -259,7 +259,7 @@ class GGUFFile:
                 block, at = self._more(block[at:], LENGTH.size), 0
             [size] = LENGTH.unpack_from(block, at)
             at += LENGTH.size
-            if size > min(len(block) - at, MOST_TEXT):
+            if size > min(len(block) - at, MAX_TEXT):
                 self._check_text(size, len(block) - at)
                 block, at = self._more(block[at:], size), 0
             if self._lists:
@@ -292,7 +292,7 @@ class GGUFFile:
         kind, count = self._number("I"), self._number("Q")
         if count > self.size - self._at:  # a value takes a byte or more
             raise IndexError
-        if count > MOST_VALUES:
+        if count > MAX_VALUES:
             raise self.error(f"has {count} values in an array, more than any model has", DOWNLOAD_AGAIN)
         if kind in NUMBERS:
             format = f"<{count}{NUMBERS[kind]}"

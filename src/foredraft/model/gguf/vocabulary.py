@@ -34,7 +34,7 @@ __all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # Characters of a token whose merges are sought: their number of places grows with the square of the length.
 MAX_TOKEN = 1_000
-MOST_SHOWN = 200  # characters of an error of the library
+MAX_SHOWN = 200  # characters of an error of the library
 
 
 class UnreadableVocabularyError(Exception):
@@ -312,7 +312,7 @@ def _check(text: str, added: list[dict[str, Any]]) -> None:
         if not is_fault(error):
             raise
         raise UnreadableVocabularyError(
-            f"has a vocabulary that makes no tokenizer ({str(error)[:MOST_SHOWN]})"
+            f"has a vocabulary that makes no tokenizer ({str(error)[:MAX_SHOWN]})"
         ) from error
     for token in added:
         if read.token_to_id(token["content"]) != token["id"]:

@@ -31,7 +31,7 @@ BLOCK_ROWS = 32  # rows that are packed together, so pieces of a weight have who
 GROUP = 32  # columns that are coded together in a weight that is kept coded
 SUPER = 256  # columns that share the step of their nested scales
 MOST = 2**18  # columns of a weight with offsets: the kernels keep the sums of 16 inputs each
-MOST_ORDERED = 2**16  # columns of a weight whose columns are ordered: the kernels keep a row of the inputs
+MAX_ORDERED = 2**16  # columns of a weight whose columns are ordered: the kernels keep a row of the inputs
 PIECE = 2**22  # weights that are expanded or quantised at a time: it bounds the memory
 # bits of a code and columns of a group that the kernels keep, from the smallest on
 FORMS = ((2, 16), (3, 16), (4, 32), (5, 32), (6, 16), (8, 32), (8, 16))
@@ -237,7 +237,7 @@ class Codes:
         if first is None:
             return all(other is None for other in others)
         same = all(other is not None and torch.equal(first, other) for other in others)
-        return same and len(first) <= MOST_ORDERED
+        return same and len(first) <= MAX_ORDERED
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:

@@ -39,7 +39,7 @@ __all__ = [
 PIECE = 2**17  # weights that are unpacked at a time: it bounds the memory
 INT32 = ("I32",)  # dtypes as safetensors names them
 SCALES = ("BF16", "F16", "F32")
-MOST_REPEATS = 4  # in an expression; a match that fails takes about 60 ** 4 / 24 steps
+MAX_REPEATS = 4  # in an expression; a match that fails takes about 60 ** 4 / 24 steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,8 @@ def read_expression(read: ConfigReader, key: str, given: str, expression: str) -
     except (re.error, RecursionError, OverflowError):
         raise read.error(key, f"{shortened(given)} is not a regular expression") from None
     plain = re.sub(r"\[\^?\]?[^]]*\]", "x", re.sub(r"\\.", "x", expression))  # without escapes and sets
-    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > MOST_REPEATS:
-        remedy = f"repeat no groups, and at most {MOST_REPEATS} times"
+    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > MAX_REPEATS:
+        remedy = f"repeat no groups, and at most {MAX_REPEATS} times"
         raise read.error(key, f"{shortened(given)} may take for ever to match; {remedy}")
     return expression
 

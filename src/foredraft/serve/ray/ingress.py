@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 # Paths whose errors have a shape of their own.
 DIALECTS: dict[str, Any] = {"/v1/messages": messages, "/v1/responses": responses}
 METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
-MOST_BODY = 8 << 20  # bytes, where no option says it; a replica knows its context and may take less
+MAX_BODY = 8 << 20  # bytes, where no option says it; a replica knows its context and may take less
 METRICS_SECONDS = 5.0  # that a replica has for its metrics
 
 
@@ -73,7 +73,7 @@ class Ingress:
             ],
             middleware=[
                 Middleware(KnownOrigins, known=self._settings.cors),
-                Middleware(BoundedBodies, most=lambda: self._settings.max_body or MOST_BODY),
+                Middleware(BoundedBodies, most=lambda: self._settings.max_body or MAX_BODY),
             ],
             exception_handlers={Problem: _answer_problem},
         )
@@ -166,7 +166,7 @@ class Ingress:
                     await send(chunk)
 
         await Socket(
-            socket, run, self._settings.max_body or MOST_BODY, over=lambda record: None
+            socket, run, self._settings.max_body or MAX_BODY, over=lambda record: None
         ).serve()  # replicas keep them
 
 
