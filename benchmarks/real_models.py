@@ -113,7 +113,7 @@ class Worker:
     def _forward(self, rows: int) -> float:
         if self.peer is not None:
             return float(self.peer.forward_seconds(rows, CONTEXT))
-        target: Any = self.llm._engine.target
+        target: Any = self.llm.loaded.runner
         cache, tokens = target.new_cache(1, POSITIONS), torch.zeros(1, rows, dtype=torch.int64)
         target.forward(cache, tokens, [CONTEXT])
         started = time.perf_counter()
