@@ -14,7 +14,7 @@ from foredraft.serve.streaming import as_json
 
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
 
-PIECE = 16 << 10  # ids that are written at a time: a list is written while all other threads wait
+PIECE = 16 << 10  # ids that are read or written at a time: a list is written while all other threads wait
 
 
 class _TokensRequest(Body):
@@ -73,4 +73,8 @@ class DetokenizeRequest(_TokensRequest):
         tokenizer, size = self.tokenizer_of(model), model.llm._spec.vocab_size
         if not all(is_whole(id, 0, size - 1) for id in self.tokens):
             raise Problem(400, f"tokens must be ids of this model, from 0 to {size - 1}", param="tokens")
-        return as_json({"prompt": tokenizer.decode(self.tokens, skip_special=False)}).encode()
+        stream = tokenizer.detokenizer(skip_special=False)
+        # the texts of a million tokens at once would leave memory behind
+        starts = range(0, len(self.tokens), PIECE)
+        text = "".join([stream.push(self.tokens[start : start + PIECE]) for start in starts])
+        return as_json({"prompt": text + stream.pending()}).encode()
