@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from tests.attack.victim import STREAM, Seen, Victim, victim
-from tests.support.raw import PING, TEXT, RawClient, frame, request_bytes
+from tests.support.raw import PING, TEXT, RawClient, frame, request_bytes, request_from
 from tests.support.serving import chat_model
 
 OPTIONS = (
@@ -31,6 +31,8 @@ OPTIONS = (
     "1",
     "--max-body",
     str(8 << 20),
+    "--max-bodies",
+    str(10 << 20),
 )
 MIB = 1 << 20
 TRIES = 3  # an attack that stalls the server does so each time; another program on the machine, now and then
@@ -92,16 +94,19 @@ def halves(url: str) -> None:
             assert b" 408 " in answer and (b"--body" if b"{" in begin else b"--head") in answer
 
 
-def too_many_connections(url: str) -> None:
-    def opened() -> socket.socket:
-        made = stack.enter_context(socket.socket())
-        made.settimeout(20)
-        made.bind(("127.0.0.2", 0))  # the victim has another address
-        made.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-        return made
+def opened_from(address: str, url: str, stack: ExitStack) -> socket.socket:
+    """Open a connection from an address of this machine; the stack closes it."""
+    made = stack.enter_context(socket.socket())
+    made.settimeout(20)
+    made.bind((address, 0))
+    made.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    return made
 
-    with ExitStack() as stack:
-        answers = [answer_of(each) for each in [opened() for _ in range(60)]]
+
+def too_many_connections(url: str) -> None:
+    with ExitStack() as stack:  # the victim has another address
+        opened = [opened_from("127.0.0.2", url, stack) for _ in range(60)]
+        answers = [answer_of(each) for each in opened]
     assert sum(b" 429 " in each and b"--max-connections-per-address" in each for each in answers) == 20
     assert sum(b" 408 " in each for each in answers) == 40
 
@@ -139,6 +144,34 @@ def large_bodies(url: str) -> None:
     assert httpx.post(f"{url}/tokenize", content=text, timeout=60).json()["count"] > 100_000
     refused = httpx.post(f"{url}/v1/completions", content=b" " * (9 * MIB), timeout=60)
     assert refused.status_code == 413 and "--max-body" in refused.text
+
+
+def one_large_text(url: str) -> None:
+    """Send one text of nearly all that a body may have, to each route that tokenises."""
+    text = "The quick brown fox jumps over the lazy dog. " * 186_000
+    for path, fields in (
+        ("tokenize", {"prompt": text}),
+        ("v1/completions", {"model": "demo", "prompt": text}),
+        ("v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": text}]}),
+        ("detokenize", {"tokens": [300] * 1_000_000}),
+    ):
+        reply = httpx.post(f"{url}/{path}", json=fields, timeout=120)
+        assert reply.status_code == (200 if "tokenize" in path else 400)
+
+
+def slow_bodies(url: str) -> None:
+    """Send all but the end of large bodies; then another address sends one and is served."""
+    body = request_bytes({"model": "demo", "prompt": "x", "max_tokens": 1, "user": "y" * MIB})
+    with ExitStack() as stack:
+        opened = [opened_from("127.0.0.2", url, stack) for _ in range(30)]
+        for each in opened:
+            with suppress(ConnectionError):
+                each.sendall(body[:-9])
+        within = {"model": "demo", "prompt": "x", "max_tokens": 1, "user": "y" * MIB}
+        assert request_from("127.0.0.9", f"{url}/v1/completions", within).status_code == 200
+        answers = [answer_of(each) for each in opened]
+    assert any(b" 503 " in each and b"--max-bodies" in each for each in answers)
+    assert any(b" 408 " in each for each in answers)
 
 
 def calls_of_one_id(url: str) -> None:
@@ -190,8 +223,9 @@ def fragments(url: str) -> None:
 
 ATTACKS: list[Callable[[str], None]] = [
     endless_heads, halves, too_many_connections, pipelined, large_bodies, calls_of_one_id, clients_that_leave,
-    unread_sockets, fragments,
+    unread_sockets, fragments, slow_bodies,
 ]  # fmt: skip
+LONG_ATTACKS = [one_large_text]  # whose work alone takes half a minute
 
 
 def check_what_is_left(seen: Seen) -> None:
@@ -210,7 +244,7 @@ def test_an_attack_is_answered_by_a_bound_and_the_others_get_their_texts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("attack", ATTACKS + LONG_ATTACKS, ids=lambda attack: attack.__name__)
 def test_the_figures_of_an_attack(server: Victim, attack: Callable[[str], None]) -> None:
     def honest() -> None:
         for _ in range(4):

@@ -13,6 +13,7 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.serve.app import create_app
+from foredraft.serve.bodies import Bodies
 from foredraft.serve.connections import RESERVED_FILES, Connections
 from foredraft.serve.server import make_server
 from foredraft.serve.settings import Settings
@@ -90,7 +91,8 @@ def limit_of_files(soft: int) -> Iterator[None]:
 
 def test_the_soft_limit_of_open_files_is_raised() -> None:
     with limit_of_files(512):
-        found = Connections.of(Settings(max_connections=1000, max_connections_per_address=10), lambda: 0)
+        settings = Settings(max_connections=1000, max_connections_per_address=10)
+        found = Connections.of(settings, lambda: 0, Bodies(lambda: 0))
         assert (found.most, found.most_of_address) == (1000, 10)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1000 + RESERVED_FILES
 
@@ -99,5 +101,5 @@ def test_a_platform_without_limits_of_files_has_those_of_the_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)
-    assert Connections.of(Settings(), lambda: 0).most == Settings().max_connections
+    assert Connections.of(Settings(), lambda: 0, Bodies(lambda: 0)).most == Settings().max_connections
     make_server(create_app(lambda: pytest.fail("no model is needed"), Settings()), Settings())

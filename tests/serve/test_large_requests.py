@@ -14,7 +14,7 @@ import pytest
 from websockets.sync.client import connect
 
 from foredraft.llm import LLM
-from foredraft.serve import app, beside
+from foredraft.serve import app, beside, tokens
 from foredraft.serve.bodies import json_object
 from foredraft.serve.requests import CompletionRequest
 from foredraft.serve.tokens import TokenizeRequest
@@ -70,6 +70,27 @@ def test_a_request_of_a_socket_that_is_refused_leaves_nothing_to_collect(llm: LL
                 assert "error" in json.loads(ws.recv(timeout=20))
                 if refused.startswith("{"):
                     assert json.loads(ws.recv(timeout=20))["done"]
+                assert frames_in_circles() == []
+            finally:
+                gc.enable()
+
+
+def test_a_body_that_breaks_off_or_finds_no_room_leaves_nothing_to_collect(llm: LLM) -> None:
+    begun = request_bytes({"model": "demo", "prompt": "x" * 200_000})[:-9]
+    for settings in ({"body_seconds": 0.5}, {"max_bodies": 250_000}, {}):
+        with serving(llm, **settings) as served:
+            served.client.get("/health")
+            gc.collect()
+            gc.disable()
+            try:
+                with RawClient(served.url) as raw, RawClient(served.url) as other:
+                    raw.send(begun)
+                    served.wait(lambda: served.state.bodies.held > 190_000)
+                    if settings:
+                        other.send(begun)
+                        other.socket.recv(1 << 16)  # 408, or 503
+                served.wait(lambda: served.state.bodies.held == 0)
+                served.client.get("/health")
                 assert frames_in_circles() == []
             finally:
                 gc.enable()
@@ -196,6 +217,31 @@ def test_a_large_body_is_parsed_and_checked_beside_the_event_loop(
             served.client.post("/v1/completions", content=json.dumps(body))
             assert [thread != home for thread in seen["parse"]] == [beside_it]
             assert [thread != home for thread in seen["check"]] == [beside_it]
+
+
+def test_the_reply_of_tokenize_is_written_beside_the_event_loop_piece_by_piece(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int]] = []
+    dumps = json.dumps
+
+    def watched(value: Any, **more: Any) -> str:
+        written.append((threading.get_ident(), len(value)))
+        return dumps(value, **more)
+
+    assert llm.tokenizer is not None
+    with serving(llm) as served:
+        home = home_of(served)
+        for text in ("", "x", "def add(a, b):\n" * 20_000):
+            body = dumps({"prompt": text})
+            with monkeypatch.context() as patch:
+                patch.setattr(json, "dumps", watched)
+                reply = served.client.post("/tokenize", content=body)
+            ids = llm.tokenizer.encode(text)
+            assert reply.json() == {"tokens": ids, "count": len(ids), "max_model_len": llm.max_length}
+            assert reply.content == dumps(reply.json(), separators=(",", ":")).encode()
+        assert len(ids) > 4 * tokens.PIECE
+        assert all(thread != home and size <= tokens.PIECE for thread, size in written if size > 10)
 
 
 def test_the_limit_of_a_body_follows_from_the_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -254,6 +257,65 @@ def test_nonfinite_drafts_are_not_proposed(caplog: pytest.LogCaptureFixture) -> 
     assert prophet.rows[row] == []
 
 
+def panicking() -> tokenizers.Tokenizer:
+    """Return a tokenizer of which each encoding is a panic of the library: its template wants a second text."""
+    content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    single = [{"Sequence": {"id": "B", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {},
+    }  # fmt: skip
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def fails_on(part: str, call: Function) -> Function:
+    """Return a call that panics on texts that have a part."""
+    return lambda text: panicking().encode("a") if part in text else call(text)
+
+
+CALLS = {  # a codec and its method
+    "the text so far": ("_draft", "encode"),
+    "the drafted tokens": ("_draft", "join"),
+    "the drafted text": ("_target", "spell"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_panic_of_a_tokenizer_ends_the_drafts_of_its_sequence_alone(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec, method = CALLS[call]
+    pair = "byte-level", "sentencepiece"
+    drafter, ids = drafter_of(pair), [1, *SPELLINGS[pair[0]].encode(TRUTH)]
+    ill, well = sequence_of(1, ids[:20]), sequence_of(2, ids[:20])
+    for each in (ill, well):
+        drafter.join(each)
+    want = ask(drafter, well)
+    assert want
+    with replaced(getattr(drafter, codec), method, lambda _: panicking().encode("a")):
+        assert ask(drafter, ill) == []
+    assert re.search(r"request 1 continues without retokenize: .*PanicException", caplog.text)
+    for _ in range(2):
+        assert drafter.propose([(ill, BUDGET), (well, BUDGET)]) == [[], want]
+        ill.tokens += ids[len(ill.tokens) :][:2]
+        drafter.rewind(ill)
+    del ill.tokens[15:]
+    drafter.rewind(ill)
+    drafter.leave(ill)
+    drafter.join(heir := sequence_of(3, ids[:20]))
+    assert ask(drafter, heir) == want
+
+
+def test_what_is_no_fault_of_a_tokenizer_passes_through() -> None:
+    drafter, sequence = drafter_of(PAIRS[0]), sequence_of(1, [1, 50, 60])
+    drafter.join(sequence)
+
+    def interrupted(_: str) -> list[int]:
+        raise KeyboardInterrupt
+
+    with replaced(drafter._draft, "encode", interrupted), pytest.raises(KeyboardInterrupt):
+        ask(drafter, sequence)
+
+
 def test_a_prompt_without_text_is_no_error() -> None:
     """The prompt is special tokens alone, or has no BOS: the proposal is empty or begins a text."""
     for pair in PAIRS:
@@ -302,6 +364,23 @@ def test_the_output_is_plain_decodings(models: Path, pair: tuple[str, str]) -> N
     assert all(output.lossless for output in drafted)
     drafter: Any = engine_of(llm).drafters["retokenize"]
     assert sorted(drafter._free) == [0, 1, 2]
+
+
+def test_a_panic_of_a_tokenizer_fails_no_request(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llm = foredraft.load(
+        models / "byte-level", draft=models / "sentencepiece", device="cpu", max_batch=2, policy="fixed"
+    )
+    params = SamplingParams(temperature=0, max_new_tokens=20)
+    plain = llm.generate(PROMPTS[:2], params.replace(drafter="none"))
+    drafter: Any = engine_of(llm).drafters["retokenize"]
+    failing = fails_on("Zw", drafter._draft.encode)
+    with replaced(drafter._draft, "encode", failing):
+        drafted = llm.generate(PROMPTS[:2], params)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert [output.error for output in drafted] == [None, None]
+    assert drafted[0].stats.drafted > 0 == drafted[1].stats.drafted
+    assert caplog.text.count("continues without retokenize") == 1
+    assert sorted(drafter._free) == [0, 1]
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

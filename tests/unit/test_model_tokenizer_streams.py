@@ -274,6 +274,21 @@ def test_the_prompt_is_not_returned_again(name: str) -> None:
     check_prompt(name)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_text_has_the_same_ids_with_and_without_their_places(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    text = f" {TEXT}  <s> é漢🙂𝄞👩‍👧 {BAD}a {BAD}<think>\r\n\t don't 12345<|turn|>́" * 5
+    for special in (False, True):
+        want = tokenizer.inner.encode(text, add_special_tokens=special).ids
+        for long in (1, len(text) + 1):
+            monkeypatch.setattr(module, "LONG", long)
+            assert tokenizer.encode(text, special) == want
+            encoding = tokenizer.encoding(text, special)
+            assert encoding.ids == want and encoding.offsets[-1][1] == len(text)
+
+
 def test_decoding_cost_is_linear() -> None:
     check_cost()
 

@@ -68,8 +68,8 @@ def quantise(
     if (quality := result.quality) is not None:
         print(
             f"over {quality.tokens:,} tokens: KL {quality.kl:.4f} nats (1 in 1,000 above"
-            f" {quality.kl_999:.3f}; by the embedding alone {quality.embedding_kl:.4f}), same likeliest token {quality.same_top:.1%}, perplexity ratio"
-            f" {quality.perplexity_ratio:.4f}"
+            f" {quality.kl_999:.3f}; by the embedding alone {quality.embedding_kl:.4f}), same likeliest token"
+            f" {quality.same_top:.1%}, perplexity ratio {quality.perplexity_ratio:.4f}"
         )
     print(f"use it with --model {result.out}")
     return 0

@@ -58,6 +58,9 @@ class ServerOptions:
     429. 0 is no limit."""
     max_body: int = DEFAULTS.max_body
     """Largest body of a request, in bytes; 0 follows from the length of the model's context."""
+    max_bodies: int = DEFAULTS.max_bodies
+    """Bytes of all bodies that are being read or are not answered yet, shared among addresses; 0 allows the
+    largest body for each row of the batch and 64 times more."""
     max_patterns: int = DEFAULTS.max_patterns
     """Bytes of a request's stop strings, banned phrases and grammar together."""
     max_connections: int = DEFAULTS.max_connections
@@ -103,8 +106,8 @@ def serve(
     Ctrl-C or SIGTERM lets running requests finish, and a second one ends the server at once.
     """
     whole = (
-        "max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "max_patterns",
-        "max_connections_per_address", "port",
+        "max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "max_bodies",
+        "max_patterns", "max_connections_per_address", "port",
     )  # fmt: skip
     for name in whole:
         if getattr(server, name) < 0:

@@ -12,7 +12,9 @@ its q is one-hot.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass, Guesser
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.translation import Translation
+from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.model.device import upload
 from foredraft.model.runner import Runner, next_chunk
@@ -43,6 +46,7 @@ class _Seat:
         row: Of the draft's cache.
         translation: Its text in the draft's tokens.
         faults: Rounds in which the draft's logits were not finite.
+        dropped: The sequence gets no further drafts.
         read: The sequence's tokens that the cache covers, those of the last draft included.
     """
 
@@ -50,6 +54,7 @@ class _Seat:
     row: int
     translation: Translation
     faults: int = 0
+    dropped: bool = False
     read: int = 0
 
 
@@ -102,7 +107,9 @@ class Retokenize(Guesser):
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         turns = [self._turn(self._seats[sequence.id], budget) for sequence, budget in requests]
         said = self._continue({turn.seat.row: turn for turn in turns if turn.count > 0})
-        guesses = [self._guess(turn, said.get(turn.seat.row, [])) for turn in turns]
+        guesses = [
+            self._ask(turn.seat, partial(self._guess, turn, said.get(turn.seat.row, []))) for turn in turns
+        ]
         for turn, guess in zip(turns, guesses, strict=True):
             if turn.seat.row in said:
                 turn.seat.read = len(turn.seat.sequence.tokens) + len(guess)
@@ -115,6 +122,8 @@ class Retokenize(Guesser):
     def rewind(self, sequence: Sequence) -> None:
         # The next draft compares the cache row with the text, token by token.
         seat = self._seats[sequence.id]
+        if seat.dropped:  # its translation may have stopped anywhere
+            return
         seat.translation.keep(len(sequence.tokens))
         seat.read = min(seat.read, len(sequence.tokens) - 1)
 
@@ -128,14 +137,28 @@ class Retokenize(Guesser):
         self._free.append(seat.row)
 
     def _turn(self, seat: _Seat, budget: int) -> _Turn:
-        tokens: list[int] = []
+        tokens = self._ask(seat, partial(self._translated, seat))
         count = 0
-        if seat.faults <= 1:
-            seat.translation.extend(seat.sequence.tokens)
-            tokens = seat.translation.tokens()
         if tokens:
             count = min(self._steps(budget, seat.sequence.tokens, tokens), self.positions - len(tokens))
         return _Turn(seat, budget, tokens, count)
+
+    def _translated(self, seat: _Seat) -> list[int]:
+        """Return the text of a seat's sequence in the draft's tokens."""
+        seat.translation.extend(seat.sequence.tokens)
+        return seat.translation.tokens()
+
+    def _ask(self, seat: _Seat, ask: Callable[[], list[int]]) -> list[int]:
+        """Return tokens that the tokenizers give for a seat; none, now and later, once they fail for it."""
+        if seat.dropped:
+            return []
+        try:
+            return ask()
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            if not is_fault(error):
+                raise
+            self._drop(seat, f"a tokenizer failed ({type(error).__name__}: {error})")
+            return []
 
     def _steps(self, budget: int, text: list[int], tokens: list[int]) -> int:
         """Return how many draft tokens `budget` tokens of the target take, by the text so far in both.
@@ -253,9 +276,12 @@ class Retokenize(Guesser):
         seat.read = 0
         seat.faults += 1
         if seat.faults > 1:
-            logger.warning(
-                "request %d continues without %s: its logits are not finite", seat.sequence.id, self.name
-            )
+            self._drop(seat, "its logits are not finite")
+
+    def _drop(self, seat: _Seat, reason: str) -> None:
+        """Give a sequence no further drafts."""
+        seat.dropped = True
+        logger.warning("request %d continues without %s: %s", seat.sequence.id, self.name, reason)
 
     def _empty(self, row: int) -> None:
         self.cache.zero_row(row)

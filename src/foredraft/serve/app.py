@@ -62,7 +62,7 @@ def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -
         docs_url=None, redoc_url=None, openapi_url=None,
     )  # fmt: skip
     app.state.foredraft = state
-    app.add_middleware(BoundedBodies, most=lambda: state.most_body)
+    app.add_middleware(BoundedBodies, most=lambda: state.most_body, all_=state.bodies)
     app.add_middleware(KnownOrigins, known=settings.cors, local=local)
     if settings.cors:
         from fastapi.middleware.cors import CORSMiddleware
@@ -160,7 +160,7 @@ def _add_tokens(app: FastAPI, state: App) -> None:
                 found = await _while_there(request, in_thread(current().size, asked.answer, model))
         finally:
             place.free()
-        return JSONResponse(found, headers=_ignored(asked.further))
+        return Response(found, media_type="application/json", headers=_ignored(asked.further))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -211,7 +211,7 @@ def _add_generation(app: FastAPI, state: App) -> None:
                     if each is not None:
                         await send(each)
 
-        await Socket(socket, run, state.most_body, state.end).serve()
+        await Socket(socket, run, state.most_body, state.end, state.bodies).serve()
 
 
 def _add_dialects(app: FastAPI, state: App) -> None:
@@ -256,7 +256,6 @@ def _add_document(app: FastAPI, state: App) -> None:
 
 async def _body(request: Request, state: App) -> dict[str, Any]:
     data = await request.body()
-    current().size = len(data)
     return await _while_there(request, beside(len(data), json_object, data, state.most_body))
 
 

@@ -22,7 +22,7 @@ __all__ = ["LARGE", "beside", "in_thread", "tidy_up", "without_collection"]
 
 LARGE = 64 << 10  # bytes; below, a thread costs more than the work
 # Large requests: each further thread would make the event loop wait longer for its turn, and tokenising takes
-# 170 bytes for each of a text.
+# 110 bytes for each of a text.
 AT_ONCE = 2
 T = TypeVar("T")
 

@@ -1,4 +1,7 @@
-"""Bodies: one that is too large is refused before it is read whole, and one that is no JSON object, too."""
+"""Bodies: one that is too large is refused before it is read whole, and one that is no JSON object, too.
+
+What all bodies take together is bounded, and shared among addresses as what waits is (`limits`).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foredraft.errors import shortened
 from foredraft.serve.answers import answer
 from foredraft.serve.beside import without_collection
-from foredraft.serve.problems import Problem
+from foredraft.serve.clients import Client
+from foredraft.serve.limits import Shared
+from foredraft.serve.problems import Problem, busy
+from foredraft.serve.records import current
 
-__all__ = ["BYTES_OF_TOKEN", "BoundedBodies", "json_object"]
+__all__ = ["BYTES_OF_TOKEN", "MORE_BODIES", "Bodies", "BoundedBodies", "HeldBody", "json_object"]
 
+MORE_BODIES = 64  # of the largest size that may be held beside those of the rows
 BYTES_OF_TOKEN = 32  # that a body may have: a token is 4 of plain text, up to 24 where text is escaped
 # Lists, objects and keys of a body: one for each token that it may have, and at least LEAST_PARTS, because
 # parsing holds the interpreter for a microsecond for each. Other values, such as token ids, take a tenth.
@@ -93,16 +100,65 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
+class Bodies:
+    """What the bodies of all requests and the messages of all WebSockets take together.
+
+    Args:
+        most: Returns the bytes that they may have; one body may have as many as it likes where it is alone.
+    """
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most, self._bytes = most, Shared()
+
+    @property
+    def held(self) -> int:
+        """Return their bytes."""
+        return self._bytes.total
+
+    def of(self, address: str) -> HeldBody:
+        """Return a body of an address, of which nothing has come."""
+        return HeldBody(self._bytes, self._most, Client.of("", address).name)
+
+
+class HeldBody:
+    """The bytes of one body, among those of all, from when they come until its request is answered.
+
+    `Bodies.of` makes it.
+    """
+
+    def __init__(self, all_: Shared, most: Callable[[], int], client: str) -> None:
+        self._all, self._most, self._client, self._own = all_, most, client, 0
+
+    def grow(self, more: int) -> None:
+        """Add bytes that have come.
+
+        Raises:
+            Problem: All bodies together have too many.
+        """
+        most = self._most()
+        if self._all.total > self._own and not self._all.fits(self._client, more, most):
+            raise busy(f"{self._all.total} bytes of bodies are held, of {most} at most (--max-bodies)")
+        self._own += more
+        self._all.add(self._client, more)
+
+    def shrink(self, left: int = 0) -> None:
+        """Let go of all but `left` bytes."""
+        if self._own > left:
+            self._all.add(self._client, left - self._own)
+            self._own = left
+
+
 class BoundedBodies:
     """ASGI middleware that bounds the bodies of HTTP requests.
 
     Args:
         app: The app.
         most: Returns the bytes of a body at most.
+        all_: All bodies.
     """
 
-    def __init__(self, app: ASGIApp, most: Callable[[], int]) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: ASGIApp, most: Callable[[], int], all_: Bodies) -> None:
+        self._app, self._most, self._all = app, most, all_
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,14 +172,25 @@ class BoundedBodies:
             await answer(problem, scope["path"])(scope, receive, send)
             return
         read = 0
+        held = self._all.of(str((scope.get("client") or ("",))[0]))
 
         async def bounded() -> Message:
             nonlocal read
             message = await receive()
             if message["type"] == "http.request":
-                read += len(message.get("body", b""))
+                more = len(message.get("body", b""))
+                read += more
                 if read > most:
                     raise problem
+                held.grow(more)
+                current().size = read  # of one that never ends, too: it leaves memory behind
             return message
 
-        await self._app(scope, bounded, send)
+        async def sending(message: Message) -> None:
+            held.shrink()  # an answer that begins keeps nothing of the body
+            await send(message)
+
+        try:
+            await self._app(scope, bounded, sending)
+        finally:
+            held.shrink()

@@ -18,7 +18,9 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import DATA_OPCODES, Frame
 
+from foredraft.serve.bodies import Bodies
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.settings import Settings
 
@@ -44,17 +46,19 @@ class Connections:
         most: Connections in all.
         most_of_address: Connections of one address; 0 is no limit.
         largest_frame: Returns the most bytes of a message of a WebSocket.
+        bodies: What messages of WebSockets count in, beside bodies.
     """
 
     settings: Settings
     most: int
     most_of_address: int
     largest_frame: Callable[[], int]
+    bodies: Bodies
     _addresses: dict[int, str]
     _by_address: Counter[str]
 
     @classmethod
-    def of(cls, settings: Settings, largest_frame: Callable[[], int]) -> Connections:
+    def of(cls, settings: Settings, largest_frame: Callable[[], int], bodies: Bodies) -> Connections:
         """Return the connections of a server; the process may open more files from now on, if it may.
 
         Where it may not, one address gets the same part of all connections as the options give it.
@@ -62,7 +66,7 @@ class Connections:
         wanted = settings.max_connections
         most = max(1, _open_files(wanted + RESERVED_FILES) - RESERVED_FILES)
         of_address = -(-settings.max_connections_per_address * most // wanted)  # rounded up: 0 is no limit
-        return cls(settings, most, of_address, largest_frame, {}, Counter())
+        return cls(settings, most, of_address, largest_frame, bodies, {}, Counter())
 
     def enter(self, transport: Any) -> Problem | None:
         """Count a connection; return why it is refused, or None."""
@@ -253,16 +257,24 @@ class HttpConnection(_Bounded, HttpToolsProtocol):
 
 
 class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
-    """A WebSocket whose frames are bounded in number, and whose client must read what it is sent."""
+    """A WebSocket whose frames are bounded in number and bytes, and whose client must read its replies."""
 
     def __init__(self, *args: Any, connections: Connections, **more: Any) -> None:
         more["config"].ws_max_size = connections.largest_frame()
         super().__init__(*args, **more)
         self._join(connections)
         self._left, self._counted = float(FRAMES_AT_ONCE), time.monotonic()
+        self._held = connections.bodies.of("")
+        self._fragments = self._whole = 0  # bytes of a message that lacks its end; of those the app works on
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._held = self._all.bodies.of(self.client[0] if self.client else "")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
+        self._ended = True
+        self._held.shrink()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -271,9 +283,26 @@ class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
         for start in range(0, len(data), SLICE):
             if self.transport.is_closing() or self._ended:
                 return
-            super().data_received(data[start : start + SLICE])
+            part = data[start : start + SLICE]
+            try:
+                self._held.grow(len(part))
+            except Problem as full:
+                self._end(1013, full.message)
+                return
+            super().data_received(part)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold what the app has not handled yet, and the frame and the message that lack their ends."""
+        if not self._ended:
+            self._held.shrink(self._whole + self._fragments + len(self.conn.reader.buffer))
 
     def handle_events(self) -> None:
+        for event in self.conn.events:
+            if isinstance(event, Frame) and event.opcode in DATA_OPCODES:
+                self._fragments += len(event.data)
+                if event.fin:
+                    self._whole, self._fragments = self._whole + self._fragments, 0
         now = time.monotonic()
         self._left = min(FRAMES_AT_ONCE, self._left + (now - self._counted) * FRAMES_PER_SECOND)
         self._counted = now
@@ -299,6 +328,9 @@ class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
         self._resume_reading()
 
     async def receive(self) -> Any:
+        if self.queue.empty():  # the app has handled all that it took
+            self._whole = 0
+            self._let_go()
         message = await self.queue.get()
         self._resume_reading()
         return message
@@ -324,6 +356,7 @@ class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
         self.close_sent = True
         self.transport.write(b"".join(self.conn.data_to_send()))
         self._ended = True
+        self._held.shrink()
         if waits:
             self.transport.abort()
         else:

@@ -84,7 +84,7 @@ def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Return a server of an app that `create_app` made."""
     state: App = app.state.foredraft
     # of a WebSocket, in bytes; `Socket` bounds characters, with an error
-    connections = Connections.of(settings, lambda: 4 * state.most_body)
+    connections = Connections.of(settings, lambda: 4 * state.most_body, state.bodies)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,

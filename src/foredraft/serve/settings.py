@@ -27,6 +27,8 @@ class Settings:
         max_per_key: Samples of one key, or without keys of one address, that run or wait; further requests
             get status 429. 0 is no limit.
         max_body: Largest body of a request, in bytes; 0 follows from the length of the model's context.
+        max_bodies: Bytes of all bodies that are being read or are not answered yet, shared among addresses as
+            `max_queued` is among clients; 0 is the largest body for each row and 64 times more.
         max_patterns: Bytes of a request's stop strings, banned phrases and grammar together.
         max_connections: Open at a time; further ones are refused. The limit of open files may allow fewer.
         max_connections_per_address: The same of one address; 0 is no limit.
@@ -54,6 +56,7 @@ class Settings:
     shared_prefixes: bool = False
     max_per_key: int = 0
     max_body: int = 0
+    max_bodies: int = 0
     max_patterns: int = 256 << 10
     max_connections: int = 4096
     max_connections_per_address: int = 1024

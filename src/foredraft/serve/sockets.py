@@ -16,7 +16,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from foredraft.serve.beside import beside
-from foredraft.serve.bodies import json_object
+from foredraft.serve.bodies import Bodies, json_object
 from foredraft.serve.problems import Problem, forget_frames
 from foredraft.serve.records import Record, current
 from foredraft.serve.streaming import as_json
@@ -38,9 +38,13 @@ class Socket:
         run: Runs a request to its end, and sends each chunk by the function that it gets.
         max_frame: Largest frame of a client, in characters.
         over: Takes the record of each request that is over.
+        bodies: What its requests count in until they are answered.
     """
 
-    def __init__(self, socket: WebSocket, run: Run, max_frame: int, over: Callable[[Record], None]) -> None:
+    def __init__(
+        self, socket: WebSocket, run: Run, max_frame: int, over: Callable[[Record], None], bodies: Bodies
+    ) -> None:
+        self._bodies = bodies
         self._socket, self._run, self._max_frame = socket, run, max_frame
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endings: set[asyncio.Task[None]] = set()  # kept until they are sent
@@ -105,6 +109,7 @@ class Socket:
 
     async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
         async def send(chunk: dict[str, Any]) -> None:
+            held.shrink()
             await self._send(id, chunk if "error" in chunk else {"chunk": chunk})
 
         socket = self._record
@@ -112,7 +117,9 @@ class Socket:
         record.address = socket.address
         record.size = size
         record.begin()
+        held = self._bodies.of(record.address)
         try:
+            held.grow(size)
             await self._run(frame, send)
             record.status = 200
         except Problem as problem:
@@ -122,6 +129,7 @@ class Socket:
             record.status = 499
             raise
         finally:
+            held.shrink()
             self._over(record)
 
     def _end(self, id: str, task: asyncio.Task[None]) -> None:

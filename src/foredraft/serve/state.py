@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
 from foredraft.serve.beside import LARGE, beside, in_thread, tidy_up
-from foredraft.serve.bodies import BYTES_OF_TOKEN
+from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES, Bodies
 from foredraft.serve.clients import Client
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
@@ -93,6 +93,7 @@ class App:
         self.model: Model | None = None
         self.failed: BaseException | None = None
         self.draining = False
+        self.bodies = Bodies(lambda: self.most_of_bodies)
         self._untidy = False  # a large request has ended since the last tidying up
         self.on_ready: Callable[[Model], None] = lambda model: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
@@ -167,6 +168,12 @@ class App:
         """The largest body of a request, in bytes."""
         length = 0 if self.model is None else self.model.llm.max_length
         return self.settings.max_body or max(LEAST_BODY, BYTES_OF_TOKEN * length + BODY_OF_FIELDS)
+
+    @property
+    def most_of_bodies(self) -> int:
+        """The bytes of all bodies together."""
+        rows = 0 if self.model is None else self.model.rows
+        return self.settings.max_bodies or (rows + MORE_BODIES) * self.most_body
 
     def ready(self) -> Model:
         """Return the model.

@@ -10,8 +10,11 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Body, Items, check_model
 from foredraft.serve.state import Model
+from foredraft.serve.streaming import as_json
 
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
+
+PIECE = 16 << 10  # ids that are read or written at a time: a list is written while all other threads wait
 
 
 class _TokensRequest(Body):
@@ -43,15 +46,17 @@ class TokenizeRequest(_TokensRequest):
     prompt: str
     add_special_tokens: bool | None = None
 
-    def answer(self, model: Model) -> dict[str, Any]:
-        """Return the reply; it may take long for a long text.
+    def answer(self, model: Model) -> bytes:
+        """Return the reply in JSON; it may take long for a long text.
 
         Raises:
             Problem: The request is refused.
             RequestError: The text is not valid Unicode.
         """
         ids = self.tokenizer_of(model).encode(self.prompt, self.add_special_tokens is not False)
-        return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.max_length}
+        pieces = [as_json(ids[start : start + PIECE])[1:-1] for start in range(0, len(ids), PIECE)]
+        rest = as_json({"count": len(ids), "max_model_len": model.llm.max_length})
+        return f'{{"tokens":[{",".join(pieces)}],{rest[1:]}'.encode()
 
 
 class DetokenizeRequest(_TokensRequest):
@@ -59,8 +64,8 @@ class DetokenizeRequest(_TokensRequest):
 
     tokens: Items[int]
 
-    def answer(self, model: Model) -> dict[str, Any]:
-        """Return the reply; it may take long for many tokens.
+    def answer(self, model: Model) -> bytes:
+        """Return the reply in JSON; it may take long for many tokens.
 
         Raises:
             Problem: The request is refused.
@@ -68,4 +73,8 @@ class DetokenizeRequest(_TokensRequest):
         tokenizer, size = self.tokenizer_of(model), model.llm.loaded.spec.vocab_size
         if not all(is_whole(id, 0, size - 1) for id in self.tokens):
             raise Problem(400, f"tokens must be ids of this model, from 0 to {size - 1}", param="tokens")
-        return {"prompt": tokenizer.decode(self.tokens, skip_special=False)}
+        stream = tokenizer.detokenizer(skip_special=False)
+        # the texts of a million tokens at once would leave memory behind
+        starts = range(0, len(self.tokens), PIECE)
+        text = "".join([stream.push(self.tokens[start : start + PIECE]) for start in starts])
+        return as_json({"prompt": text + stream.pending()}).encode()

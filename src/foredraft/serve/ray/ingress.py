@@ -28,7 +28,7 @@ from starlette.websockets import WebSocket
 from foredraft.serve import messages, responses
 from foredraft.serve.affinity import prompt_key
 from foredraft.serve.answers import answer, opened
-from foredraft.serve.bodies import BoundedBodies
+from foredraft.serve.bodies import MORE_BODIES, Bodies, BoundedBodies
 from foredraft.serve.keys import Keys
 from foredraft.serve.metrics import labelled
 from foredraft.serve.origins import KnownOrigins
@@ -62,6 +62,8 @@ class Ingress:
         self._replicas, self._settings, self._characters = replicas, settings, prefix_characters
         self._calls = replicas.options(method_name="answer", stream=True)
         self._keys = Keys.of(settings)
+        self._most_body = settings.max_body or MAX_BODY
+        self._bodies = Bodies(lambda: settings.max_bodies or MORE_BODIES * self._most_body)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the ASGI app; Ray calls this."""
@@ -73,7 +75,7 @@ class Ingress:
             ],
             middleware=[
                 Middleware(KnownOrigins, known=self._settings.cors),
-                Middleware(BoundedBodies, most=lambda: self._settings.max_body or MAX_BODY),
+                Middleware(BoundedBodies, most=lambda: self._most_body, all_=self._bodies),
             ],
             exception_handlers={Problem: _answer_problem},
         )
@@ -166,8 +168,8 @@ class Ingress:
                     await send(chunk)
 
         await Socket(
-            socket, run, self._settings.max_body or MAX_BODY, over=lambda record: None
-        ).serve()  # replicas keep them
+            socket, run, self._most_body, over=lambda record: None, bodies=self._bodies
+        ).serve()  # replicas keep records
 
 
 class _Stream(StreamingResponse):
