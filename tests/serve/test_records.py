@@ -234,7 +234,7 @@ def test_traces_follow_the_conventions(llm: LLM) -> None:
 def test_a_stream_of_errors_that_is_not_read_stops_nothing_and_loses_only_lines(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "MOST_HELD", 10_000)
+    monkeypatch.setattr(logs, "MAX_HELD", 10_000)
     monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.1)
     reading, writing = os.pipe()
     with open(writing, "w") as pipe, open(reading, "rb") as end:

@@ -25,13 +25,13 @@ from foredraft.serve.settings import Settings
 __all__ = ["Connections", "HttpConnection", "SocketConnection"]
 
 SLICE = 4 << 10  # bytes that a parser gets at a time: a few hundred frames or requests at most
-MOST_HEAD = 64 << 10  # bytes of a request line and its headers; proxies allow 8 to 32 KiB
+MAX_HEAD = 64 << 10  # bytes of a request line and its headers; proxies allow 8 to 32 KiB
 FRAMING = 8  # bytes of framing for each byte of a body in chunks; the smallest chunk needs 6
 FRAMES_PER_SECOND = 1000  # of one WebSocket, fragments and pings too
 FRAMES_AT_ONCE = 4 * FRAMES_PER_SECOND  # a message of the largest size in fragments of a few KiB
 # A connection that is refused is read a little longer: closing it with bytes unread would make the kernel
 # throw the reply away.
-LINGER_SECONDS, MOST_THROWN = 1.0, 1 << 20
+LINGER_SECONDS, MAX_THROWN = 1.0, 1 << 20
 RESERVED_FILES = 64  # descriptors that are no connections: files of models, pipes, the event loop
 
 
@@ -73,8 +73,8 @@ class Connections:
         if len(self._addresses) > self.most:
             return busy(f"{self.most} connections are open, as many as there may be (--max-connections)")
         if most and self._by_address[address] > most:
-            says = f"{most} connections of this address are open (--max-connections-per-address)"
-            return busy(says, 429)
+            message = f"{most} connections of this address are open (--max-connections-per-address)"
+            return busy(message, 429)
         return None
 
     def leave(self, transport: Any) -> None:
@@ -135,7 +135,7 @@ class _Bounded:
         """Return whether the connection has ended, so that bytes of it no longer count."""
         if self._ended:
             self._thrown += len(data)
-            if self._thrown > MOST_THROWN:
+            if self._thrown > MAX_THROWN:
                 self.transport.close()
         return self._ended
 
@@ -186,9 +186,9 @@ class HttpConnection(_Bounded, HttpToolsProtocol):
                 return
             if not self._turned:
                 self._framing += len(part) - (self._body - body)
-            if self._framing > MOST_HEAD + FRAMING * self._body:
+            if self._framing > MAX_HEAD + FRAMING * self._body:
                 where = "head" if self._state == "head" else "framing of the body"
-                self._refuse(Problem(431, f"the {where} has more than {MOST_HEAD} bytes"))
+                self._refuse(Problem(431, f"the {where} has more than {MAX_HEAD} bytes"))
         if self._unread and not (self._ended or self.transport.is_closing()):
             self.flow.pause_reading()
             self._hold(True)

@@ -63,7 +63,7 @@ class Generation:
         self._place, self._metrics, self._service = place, metrics, service
         self._record = current()
         self._news: deque[tuple[int, Piece]] = deque()
-        self._bell = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._unread, self._max_unread = 0, max_unread * job.samples  # tokens
         self._paused = False
         self._read_prompts: set[int] = set()
@@ -82,7 +82,7 @@ class Generation:
             self._paused = True
             for each in self.tickets:
                 self._service.pause(each)
-        self._bell.set()
+        self._has_news.set()
 
     def _count(self, ticket: Ticket, sample: int, piece: Piece) -> None:
         record, prompt = self._record, sample // self.job.n
@@ -106,7 +106,7 @@ class Generation:
     def fail(self, problem: Problem) -> None:
         """End the reading of it with a problem."""
         self._problem = problem
-        self._bell.set()
+        self._has_news.set()
 
     async def pieces(self, heartbeat: float | None = None) -> AsyncIterator[list[tuple[int, Piece]]]:
         """Yield what has come since the last time, as a list of samples and pieces.
@@ -121,12 +121,12 @@ class Generation:
         while unread:
             self.busy_since = None
             try:
-                await asyncio.wait_for(self._bell.wait(), heartbeat)
+                await asyncio.wait_for(self._has_news.wait(), heartbeat)
             except TimeoutError:
                 self.busy_since = time.monotonic()
                 yield []
                 continue
-            self._bell.clear()
+            self._has_news.clear()
             if self._problem is not None:
                 raise self._problem
             taken = self._take()

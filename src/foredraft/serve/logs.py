@@ -25,8 +25,8 @@ from foredraft.serve.settings import Settings
 __all__ = ["log_access", "to_stderr"]
 
 access = logging.getLogger("foredraft.serve.access")
-MOST_HELD = 4 << 20  # characters of lines that wait to be written: thousands of requests
-MOST_PATH = 200  # characters of a path in a line
+MAX_HELD = 4 << 20  # characters of lines that wait to be written: thousands of requests
+MAX_PATH = 200  # characters of a path in a line
 FLUSH_SECONDS = 1.0  # for which the end waits where the stream takes nothing
 
 
@@ -36,7 +36,7 @@ def log_access(record: Record) -> None:
         return
     first = record.seconds_to_first_token
     fields: dict[str, Any] = {
-        "request_id": record.id, "method": record.method, "path": record.path[:MOST_PATH],
+        "request_id": record.id, "method": record.method, "path": record.path[:MAX_PATH],
         "status": record.status,
         "prompt_tokens": record.prompt_tokens or None, "tokens": record.tokens or None,
         "seconds_to_first_token": None if first is None else round(first, 6),
@@ -102,14 +102,14 @@ class Writer(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a line, formatted by the thread that says it, whose request the line names."""
+        """Take a line, formatted by the thread that logs it, whose request the line names."""
         try:
             line = self.format(record) + "\n"
         except Exception:
             self.handleError(record)
             return
         with self._news:
-            if self._closed or (self._held and self._held + len(line) > MOST_HELD):
+            if self._closed or (self._held and self._held + len(line) > MAX_HELD):
                 self.dropped += 1
                 return
             self._lines.append(line)
@@ -142,11 +142,11 @@ class Writer(logging.Handler):
             with self._news:
                 self._held -= len(line)
                 if dropped and not self._lines:  # what fitted is written: say what did not
-                    says = f"{dropped} lines of the log were dropped: the standard error stream was not read"
+                    text = f"{dropped} lines of the log were dropped: the standard error stream was not read"
                     self.dropped -= dropped
-                    told = self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, says, (), None))
-                    self._lines.append(told + "\n")
-                    self._held += len(told) + 1
+                    line = self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (), None))
+                    self._lines.append(line + "\n")
+                    self._held += len(line) + 1
                 self._news.notify_all()
 
 

@@ -42,14 +42,14 @@ class Metrics:
         def named(name: str) -> str:
             return f"vllm:{VLLM[name]}" if vllm and name in VLLM else f"foredraft_{name}"
 
-        def counter(name: str, says: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(named(name), says, labels, registry=self.registry)
+        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(named(name), help, labels, registry=self.registry)
 
-        def histogram(name: str, says: str) -> Histogram:
-            return Histogram(named(name), says, registry=self.registry, buckets=SECONDS)
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(named(name), help, registry=self.registry, buckets=SECONDS)
 
-        def gauge(name: str, says: str) -> Gauge:
-            return Gauge(named(name), says, registry=self.registry)
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(named(name), help, registry=self.registry)
 
         self.running = gauge("requests_running", "Samples that have a row of the batch.")
         self.waiting = gauge("requests_waiting", "Samples that wait for a row.")

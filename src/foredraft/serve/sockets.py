@@ -19,15 +19,16 @@ from foredraft.serve.beside import beside
 from foredraft.serve.bodies import json_object
 from foredraft.serve.problems import Problem, forget_frames
 from foredraft.serve.records import Record, current
+from foredraft.serve.replies import Event
 from foredraft.serve.streaming import as_json
 from foredraft.unicode import invalid_at
 
-__all__ = ["MOST_OPEN", "Socket"]
+__all__ = ["MAX_OPEN", "Socket"]
 
 logger = logging.getLogger(__name__)
 
-MOST_OPEN = 64  # requests of one socket at a time
-Run = Callable[[dict[str, Any], Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
+MAX_OPEN = 64  # requests of one socket at a time
+Run = Callable[[dict[str, Any], Callable[[Event], Awaitable[None]]], Awaitable[None]]
 
 
 class Socket:
@@ -52,7 +53,7 @@ class Socket:
         """Serve frames until the client leaves; its requests end then."""
         try:
             while True:
-                while len(self._endings) >= MOST_OPEN:  # the client does not read: neither does the server
+                while len(self._endings) >= MAX_OPEN:  # the client does not read: neither does the server
                     await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
                 await self._read(await self._socket.receive())
         except WebSocketDisconnect:
@@ -88,8 +89,8 @@ class Socket:
             await self._send(
                 None, {**Problem(409, f"request {id!r} is open already", param="id").body, "of": id}
             )
-        elif len(self._tasks) >= MOST_OPEN:
-            await self._send(id, Problem(429, f"{MOST_OPEN} requests are open on this socket").body)
+        elif len(self._tasks) >= MAX_OPEN:
+            await self._send(id, Problem(429, f"{MAX_OPEN} requests are open on this socket").body)
         else:
             task = self._tasks[id] = asyncio.create_task(self._answer(id, frame, len(text)))
             task.add_done_callback(lambda done: self._end(id, done))
@@ -104,7 +105,7 @@ class Socket:
         return await beside(len(text), json_object, text, self._max_frame)
 
     async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
-        async def send(chunk: dict[str, Any]) -> None:
+        async def send(chunk: Event) -> None:
             await self._send(id, chunk if "error" in chunk else {"chunk": chunk})
 
         socket = self._record
@@ -127,7 +128,7 @@ class Socket:
     def _end(self, id: str, task: asyncio.Task[None]) -> None:
         """Tell the client how a request ended, however early that was."""
         self._tasks.pop(id, None)
-        frames: list[dict[str, Any]] = []
+        frames: list[Event] = []
         reason = "finished"
         if task.cancelled():
             reason = "cancelled"
@@ -144,11 +145,11 @@ class Socket:
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
 
-    async def _send_all(self, id: str, frames: list[dict[str, Any]]) -> None:
+    async def _send_all(self, id: str, frames: list[Event]) -> None:
         with suppress(Exception):  # the client has gone
             for frame in frames:
                 await self._send(id, frame)
 
-    async def _send(self, id: str | None, fields: dict[str, Any]) -> None:
+    async def _send(self, id: str | None, fields: Event) -> None:
         async with self._sending:
             await self._socket.send_text(as_json({"id": id, **fields}))

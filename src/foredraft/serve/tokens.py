@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import TypedDict
+
 from foredraft.decode.params import is_whole
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Body, Items, check_model
 from foredraft.serve.state import Model
 
-__all__ = ["DetokenizeRequest", "TokenizeRequest"]
+__all__ = ["DetokenizeRequest", "Text", "TokenizeRequest", "Tokens"]
+
+
+class Tokens(TypedDict, closed=True):
+    """The reply of POST /tokenize."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(TypedDict, closed=True):
+    """The reply of POST /detokenize."""
+
+    prompt: str
 
 
 class _TokensRequest(Body):
@@ -43,7 +59,7 @@ class TokenizeRequest(_TokensRequest):
     prompt: str
     add_special_tokens: bool | None = None
 
-    def answer(self, model: Model) -> dict[str, Any]:
+    def answer(self, model: Model) -> Tokens:
         """Return the reply; it may take long for a long text.
 
         Raises:
@@ -59,7 +75,7 @@ class DetokenizeRequest(_TokensRequest):
 
     tokens: Items[int]
 
-    def answer(self, model: Model) -> dict[str, Any]:
+    def answer(self, model: Model) -> Text:
         """Return the reply; it may take long for many tokens.
 
         Raises:
