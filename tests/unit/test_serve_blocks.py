@@ -136,7 +136,7 @@ def test_a_chat_has_the_same_text_and_calls_in_chunks(size: int) -> None:
 
 @pytest.mark.parametrize("shape", [ChatReply, MessageReply, ResponseReply])
 @pytest.mark.parametrize("size", [1, 1000])
-def test_a_whole_reply_is_what_its_stream_ends_with(shape: type[Reply], size: int) -> None:
+def test_a_whole_reply_has_the_text_and_the_calls_of_its_stream(shape: type[Reply], size: int) -> None:
     reply = shape("id", "demo", {}, generation(TEXT, size), TokenTexts(None, 0))
     asyncio.run(reply.finish())
     whole = reply.whole()

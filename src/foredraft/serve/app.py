@@ -78,7 +78,8 @@ def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -
     app.add_exception_handler(405, cast(Any, _answer_status))
     _add_health(app, state)
     _add_models(app, state)
-    _add_tokens(app, state)
+    _add_tokens(app, state, "/tokenize", TokenizeRequest)
+    _add_tokens(app, state, "/detokenize", DetokenizeRequest)
     for path, shape in SHAPES.items():
         _add_shape(app, state, path, shape)
     _add_socket(app, state)
@@ -133,27 +134,22 @@ def _add_models(app: FastAPI, state: App) -> None:
         return JSONResponse(capabilities(ready(request)))
 
 
-def _add_tokens(app: FastAPI, state: App) -> None:
-    async def read(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
+def _add_tokens(
+    app: FastAPI, state: App, path: str, kind: type[TokenizeRequest] | type[DetokenizeRequest]
+) -> None:
+    @app.post(path, name=path[1:])
+    async def answer_tokens(request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
         model = state.ready()
         body = await _body(request, state)
-        body_read: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
+        given: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
         place = model.limits.take(1, Client.of(key, current().address).name)
         try:
             with as_problems():
-                found = await _while_there(request, in_thread(current().size, body_read.answer, model))
+                found = await _while_there(request, in_thread(current().size, given.answer, model))
         finally:
             place.free()
-        return JSONResponse(found, headers=_ignored(body_read.further))
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await read(TokenizeRequest, request)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await read(DetokenizeRequest, request)
+        return JSONResponse(found, headers=_ignored(given.further))
 
 
 def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:

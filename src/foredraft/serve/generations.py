@@ -91,10 +91,10 @@ class Generation:
         if was_read and prompt not in self._read_prompts:
             self._read_prompts.add(prompt)
             record.prompt_tokens += ticket.prompt_tokens
-            self._metrics.prompt(ticket.prompt_tokens)
+            self._metrics.prompt_tokens.inc(ticket.prompt_tokens)
         if piece.token_ids and record.first_token is None:
             record.first_token = time.monotonic()
-            self._metrics.first_token(record.first_token - record.started)
+            self._metrics.first_token.observe(record.first_token - record.started)
         if piece.output is not None:
             self._metrics.finished(piece.output)
             record.finished(piece.output)

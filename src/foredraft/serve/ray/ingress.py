@@ -82,15 +82,8 @@ class Ingress:
         """Return the response of a replica."""
         body, path = await request.body(), "/" + request.path_params["path"]
         query, headers = request.scope["query_string"], request.headers.raw
-        call = Call(
-            request.method,
-            path,
-            query,
-            headers,
-            body,
-            address=_address(request),
-            key=self._key(request, body),
-        )
+        address, key = _address(request), self._key(request, body)
+        call = Call(request.method, path, query, headers, body, address, key)
         parts = self._answers(call)
         try:
             head = await anext(parts)
