@@ -19,7 +19,7 @@ from foredraft.llm import LLM
 from foredraft.serve.keys import Keys
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
-from foredraft.serve.streaming import events, frames
+from foredraft.serve.streaming import server_sent
 from tests.support.loaded import engine_of
 from tests.support.serving import Served, load_chat, serving
 
@@ -210,16 +210,14 @@ async def _unread_stream(served: Served) -> str:
     """Take the first event of a stream, and no more; return how the stream ends."""
     import asyncio
 
-    from foredraft.serve.requests import CompletionRequest
+    from foredraft.serve.completions import CompletionReply
 
     model = served.state.ready()
-    generation, reply = await served.state.start(
-        CompletionRequest, {"model": "demo", "stream": True, **LONG}, ""
-    )
+    reply = await served.state.start(CompletionReply, {"model": "demo", "stream": True, **LONG}, "")
 
     async def read() -> None:
-        with model.generations.read(generation):
-            async for _ in events(frames(generation, reply, None)):
+        with model.generations.read(reply.generation):
+            async for _ in server_sent(reply.events(None), reply.done):
                 await asyncio.sleep(30)
 
     try:

@@ -13,8 +13,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from foredraft.llm import LLM
-from foredraft.serve import shapes
 from foredraft.serve.openapi import ROUTES
+from foredraft.serve.problems import Error
 from tests.support.serving import Served, serving
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
@@ -118,9 +118,9 @@ def test_further_replies_have_the_documented_types(served: Served) -> None:
 
 def test_a_type_is_closed() -> None:
     reply = {"error": {"message": "", "type": "", "param": None, "code": None}}
-    TypeAdapter(shapes.Error).validate_python(reply)
+    TypeAdapter(Error).validate_python(reply)
     with pytest.raises(ValueError, match="Extra inputs"):
-        TypeAdapter(shapes.Error).validate_python({**reply, "more": 1})
+        TypeAdapter(Error).validate_python({**reply, "more": 1})
 
 
 def test_a_server_with_keys_shows_the_document_to_their_holders_only(llm: LLM, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
     settings.py     options of a server
     requests.py     bodies -> checked fields -> sampling parameters and a prompt
-    replies.py      pieces -> the objects of the API; provenance.py, the source of each token
-    responses.py, messages.py    two more shapes of requests and replies
+    replies.py      pieces -> the events of a stream, or a whole reply; blocks.py, texts and calls of a sample
+    completions.py, responses.py, messages.py    the shapes of replies, by path in shapes.py
+    token_texts.py, provenance.py    log-probabilities; the source of each token
     tokens.py       text -> token ids, and back
-    openapi.py, shapes.py    what the app says of its routes; the types of all replies
+    about.py, openapi.py    descriptions of the model; of the routes
     generations.py  the engine's thread -> the event loop; limits of load
-    streaming.py    objects -> server-sent events, plain text
+    streaming.py    events -> server-sent events, plain text
     sockets.py      the same over WebSockets
     keys.py, clients.py, limits.py, bodies.py, origins.py, metrics.py, problems.py
     state.py        the model before and after it is loaded; how requests start

@@ -5,18 +5,18 @@ from __future__ import annotations
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket
 
-from foredraft.serve import messages
 from foredraft.serve.keys import Keys
+from foredraft.serve.messages import error_body
 from foredraft.serve.problems import Problem
 
 __all__ = ["answer", "opened"]
 
-MESSAGES = "/v1/messages"
+MESSAGES = "/v1/messages"  # whose errors have a shape of their own
 
 
 def answer(problem: Problem, path: str) -> JSONResponse:
     """Return the response to a request to `path`."""
-    body = messages.error_body(problem) if path == MESSAGES else problem.body
+    body = error_body(problem) if path == MESSAGES else problem.body
     return JSONResponse(body, problem.status, headers=problem.headers)
 
 

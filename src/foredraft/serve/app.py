@@ -16,25 +16,25 @@ from starlette.websockets import WebSocket
 
 import foredraft
 from foredraft.errors import shortened
-from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
-from foredraft.serve import messages, responses
+from foredraft.serve.about import ModelList, capabilities, card
 from foredraft.serve.answers import answer, opened
 from foredraft.serve.beside import beside, in_thread
-from foredraft.serve.blocks import Asked, whole_blocks
 from foredraft.serve.bodies import BoundedBodies, json_object
 from foredraft.serve.clients import Client
-from foredraft.serve.generations import Generation
+from foredraft.serve.completions import ChatReply, CompletionReply
+from foredraft.serve.generations import Generations
 from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins, is_local
 from foredraft.serve.page import add_page
-from foredraft.serve.problems import Problem, as_problems, check_output, forget_frames
+from foredraft.serve.problems import Problem, as_problems, forget_frames
 from foredraft.serve.records import Recording, current
-from foredraft.serve.replies import Reply
-from foredraft.serve.requests import ChatRequest, CompletionRequest, check_model
+from foredraft.serve.replies import Event, Reply
+from foredraft.serve.requests import check_model
 from foredraft.serve.settings import Settings
+from foredraft.serve.shapes import SHAPES
 from foredraft.serve.sockets import Socket
 from foredraft.serve.state import App, Loader, Model
-from foredraft.serve.streaming import SSE_HEADERS, events, frames, named_events, plain_text
+from foredraft.serve.streaming import SSE_HEADERS, plain_text, server_sent
 from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest
 
 __all__ = ["create_app"]
@@ -72,15 +72,17 @@ def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -
         )
     app.add_middleware(Recording, end=state.end)  # the last one added sees a request first
     app.add_exception_handler(Problem, cast(Any, _answer_problem))
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _end_abandoned)
     app.add_exception_handler(Exception, cast(Any, _answer_bug))
     app.add_exception_handler(404, cast(Any, _answer_status))
     app.add_exception_handler(405, cast(Any, _answer_status))
     _add_health(app, state)
     _add_models(app, state)
-    _add_tokens(app, state)
-    _add_generation(app, state)
-    _add_dialects(app, state)
+    _add_tokens(app, state, "/tokenize", TokenizeRequest)
+    _add_tokens(app, state, "/detokenize", DetokenizeRequest)
+    for path, shape in SHAPES.items():
+        _add_shape(app, state, path, shape)
+    _add_socket(app, state)
     _add_document(app, state)
     add_page(app)
     return app
@@ -111,138 +113,85 @@ def _add_health(app: FastAPI, state: App) -> None:
 
 
 def _add_models(app: FastAPI, state: App) -> None:
-    def card(model: Model, name: str) -> dict[str, Any]:
-        return {
-            "id": name, "object": "model", "created": 0, "owned_by": "foredraft",
-            "max_model_len": model.llm.max_length,
-        }  # fmt: skip
+    def ready(request: Request) -> Model:
+        state.keys.check(request.headers.get("authorization"))
+        return state.ready()
 
     @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        state.keys.check(request.headers.get("authorization"))
-        model = state.ready()
-        return {"object": "list", "data": [card(model, model.names[0])]}
+    async def models(request: Request) -> Response:
+        model = ready(request)
+        found: ModelList = {"object": "list", "data": [card(model, model.names[0])]}
+        return JSONResponse(found)
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str, request: Request) -> dict[str, Any]:
-        state.keys.check(request.headers.get("authorization"))
-        model = state.ready()
+    async def one_model(name: str, request: Request) -> Response:
+        model = ready(request)
         check_model(name, model.names)
-        return card(model, name)
+        return JSONResponse(card(model, name))
 
-    @app.get("/v1/capabilities")
-    async def capabilities(request: Request) -> dict[str, Any]:
-        state.keys.check(request.headers.get("authorization"))
-        model = state.ready()
-        llm = model.llm
-        chat = model.chats
-        return {
-            "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
-            "deterministic": llm.deterministic, "weights": llm.weights,
-            "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
-            "default_drafter": llm.default_drafter,
-            "policy": llm.loaded.engine.policy.name, "policies": list(POLICIES),
-            "chat": chat, "tools": chat, "prediction": PREDICTION in model.drafters,
-            "constraints": ["ban", "regex", "json_schema", "json_object", "grammar"] if llm.tokenizer else [],
-            "streams": ["sse", "text", "websocket"],
-        }  # fmt: skip
+    @app.get("/v1/capabilities", name="capabilities")
+    async def shown_capabilities(request: Request) -> Response:
+        return JSONResponse(capabilities(ready(request)))
 
 
-def _add_tokens(app: FastAPI, state: App) -> None:
-    async def read(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
+def _add_tokens(
+    app: FastAPI, state: App, path: str, kind: type[TokenizeRequest] | type[DetokenizeRequest]
+) -> None:
+    @app.post(path, name=path[1:])
+    async def answer_tokens(request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
         model = state.ready()
         body = await _body(request, state)
-        asked: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
+        given: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
         place = model.limits.take(1, Client.of(key, current().address).name)
         try:
             with as_problems():
-                found = await _while_there(request, in_thread(current().size, asked.answer, model))
+                found = await _while_there(request, in_thread(current().size, given.answer, model))
         finally:
             place.free()
-        return Response(found, media_type="application/json", headers=_ignored(asked.further))
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await read(TokenizeRequest, request)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await read(DetokenizeRequest, request)
+        return Response(found, media_type="application/json", headers=_ignored(given.further))
 
 
-def _add_generation(app: FastAPI, state: App) -> None:
-    async def generate(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
-        key = state.keys.check(request.headers.get("authorization"))
+def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
+    @app.post(path, name=shape.route)
+    async def generate(request: Request) -> Response:
+        headers = request.headers
+        own_key = headers.get("x-api-key") if shape.own_headers else None
+        key = state.keys.check(headers.get("authorization"), own_key)
         body = await _body(request, state)
-        generation, reply = await _while_there(request, state.start(kind, body, key))
-        model = state.ready()
-        headers = _ignored(reply.job.ignored)
-        if reply.job.stream:
-            objects = frames(generation, reply, state.settings.heartbeat_seconds)
-            if "text/plain" in request.headers.get("accept", ""):
-                kind_of_text = "text/plain; charset=utf-8"
-                return _Stream(
-                    model, generation, plain_text(objects), headers=headers, media_type=kind_of_text
-                )
-            return _event_stream(model, generation, events(objects), headers)
-        await _finish(model, generation, reply, request)
-        return JSONResponse(reply.whole(generation.prompt_tokens), headers=headers)
+        reply = await _while_there(request, state.start(shape, body, key))
+        generations = state.ready().generations
+        more = ({"request-id": reply.id} if shape.own_headers else {}) | _ignored(reply.job.ignored)
+        if not reply.job.stream:
+            try:
+                await _while_there(request, reply.finish())
+            finally:
+                generations.end(reply.generation)
+            return JSONResponse(reply.whole(), headers=more)
+        events = reply.events(state.settings.heartbeat_seconds)
+        if shape.done and "text/plain" in headers.get("accept", ""):
+            return _Stream(generations, reply, plain_text(events), "text/plain; charset=utf-8", more)
+        return _Stream(
+            generations, reply, server_sent(events, shape.done), "text/event-stream", more | SSE_HEADERS
+        )
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await generate(ChatRequest, request)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await generate(CompletionRequest, request)
-
+def _add_socket(app: FastAPI, state: App) -> None:
     @app.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:
         key = await opened(socket, state.keys)
         if key is None:
             return
 
-        async def run(frame: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-            kind = ChatRequest if "messages" in frame else CompletionRequest
-            generation, reply = await state.start(kind, {**frame, "stream": True}, key)
-            with state.ready().generations.read(generation):
-                async for each in frames(generation, reply, None):
+        async def run(frame: dict[str, Any], send: Callable[[Event], Awaitable[None]]) -> None:
+            shape = ChatReply if "messages" in frame else CompletionReply
+            reply = await state.start(shape, {**frame, "stream": True}, key)
+            with state.ready().generations.read(reply.generation):
+                async for each in reply.events(None):
                     if each is not None:
                         await send(each)
 
         await Socket(socket, run, state.most_body, state.end, state.bodies).serve()
-
-
-def _add_dialects(app: FastAPI, state: App) -> None:
-    """Add two more shapes of chat requests: each is a module with the same functions."""
-
-    async def generate(dialect: Any, request: Request) -> Response:
-        key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        body = await _body(request, state)
-        asked_for = {**await beside(current().size, dialect.chat_body, body), "n": 1}
-        generation, reply = await _while_there(request, state.start(ChatRequest, asked_for, key))
-        model = state.ready()
-        id = reply.id.removeprefix("chatcmpl-")
-        asked = Asked(id, model.names[0], body, generation.prompt_tokens)
-        headers = {"request-id": id} | _ignored(reply.job.ignored)
-        if reply.job.stream:
-            made = dialect.events(asked, generation, state.settings.heartbeat_seconds)
-            objects = named_events(made, dialect.error_event, numbered=dialect.NUMBERED)
-            return _event_stream(model, generation, objects, headers)
-        await _finish(model, generation, reply, request)
-        [output] = reply.outputs.values()
-        check_output(output)
-        blocks = whole_blocks(output, reply.job.tools)
-        return JSONResponse(dialect.whole(asked, output, blocks), headers=headers)
-
-    @app.post("/v1/messages")
-    async def answer_messages(request: Request) -> Response:
-        return await generate(messages, request)
-
-    @app.post("/v1/responses")
-    async def answer_responses(request: Request) -> Response:
-        return await generate(responses, request)
 
 
 def _add_document(app: FastAPI, state: App) -> None:
@@ -276,19 +225,6 @@ async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
         leaving.cancel()
 
 
-async def _finish(model: Model, generation: Generation, reply: Reply, request: Request) -> None:
-    """Wait for the whole reply; a client that leaves ends it."""
-
-    async def read() -> None:
-        async for taken in generation.pieces():
-            reply.take(taken)
-
-    try:
-        await _while_there(request, read())
-    finally:
-        model.generations.end(generation)
-
-
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -308,9 +244,16 @@ def _listed(names: list[str]) -> str:
 class _Stream(StreamingResponse):
     """A stream whose generation ends with it, even where it never began."""
 
-    def __init__(self, model: Model, generation: Generation, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._generations, self._generation = model.generations, generation
+    def __init__(
+        self,
+        generations: Generations,
+        reply: Reply,
+        content: AsyncIterator[bytes],
+        media_type: str,
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._generations, self._generation = generations, reply.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -321,14 +264,7 @@ class _Stream(StreamingResponse):
                 raise
 
 
-def _event_stream(
-    model: Model, generation: Generation, events: AsyncIterator[bytes], headers: dict[str, str]
-) -> _Stream:
-    headers = headers | SSE_HEADERS
-    return _Stream(model, generation, events, headers=headers, media_type="text/event-stream")
-
-
-async def _answer_nobody(request: Request, gone: Exception) -> Response:
+async def _end_abandoned(request: Request, gone: Exception) -> Response:
     """End a request whose client left while it was sending the body, which is no error of the server."""
     return Response(status_code=499)
 

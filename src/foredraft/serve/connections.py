@@ -77,8 +77,8 @@ class Connections:
         if len(self._addresses) > self.most:
             return busy(f"{self.most} connections are open, as many as there may be (--max-connections)")
         if most and self._by_address[address] > most:
-            says = f"{most} connections of this address are open (--max-connections-per-address)"
-            return busy(says, 429)
+            message = f"{most} connections of this address are open (--max-connections-per-address)"
+            return busy(message, 429)
         return None
 
     def leave(self, transport: Any) -> None:

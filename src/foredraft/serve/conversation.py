@@ -1,7 +1,7 @@
 """Conversation: the messages of the API -> those that chat templates read.
 
 Templates differ in what they take: some know no calls, some no system message, no two messages of one role in
-a row, or no two calls in one turn. The same conversation can be told to each of them.
+a row, or no two calls in one turn. The same conversation has a form for each of them.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def _without_system(messages: Messages) -> Messages:
     """Return messages whose first system message is a part of the first user message."""
     if not messages or messages[0].get("role") != "system":
         return messages
-    says, rest = messages[0].get("content"), messages[1:]
+    content, rest = messages[0].get("content"), messages[1:]
     if rest and rest[0].get("role") == "user":
-        says, rest = _paragraphs(says, rest[0].get("content")), rest[1:]
-    return [{"role": "user", "content": says}, *rest]
+        content, rest = _paragraphs(content, rest[0].get("content")), rest[1:]
+    return [{"role": "user", "content": content}, *rest]
 
 
 def _paragraphs(*texts: str | None) -> str:
@@ -162,8 +162,8 @@ def _paragraphs(*texts: str | None) -> str:
 
 def _spelled_out(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") == "tool":
-        says = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
-        return {"role": "user", "content": says}
+        content = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+        return {"role": "user", "content": content}
     if not message.get("tool_calls"):
         return message
     written = [

@@ -63,7 +63,7 @@ class Generation:
         self._place, self._metrics, self._service = place, metrics, service
         self._record = current()
         self._news: deque[tuple[int, Piece]] = deque()
-        self._bell = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._unread, self._max_unread = 0, max_unread * job.samples  # tokens
         self._paused = False
         self._read_prompts: set[int] = set()
@@ -82,7 +82,7 @@ class Generation:
             self._paused = True
             for each in self.tickets:
                 self._service.pause(each)
-        self._bell.set()
+        self._has_news.set()
 
     def _count(self, ticket: Ticket, sample: int, piece: Piece) -> None:
         record, prompt = self._record, sample // self.job.n
@@ -91,10 +91,10 @@ class Generation:
         if was_read and prompt not in self._read_prompts:
             self._read_prompts.add(prompt)
             record.prompt_tokens += ticket.prompt_tokens
-            self._metrics.prompt(ticket.prompt_tokens)
+            self._metrics.prompt_tokens.inc(ticket.prompt_tokens)
         if piece.token_ids and record.first_token is None:
             record.first_token = time.monotonic()
-            self._metrics.first_token(record.first_token - record.started)
+            self._metrics.first_token.observe(record.first_token - record.started)
         if piece.output is not None:
             self._metrics.finished(piece.output)
             record.finished(piece.output)
@@ -106,7 +106,7 @@ class Generation:
     def fail(self, problem: Problem) -> None:
         """End the reading of it with a problem."""
         self._problem = problem
-        self._bell.set()
+        self._has_news.set()
 
     async def pieces(self, heartbeat: float | None = None) -> AsyncIterator[list[tuple[int, Piece]]]:
         """Yield what has come since the last time, as a list of samples and pieces.
@@ -121,12 +121,12 @@ class Generation:
         while unread:
             self.busy_since = None
             try:
-                await asyncio.wait_for(self._bell.wait(), heartbeat)
+                await asyncio.wait_for(self._has_news.wait(), heartbeat)
             except TimeoutError:
                 self.busy_since = time.monotonic()
                 yield []
                 continue
-            self._bell.clear()
+            self._has_news.clear()
             if self._problem is not None:
                 raise self._problem
             taken = self._take()

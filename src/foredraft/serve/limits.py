@@ -120,8 +120,8 @@ class Limits:
         """
         most = self._settings.max_queued_tokens
         if tokens > most:
-            says = f"{tokens} prompt tokens in one request, of {most} at most (max_queued_tokens)"
-            raise Problem(400, says, param="prompt")
+            message = f"{tokens} prompt tokens in one request, of {most} at most (max_queued_tokens)"
+            raise Problem(400, message, param="prompt")
         if not self._tokens.fits(place.client, tokens, most):
             self._metrics.refused("prompt tokens")
             raise busy(f"{self.tokens} prompt tokens run or wait, of {most} at most (max_queued_tokens)")

@@ -102,7 +102,7 @@ class Writer(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a line, formatted by the thread that says it, whose request the line names."""
+        """Take a line, formatted by the thread that logs it, whose request the line names."""
         try:
             line = self.format(record) + "\n"
         except Exception:
@@ -142,11 +142,11 @@ class Writer(logging.Handler):
             with self._news:
                 self._held -= len(line)
                 if dropped and not self._lines:  # what fitted is written: say what did not
-                    says = f"{dropped} lines of the log were dropped: the standard error stream was not read"
+                    text = f"{dropped} lines of the log were dropped: the standard error stream was not read"
                     self.dropped -= dropped
-                    told = self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, says, (), None))
-                    self._lines.append(told + "\n")
-                    self._held += len(told) + 1
+                    line = self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (), None))
+                    self._lines.append(line + "\n")
+                    self._held += len(line) + 1
                 self._news.notify_all()
 
 

@@ -1,4 +1,4 @@
-"""Memory that large requests leave behind: the C library keeps what they freed until it is asked."""
+"""Memory that large requests leave behind: the C library keeps what they freed until a call returns it."""
 
 from __future__ import annotations
 

@@ -6,24 +6,26 @@ thinking) is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, NotRequired, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
-from foredraft.llm.output import Output
-from foredraft.serve.blocks import Asked, Block, stream_blocks
+from foredraft.serve.blocks import Block, Step
 from foredraft.serve.calls import parsed_object
 from foredraft.serve.conversation import text_of
-from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Problem
-from foredraft.serve.requests import Body, Items
+from foredraft.serve.problems import Error, Problem
+from foredraft.serve.replies import BlockReply, Event
+from foredraft.serve.requests import Body, ChatRequest, Items
 
-__all__ = ["NUMBERED", "MessagesRequest", "chat_body", "error_body", "error_event", "events", "whole"]
+__all__ = ["Message", "MessageError", "MessageEvent", "MessageReply", "MessagesRequest", "error_body"]
 
-NUMBERED = False  # events have no running number
-
-REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "constraint": "refusal"}
+StopReason: TypeAlias = Literal["end_turn", "stop_sequence", "max_tokens", "refusal", "tool_use"]
+# Why the library ends a text -> stop_reason of this API.
+REASONS: dict[str, StopReason] = {
+    "eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "constraint": "refusal",
+}  # fmt: skip
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -90,6 +92,62 @@ class MessagesRequest(Body):
     stream: bool | None = None
 
 
+class TextBlock(TypedDict, closed=True):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(TypedDict, closed=True):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(TypedDict, closed=True):
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class Message(TypedDict, closed=True):
+    """The reply of POST /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ToolUseBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageErrorFields(TypedDict, closed=True):
+    type: str
+    message: str
+
+
+class MessageError(TypedDict, closed=True):
+    """An error in the shape of Anthropic's API."""
+
+    type: Literal["error"]
+    error: MessageErrorFields
+
+
+class MessageEvent(TypedDict, closed=True):
+    """An event of a streamed message; which of the fields it has depends on its type."""
+
+    type: str
+    message: NotRequired[Message]
+    index: NotRequired[int]
+    content_block: NotRequired[TextBlock | ToolUseBlock]
+    delta: NotRequired[dict[str, str | None]]
+    usage: NotRequired[MessageUsage]
+    error: NotRequired[MessageErrorFields]
+
+
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of the same request to POST /v1/chat/completions.
 
@@ -105,7 +163,7 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     return {
         **request.further, **_tools(request), **_format(request),
         "model": request.model, "max_tokens": request.max_tokens, "messages": messages,
-        "stream": request.stream, "stop": request.stop_sequences,
+        "stream": request.stream, "stop": request.stop_sequences, "n": 1,
         "continue_final_message": last.get("role") == "assistant" and not last.get("tool_calls"),
     }  # fmt: skip
 
@@ -159,79 +217,81 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [*results, kept]
 
 
-def error_body(problem: Problem) -> dict[str, Any]:
+def error_body(problem: Problem) -> MessageError:
     """Return a problem in the shape of this API."""
     default = "invalid_request_error" if problem.status < 500 else "overloaded_error"
     kind = "api_error" if problem.status == 500 else KINDS.get(problem.status, default)
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
-def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
-    return "error", error_body(problem)
+class MessageReply(BlockReply):
+    """Of POST /v1/messages."""
+
+    request, types = MessagesRequest, (Message, MessageEvent)
+    route = "answer_messages"
+    errors = (MessageError, Error)  # the second one before the route is reached
+
+    @classmethod
+    def read(cls, body: dict[str, Any]) -> ChatRequest:
+        return ChatRequest.read(chat_body(body))
+
+    @staticmethod
+    def failure(problem: Problem) -> MessageError:
+        return error_body(problem)
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "message_start", "message": self.state()}
+        yield from super().begin()
+
+    def step(self, step: Step) -> Iterator[MessageEvent]:
+        index, is_text = step.block.index, step.block.call is None
+        if step.kind == "open":
+            block = _block(step.block, begun=True)
+            yield {"type": "content_block_start", "index": index, "content_block": block}
+        elif step.kind == "delta":
+            kind, name = ("text_delta", "text") if is_text else ("input_json_delta", "partial_json")
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: step.text}}
+        else:
+            yield {"type": "content_block_stop", "index": index}
+
+    def end(self) -> Iterator[MessageEvent]:
+        reason, stopped = self._end()
+        delta = {"stop_reason": reason, "stop_sequence": stopped}
+        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def state(self) -> Message:
+        reason, stopped = self._end()
+        blocks = [] if self.sample.output is None else self.sample.blocks.all
+        return {
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model,
+            "content": [_block(block) for block in blocks], "stop_reason": reason, "stop_sequence": stopped,
+            "usage": self._usage(),
+        }  # fmt: skip
+
+    def _usage(self) -> MessageUsage:
+        """Return the tokens; in this API those that came from a cache do not count as input."""
+        output = self.sample.output
+        new, cached = (0, 0) if output is None else (self.sample.tokens, output.cached_tokens)
+        return {
+            "input_tokens": self.prompt_tokens - cached, "output_tokens": new,
+            "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
+        }  # fmt: skip
+
+    def _end(self) -> tuple[StopReason | None, str | None]:
+        """Return why the text ended, and the stop string that ended it; None before."""
+        output = self.sample.output
+        if output is None:
+            return None, None
+        reason = REASONS.get(output.finish_reason, "end_turn")
+        if reason == "end_turn" and self.sample.blocks.calls:
+            reason = "tool_use"
+        return reason, output.stopped_by if reason == "stop_sequence" else None
 
 
-def whole(asked: Asked, output: Output | None = None, blocks: list[Block] | None = None) -> dict[str, Any]:
-    """Return a message: whole, or empty at the beginning of a stream."""
-    return {
-        "id": asked.id, "type": "message", "role": "assistant", "model": asked.model,
-        "content": [_block(block) for block in blocks or ()],
-        **_end(output, called=any(block.call for block in blocks or ())),
-        "usage": _usage(asked, output),
-    }  # fmt: skip
-
-
-def _usage(asked: Asked, output: Output | None) -> dict[str, int]:
-    """Return the tokens; in this API those that came from a cache do not count as input."""
-    new, cached = (0, 0) if output is None else (len(output.token_ids), output.cached_tokens)
-    return {
-        "input_tokens": asked.prompt_tokens - cached, "output_tokens": new,
-        "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
-    }  # fmt: skip
-
-
-def _block(block: Block, *, begun: bool = False) -> dict[str, Any]:
+def _block(block: Block, *, begun: bool = False) -> TextBlock | ToolUseBlock:
     """Return a block of content, empty where it has only begun."""
     if block.call is None:
         return {"type": "text", "text": "" if begun else block.text}
     given = {} if begun else parsed_object(block.text)
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
-
-
-def _end(output: Output | None, *, called: bool = False) -> dict[str, Any]:
-    if output is None:
-        return {"stop_reason": None, "stop_sequence": None}
-    reason = REASONS.get(output.finish_reason, "end_turn")
-    stopped = output.stopped_by if reason == "stop_sequence" else None
-    if called and reason == "end_turn":
-        reason = "tool_use"
-    return {"stop_reason": reason, "stop_sequence": stopped}
-
-
-async def events(
-    asked: Asked, generation: Generation, heartbeat: float | None
-) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a stream, each with its name.
-
-    Raises:
-        Problem: The request failed while it ran.
-    """
-    yield "message_start", {"message": whole(asked)}
-    called = False
-    async for step in stream_blocks(generation, heartbeat):
-        block = step.block
-        if step.kind == "end":
-            delta = _end(step.output, called=called)
-            yield "message_delta", {"delta": delta, "usage": _usage(asked, step.output)}
-        elif block is None:
-            yield "ping", {}
-        elif step.kind == "open":
-            called = called or block.call is not None
-            yield "content_block_start", {"index": block.index, "content_block": _block(block, begun=True)}
-        elif step.kind == "delta":
-            kind, name = (
-                ("text_delta", "text") if block.call is None else ("input_json_delta", "partial_json")
-            )
-            yield "content_block_delta", {"index": block.index, "delta": {"type": kind, name: step.text}}
-        else:
-            yield "content_block_stop", {"index": block.index}
-    yield "message_stop", {}

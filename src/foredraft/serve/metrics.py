@@ -42,25 +42,27 @@ class Metrics:
         def named(name: str) -> str:
             return f"vllm:{VLLM[name]}" if vllm and name in VLLM else f"foredraft_{name}"
 
-        def counter(name: str, says: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(named(name), says, labels, registry=self.registry)
+        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(named(name), help, labels, registry=self.registry)
 
-        def histogram(name: str, says: str) -> Histogram:
-            return Histogram(named(name), says, registry=self.registry, buckets=SECONDS)
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(named(name), help, registry=self.registry, buckets=SECONDS)
 
-        def gauge(name: str, says: str) -> Gauge:
-            return Gauge(named(name), says, registry=self.registry)
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(named(name), help, registry=self.registry)
 
         self.running = gauge("requests_running", "Samples that have a row of the batch.")
         self.waiting = gauge("requests_waiting", "Samples that wait for a row.")
         self.paused = gauge("requests_paused", "Samples that pause, because their reader is slow.")
         self.cache_usage = gauge("cache_usage", "Share of the cache's positions that are in use.")
-        self._first = histogram(
+        self.first_token = histogram(
             "time_to_first_token_seconds",
             "From a request's arrival to the first token of any of its samples; one for each request.",
         )
         self._each = histogram("time_per_output_token_seconds", "Of a sample's decoding, by its tokens.")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts, which count once for all their samples.")
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Tokens of prompts, which count once for all their samples."
+        )
         self._cached = counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
         self._tokens = counter("generation_tokens", "New tokens.")
         self._drafts = counter("drafts", "Drafts.")
@@ -72,13 +74,6 @@ class Metrics:
         self._finished = counter("requests_finished", "Samples by why they ended.", ("reason",))
         self.cancelled = counter("requests_cancelled", "Requests that their client left or cancelled.")
         self._refused = counter("requests_refused", "Requests that were refused or dropped.", ("reason",))
-
-    def first_token(self, seconds: float) -> None:
-        self._first.observe(seconds)
-
-    def prompt(self, tokens: int) -> None:
-        """Count a prompt that was read."""
-        self._prompt.inc(tokens)
 
     def refused(self, reason: str) -> None:
         """Count the running request as refused, and note why in its record."""

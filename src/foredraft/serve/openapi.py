@@ -1,7 +1,7 @@
-"""OpenAPI: what the app says of its routes. The app reads bodies itself, so each route is described here.
+"""OpenAPI: the routes of the app, for programs such as generators of clients, and testers.
 
-The document is for programs: generators of clients, and testers. Its schemas come from the types that check
-the bodies (requests.py and its neighbours), and from those that tests hold the replies against (shapes.py).
+The app reads bodies itself, so each route is described here. The schemas come from the types that check the
+bodies, and from those that the replies are built of. Tests hold replies against the document.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
-from foredraft.serve import shapes
-from foredraft.serve.messages import MessagesRequest
-from foredraft.serve.requests import ChatRequest, CompletionRequest
-from foredraft.serve.responses import ResponsesRequest
-from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest
+from foredraft.serve.about import Capabilities, Health, ModelCard, ModelList, Version
+from foredraft.serve.problems import Error
+from foredraft.serve.replies import Reply
+from foredraft.serve.shapes import SHAPES
+from foredraft.serve.tokens import DetokenizeRequest, Text, TokenizeRequest, Tokens
 
 __all__ = ["document"]
 
@@ -35,7 +35,11 @@ RUNS = READS | {
     503: "The model is being loaded, or the server is full or shuts down.",
 }
 REQUEST_ID = {"description": "The request's id.", "required": True, "schema": {"type": "string"}}
-IGNORED = {"description": "Names of unknown fields, which were ignored.", "schema": {"type": "string"}}
+LISTED = {
+    "x-ignored-fields": {
+        "description": "Names of unknown fields, which were ignored.", "schema": {"type": "string"}
+    }
+}  # fmt: skip
 SCHEME = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -49,11 +53,11 @@ def _described(
     body: Any = None,
     event: Any = None,
     text: bool = False,
-    errors: tuple[Any, ...] = (shapes.Error,),
+    errors: tuple[Any, ...] = (Error,),
     headers: dict[str, Any] | None = None,
     schemes: tuple[str, ...] = ("bearer",),
 ) -> dict[str, Any]:
-    """Return what the document says of a route.
+    """Return the description of a route.
 
     Args:
         reply: Type of a whole reply; `str` is plain text.
@@ -102,40 +106,32 @@ def _reference(type_: Any) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{type_.__name__}"}
 
 
-_LISTED = {"x-ignored-fields": IGNORED}
-_NAMED = _LISTED | {"x-request-id": REQUEST_ID}
-_DIALECT: dict[str, Any] = {
-    "headers": _NAMED | {"request-id": REQUEST_ID}, "schemes": ("bearer", "x-api-key"),
-}  # fmt: skip
+def _shape(shape: type[Reply]) -> dict[str, Any]:
+    """Return the description of the route of a shape."""
+    ids = ["x-request-id", *(["request-id"] if shape.own_headers else [])]
+    return _described(
+        shape.types[0], RUNS, body=shape.request, event=shape.types[1], text=bool(shape.done),
+        errors=shape.errors, headers=LISTED | dict.fromkeys(ids, REQUEST_ID),
+        schemes=("bearer", "x-api-key") if shape.own_headers else ("bearer",),
+    )  # fmt: skip
+
+
 ROUTES = {
-    "/health": _described(shapes.Health, STATE, schemes=()),
-    "/ready": _described(shapes.Health, STATE, schemes=()),
+    "/health": _described(Health, STATE, schemes=()),
+    "/ready": _described(Health, STATE, schemes=()),
     "/metrics": _described(str, OPEN | {401: KEYED[401]}),
-    "/version": _described(shapes.Version, OPEN, schemes=()),
-    "/v1/models": _described(shapes.ModelList, KEYED),
-    "/v1/models/{name}": _described(shapes.ModelCard, NAMED),
-    "/v1/capabilities": _described(shapes.Capabilities, KEYED),
-    "/tokenize": _described(shapes.Tokens, READS, body=TokenizeRequest, headers=_LISTED),
-    "/detokenize": _described(shapes.Text, READS, body=DetokenizeRequest, headers=_LISTED),
-    "/v1/chat/completions": _described(
-        shapes.Chat, RUNS, body=ChatRequest, event=shapes.ChatChunk, text=True, headers=_NAMED
-    ),
-    "/v1/completions": _described(
-        shapes.Completion, RUNS, body=CompletionRequest, event=shapes.CompletionChunk, text=True,
-        headers=_NAMED,
-    ),
-    "/v1/responses": _described(
-        shapes.Response, RUNS, body=ResponsesRequest, event=shapes.ResponseEvent, **_DIALECT
-    ),
-    "/v1/messages": _described(
-        shapes.Message, RUNS, body=MessagesRequest, event=shapes.MessageEvent,
-        errors=(shapes.MessageError, shapes.Error),  # the second one before the route is reached
-        **_DIALECT,
-    ),
-}  # fmt: skip
+    "/version": _described(Version, OPEN, schemes=()),
+    "/v1/models": _described(ModelList, KEYED),
+    "/v1/models/{name}": _described(ModelCard, NAMED),
+    "/v1/capabilities": _described(Capabilities, KEYED),
+    "/tokenize": _described(Tokens, READS, body=TokenizeRequest, headers=LISTED),
+    "/detokenize": _described(Text, READS, body=DetokenizeRequest, headers=LISTED),
+    **{path: _shape(shape) for path, shape in SHAPES.items()},
+}
 TYPES = (
-    ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest,
-    *(getattr(shapes, name) for name in shapes.__all__),
+    Capabilities, Error, Health, ModelCard, ModelList, Text, Tokens, Version, TokenizeRequest,
+    DetokenizeRequest,
+    *(each for shape in SHAPES.values() for each in (shape.request, *shape.types, *shape.errors)),
 )  # fmt: skip
 
 

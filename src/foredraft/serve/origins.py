@@ -44,8 +44,8 @@ class KnownOrigins:
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": f"{stranger} may not call"})
         else:
-            says = f"{stranger} may not call; the server's option --cors names the origins that may"
-            await answer(Problem(403, says), scope["path"])(scope, receive, send)
+            message = f"{stranger} may not call; the server's option --cors names the origins that may"
+            await answer(Problem(403, message), scope["path"])(scope, receive, send)
 
     def _stranger(self, headers: Headers) -> str | None:
         """Return what is not known of a request; None where it may pass."""

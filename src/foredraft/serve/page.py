@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from importlib.resources import files
 
 from fastapi import FastAPI, Request
@@ -33,48 +32,26 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
-    """One file of the page.
-
-    Attributes:
-        content: Its bytes.
-        media_type: Its content type.
-    """
-
-    content: bytes
-    media_type: str
-
-    @property
-    def tag(self) -> str:
-        """Its ETag."""
-        return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
-
-    def response(self, request: Request) -> Response:
-        """Return the file, or only that the browser's copy is good."""
-        headers = {**HEADERS, "ETag": self.tag}
-        known = request.headers.get("if-none-match", "").replace("W/", "").split(",")
-        if self.tag in [each.strip() for each in known]:
-            return Response(status_code=304, headers=headers)
-        return Response(self.content, headers=headers, media_type=self.media_type)
-
-
 def add_page(app: FastAPI) -> None:
     """Add the routes of the page: `/`, and `/page/NAME` for its files."""
-    assets = _assets()
-    _add(app, "/", assets.pop("index.html"))
-    for name, asset in assets.items():
-        _add(app, f"/page/{name}", asset)
+    for name, content in _files().items():
+        _add(app, "/" if name == "index.html" else f"/page/{name}", content, TYPES[name.rpartition(".")[2]])
 
 
-def _add(app: FastAPI, path: str, asset: Asset) -> None:
+def _add(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**HEADERS, "ETag": tag}
+
     async def answer(request: Request) -> Response:
-        return asset.response(request)
+        known = request.headers.get("if-none-match", "").replace("W/", "").split(",")
+        if tag in [each.strip() for each in known]:  # the browser's copy is good
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=media_type)
 
     app.router.add_route(path, answer, methods=["GET"])
 
 
-def _assets() -> dict[str, Asset]:
+def _files() -> dict[str, bytes]:
     """Return all files by name: those of the page, and what it shares with the trace page."""
     contents = {
         file.name: file.read_bytes()
@@ -85,4 +62,4 @@ def _assets() -> dict[str, Asset]:
     contents["tokens.css"] = stylesheet().encode()
     meanings = {name: origin.meaning for name, origin in ORIGINS.items()}
     contents["origins.js"] = f"export const ORIGINS = {json.dumps(meanings)};\n".encode()
-    return {name: Asset(content, TYPES[name.rpartition(".")[2]]) for name, content in contents.items()}
+    return contents

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Self
+
+from typing_extensions import TypedDict
 
 from foredraft.errors import ForedraftError, Option, RequestError, python_spelling
 from foredraft.llm.output import Output
 
-__all__ = ["FIELDS", "Problem", "as_problems", "busy", "check_output", "forget_frames", "of_error"]
+__all__ = ["FIELDS", "Error", "Problem", "as_problems", "busy", "check_output", "forget_frames", "of_error"]
 
 # Options of the library -> fields of requests, where the names differ.
 FIELDS = {
@@ -22,6 +24,19 @@ TYPES = {
 }  # fmt: skip
 
 MAX_SHOWN = 1000  # characters of a message
+
+
+class ErrorFields(TypedDict, closed=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict, closed=True):
+    """An error in the shape of the OpenAI API; within a stream, an event has the same shape."""
+
+    error: ErrorFields
 
 
 class Problem(Exception):
@@ -51,13 +66,13 @@ class Problem(Exception):
         self.headers = dict(headers or {})
 
     @classmethod
-    def read(cls, status: int, body: Mapping[str, Any]) -> Self:
-        """Return the problem that a body says."""
+    def read(cls, status: int, body: Error) -> Self:
+        """Return the problem of a body."""
         error = body["error"]
         return cls(status, error["message"], param=error["param"], code=error["code"])
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """The body of the response, and of an event within a stream."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -8,58 +8,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, cast
+
+from typing_extensions import TypedDict
 
 from foredraft.decode.trace import RoundTrace
-from foredraft.llm.output import Output, Piece
+from foredraft.llm.output import Piece
 
-__all__ = ["Provenance", "whole_provenance"]
+__all__ = ["Origin", "Provenance", "Round"]
 
-Shown = Callable[[int], str]
+
+class Origin(TypedDict, closed=True):
+    """The source of a token."""
+
+    token_id: int
+    origin: Literal["drafter", "target", "bonus"]
+    text: str | None
+
+
+class Round(TypedDict, closed=True):
+    """A round of a sample, as `RoundTrace`, with the texts of its tokens."""
+
+    start: int
+    drafter: str | None
+    budget: int
+    draft: list[int]
+    p: list[float]
+    q: list[float]
+    accepted: int
+    next_token: int
+    next_p: float
+    emitted: int
+    discarded: bool
+    rollback: float | None
+    legal: list[int] | None
+    draft_texts: list[str]
+    next_text: str
 
 
 class Provenance:
-    """The provenance of one sample, while it streams.
+    """The provenance of one sample, while it comes.
 
     Args:
         shown: Returns the text of a single token, for people.
     """
 
-    def __init__(self, shown: Shown) -> None:
+    def __init__(self, shown: Callable[[int], str]) -> None:
         self._shown = shown
-        self._entries: list[dict[str, Any]] = []
+        self._entries: list[Origin] = []
         self._sent = 0
 
-    def fields(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        """Return the fields of a chunk: the entries that have become complete, and the rounds."""
+    def add(self, pieces: Iterable[Piece]) -> tuple[list[Origin], list[Round]]:
+        """Return the entries that have become complete with further pieces, and their rounds."""
         final, rounds = self._sent, []
         for piece in pieces:
-            plain = None if piece.parts is None else ""
-            self._entries += map(_entry, piece.token_ids, piece.origins, [plain] * len(piece.token_ids))
+            for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+                text = None if piece.parts is None else ""
+                self._entries.append({"token_id": token, "origin": cast(Any, origin), "text": text})
             for index, text in piece.parts or ():
-                self._entries[index]["text"] += text
+                self._entries[index]["text"] = (self._entries[index]["text"] or "") + text
                 final = index  # the last token with text may get more
             if piece.parts is None or piece.output is not None:
                 final = len(self._entries)
-            rounds += [_round(trace, self._shown) for trace in piece.trace or ()]
+            rounds += [self._round(trace) for trace in piece.trace or ()]
         entries, self._sent = self._entries[self._sent : final], final
-        return {"provenance": entries, "trace": rounds}
+        return entries, rounds
 
-
-def whole_provenance(output: Output, shown: Shown) -> dict[str, Any]:
-    """Return the same fields for a whole reply."""
-    texts: Iterable[str | None] = [None] * len(output.token_ids) if output.pieces is None else output.pieces
-    return {
-        "provenance": list(map(_entry, output.token_ids, output.origins, texts)),
-        "trace": [_round(trace, shown) for trace in output.trace or ()],
-    }
-
-
-def _entry(token: int, origin: str, text: str | None) -> dict[str, Any]:
-    return {"token_id": token, "origin": origin, "text": text}
-
-
-def _round(trace: RoundTrace, shown: Shown) -> dict[str, Any]:
-    """Return a round with the texts of its tokens; those that were rejected are in no other field."""
-    texts = {"draft_texts": [shown(token) for token in trace.draft], "next_text": shown(trace.next_token)}
-    return asdict(trace) | texts
+    def _round(self, trace: RoundTrace) -> Round:
+        """Return a round with the texts of its tokens; those that were rejected are in no other field."""
+        draft_texts = [self._shown(token) for token in trace.draft]
+        texts = {"draft_texts": draft_texts, "next_text": self._shown(trace.next_token)}
+        return cast(Round, asdict(trace) | texts)

@@ -46,7 +46,7 @@ class Record:
         key: Name of the API key; "" where none is asked for.
         address: Of the client; "" where it is not known.
         operation: "chat" or "text_completion"; "" where nothing is generated.
-        asked: Fields of the request that traces show.
+        requested: Fields of the request that traces show.
         model: Name of the model that answers.
         prompt_tokens: Tokens of all prompts as they are read.
         cached_tokens: Those of them that were not read again.
@@ -68,7 +68,7 @@ class Record:
     key: str = ""
     address: str = ""
     operation: str = ""
-    asked: dict[str, Any] = field(default_factory=dict)
+    requested: dict[str, Any] = field(default_factory=dict)
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -140,8 +140,8 @@ class Body(BaseModel):
         """Raise Problem for the first field that is not supported."""
         for name, off in self.unsupported.items():
             if (self.model_extra or {}).get(name) not in off:
-                says = f"{name} is not supported; {self.instead.get(name, 'leave it out')}"
-                raise Problem(400, says, param=name, code="unsupported_parameter")
+                message = f"{name} is not supported; {self.instead.get(name, 'leave it out')}"
+                raise Problem(400, message, param=name, code="unsupported_parameter")
 
     @property
     def further(self) -> dict[str, Any]:
@@ -252,14 +252,13 @@ class Job:
         prompts: Token ids.
         params: The same for all prompts.
         n: Samples of each prompt.
-        chat: The reply is a message.
         echo: The reply begins with the prompt.
         stream: The reply is streamed.
         include_usage: A stream ends with the usage.
         continuous_usage: Each part of a stream has the usage so far.
         truncate: As in `LLM.generate`.
         show_special: As in `LLM.generate`.
-        provenance: The reply says where each token comes from.
+        provenance: The reply has the source of each token.
         tools: That the reply may call.
         ignored: Names of unknown fields.
     """
@@ -267,7 +266,6 @@ class Job:
     prompts: list[list[int]]
     params: SamplingParams
     n: int
-    chat: bool
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -302,7 +300,6 @@ class Job:
         return cls(
             prompts, params,
             n=1 if request.n is None else request.n,
-            chat=isinstance(request, ChatRequest),
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             stream=bool(request.stream),
             include_usage=bool(stream_options.include_usage),
@@ -385,10 +382,10 @@ def _begun_reply(message: Mapping[str, Any], request: ChatRequest) -> str:
 
 
 def _chat_prompt(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> list[int]:
-    """Return the prompt of a conversation, told as the chat template takes it.
+    """Return the prompt of a conversation, in the form that the chat template takes.
 
     Raises:
-        RequestError: It takes none of the forms; what it says of the messages as they were given.
+        RequestError: It takes none of the forms; the error is that for the messages as they were given.
     """
     chat = tokenizer.chat
     if chat is not None and "tool_calls" not in chat.source(with_tools="tools" in variables):

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Any, Literal, NotRequired, TypeAlias, cast
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import TypedDict
 
 from foredraft.errors import shortened
 from foredraft.llm.output import Output
-from foredraft.serve.blocks import Asked, Block, Step, stream_blocks
+from foredraft.serve.blocks import Block, Step
 from foredraft.serve.calls import is_object
-from foredraft.serve.generations import Generation
+from foredraft.serve.completions import PromptTokens
 from foredraft.serve.problems import Problem
-from foredraft.serve.requests import Body, Items
+from foredraft.serve.replies import BlockReply, Event
+from foredraft.serve.requests import Body, ChatRequest, Items
 from foredraft.serve.tools import Function
 
-__all__ = ["NUMBERED", "ResponsesRequest", "chat_body", "error_event", "events", "whole"]
-
-NUMBERED = True  # events have a running number
-
+__all__ = ["Response", "ResponseEvent", "ResponseReply", "ResponsesRequest"]
 
 HARMLESS = frozenset(
     "store user service_tier reasoning max_tool_calls"
@@ -74,6 +73,90 @@ class ResponsesRequest(Body):
     stream: bool | None = None
 
 
+class OutputText(TypedDict, closed=True):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputItem(TypedDict, closed=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class FunctionItem(TypedDict, closed=True):
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputTokens(TypedDict, closed=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict, closed=True):
+    input_tokens: int
+    input_tokens_details: PromptTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class Incomplete(TypedDict, closed=True):
+    reason: Literal["max_output_tokens", "content_filter"]
+
+
+class Response(TypedDict, closed=True):
+    """The reply of POST /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Status
+    output: list[OutputItem | FunctionItem]
+    usage: ResponseUsage | None
+    incomplete_details: Incomplete | None
+    error: None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    temperature: float | None
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+
+
+class ResponseEvent(TypedDict, closed=True):
+    """An event of a streamed response; which of the fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[Response]
+    item: NotRequired[OutputItem | FunctionItem]
+    part: NotRequired[OutputText]
+    item_id: NotRequired[str]
+    output_index: NotRequired[int]
+    content_index: NotRequired[int]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+    logprobs: NotRequired[list[Any]]
+    message: NotRequired[str]
+    code: NotRequired[str | None]
+    param: NotRequired[str | None]
+
+
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of the same request to POST /v1/chat/completions.
 
@@ -103,7 +186,7 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
         **request.further,
         "model": request.model, "messages": messages, "max_tokens": request.max_output_tokens,
         "stream": request.stream, "response_format": form, "tools": tools, "tool_choice": choice,
-        "parallel_tool_calls": request.parallel_tool_calls,
+        "parallel_tool_calls": request.parallel_tool_calls, "n": 1,
         "truncate_prompt": "left" if request.truncation == "auto" else None,
     }  # fmt: skip
 
@@ -137,118 +220,109 @@ def _texts(content: Any) -> Any:
     return content
 
 
-def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
-    return "error", {"message": problem.message, "code": problem.code, "param": problem.param}
+class ResponseReply(BlockReply):
+    """Of POST /v1/responses; its events are numbered."""
 
+    request, types = ResponsesRequest, (Response, ResponseEvent)
+    route = "answer_responses"
 
-def whole(asked: Asked, output: Output | None = None, blocks: list[Block] | None = None) -> dict[str, Any]:
-    """Return a response: whole, or as it is at the beginning of a stream."""
-    body = asked.body
-    made: dict[str, Any] = {
-        "id": f"resp_{asked.id}", "object": "response", "created_at": int(asked.created),
-        "model": asked.model, "error": None, "incomplete_details": None,
-        **{name: body.get(name) for name in REPEATED},
-        **{name: off if body.get(name) is None else body[name] for name, off in REPEATED_OR.items()},
-    }  # fmt: skip
-    if output is None:
-        return made | {"status": "in_progress", "output": [], "usage": None}
-    new, status = len(output.token_ids), _status(output)
-    usage = {
-        "input_tokens": asked.prompt_tokens, "input_tokens_details": {"cached_tokens": output.cached_tokens},
-        "output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": asked.prompt_tokens + new,
-    }  # fmt: skip
-    last = len(blocks or ()) - 1
-    return made | {
-        "status": status,
-        "incomplete_details": {"reason": CUT[output.finish_reason]} if status == "incomplete" else None,
-        "output": [
-            _item(asked.id, block, _block_status(block, output if place == last else None))
-            for place, block in enumerate(blocks or ())
-        ],
-        "usage": usage,
-    }
+    @classmethod
+    def read(cls, body: dict[str, Any]) -> ChatRequest:
+        return ChatRequest.read(chat_body(body))
 
+    @staticmethod
+    def failure(problem: Problem) -> Event:
+        return {"type": "error", "message": problem.message, "code": problem.code, "param": problem.param}
 
-def _status(output: Output) -> Status:
-    return "incomplete" if output.finish_reason in CUT else "completed"
+    @staticmethod
+    def numbered(event: Event, number: int) -> Event:
+        return {**event, "sequence_number": number}
 
+    def begin(self) -> Iterator[Event]:
+        for name in ("response.created", "response.in_progress"):
+            yield {"type": name, "response": self.state()}
+        yield from super().begin()
 
-def _block_status(block: Block, output: Output | None) -> Status:
-    """Return how a block ended; the one that was open at the end of the output may be cut."""
-    whole_call = block.call is not None and is_object(block.text)
-    return "completed" if output is None or whole_call else _status(output)
-
-
-def _item(id: str, block: Block, status: Status) -> dict[str, Any]:
-    """Return a block as an item of the output; without content while it is in progress."""
-    begun = status == "in_progress"
-    if block.call is not None:
-        call = block.call
-        return {
-            "id": _item_id(id, block), "type": "function_call", "status": status, "call_id": call.id,
-            "name": call.name, "arguments": "" if begun else block.text,
-        }  # fmt: skip
-    content = [] if begun else [_part(block.text)]
-    return {
-        "id": _item_id(id, block), "type": "message", "role": "assistant", "status": status,
-        "content": content,
-    }  # fmt: skip
-
-
-def _item_id(id: str, block: Block) -> str:
-    return f"msg_{id}_{block.index}" if block.call is None else f"fc_{block.call.id}"
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-async def events(
-    asked: Asked, generation: Generation, heartbeat: float | None
-) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a stream, each with its name; the name "ping" is a heartbeat.
-
-    Raises:
-        Problem: The request failed while it ran.
-    """
-    begun = {"response": whole(asked)}
-    yield "response.created", begun
-    yield "response.in_progress", begun
-    blocks: list[Block] = []
-    async for step in stream_blocks(generation, heartbeat):
-        if step.kind == "end":
-            ended = whole(asked, step.output, blocks)
-            yield f"response.{ended['status']}", {"response": ended}
-        elif step.block is None:
-            yield "ping", {}
+    def step(self, step: Step) -> Iterator[Event]:
+        block, output = step.block, {"output_index": step.block.index}
+        place = {"item_id": self._item_id(block), **output}
+        if block.call is None:
+            place["content_index"] = 0
+        if step.kind == "open":
+            item = self._item(block, "in_progress")
+            yield {"type": "response.output_item.added", **output, "item": item}
+            if block.call is None:
+                yield {"type": "response.content_part.added", **place, "part": _part("")}
+        elif step.kind == "delta" and block.call is None:
+            yield {"type": "response.output_text.delta", **place, "delta": step.text, "logprobs": []}
+        elif step.kind == "delta":
+            yield {"type": "response.function_call_arguments.delta", **place, "delta": step.text}
         else:
-            if step.kind == "open":
-                blocks.append(step.block)
-            for event in _block_events(asked.id, step, step.block):
-                yield event
+            status = self._block_status(block)
+            if block.call is None:
+                yield {"type": "response.output_text.done", **place, "text": block.text, "logprobs": []}
+                yield {"type": "response.content_part.done", **place, "part": _part(block.text)}
+            elif status == "completed":
+                done = {"name": block.call.name, "arguments": block.text}
+                yield {"type": "response.function_call_arguments.done", **place, **done}
+            yield {"type": "response.output_item.done", **output, "item": self._item(block, status)}
+
+    def end(self) -> Iterator[Event]:
+        ended = self.state()
+        yield {"type": f"response.{ended['status']}", "response": ended}
+
+    def state(self) -> Response:
+        """Return the response as it is now."""
+        repeated = {name: self.body.get(name) for name in REPEATED}
+        for name, otherwise in REPEATED_OR.items():
+            repeated[name] = otherwise if self.body.get(name) is None else self.body[name]
+        output, status = self.sample.output, self._status()
+        blocks = [] if output is None else self.sample.blocks.all
+        reason = None if output is None else CUT.get(output.finish_reason)
+        return cast(Response, {
+            "id": f"resp_{self.id}", "object": "response", "created_at": self.created, "model": self.model,
+            "error": None, "incomplete_details": None if reason is None else {"reason": reason},
+            **repeated,
+            "status": status,
+            "output": [self._item(each, self._block_status(each)) for each in blocks],
+            "usage": None if output is None else self._usage(output),
+        })  # fmt: skip
+
+    def _usage(self, output: Output) -> ResponseUsage:
+        new = self.sample.tokens
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": output.cached_tokens},
+            "output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.prompt_tokens + new,
+        }  # fmt: skip
+
+    def _status(self) -> Status:
+        output = self.sample.output
+        if output is None:
+            return "in_progress"
+        return "incomplete" if output.finish_reason in CUT else "completed"
+
+    def _block_status(self, block: Block) -> Status:
+        """Return how a block ended; the last one may be cut, as the output is."""
+        last, call = block is self.sample.blocks.all[-1], block.call is not None
+        cut = last and self._status() == "incomplete" and not (call and is_object(block.text))
+        return "incomplete" if cut else "completed"
+
+    def _item(self, block: Block, status: Status) -> OutputItem | FunctionItem:
+        """Return a block as an item of the output; without content while it is in progress."""
+        begun, id = status == "in_progress", self._item_id(block)
+        if block.call is None:
+            content = [] if begun else [_part(block.text)]
+            return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return {
+            "id": id, "type": "function_call", "status": status, "call_id": block.call.id,
+            "name": block.call.name, "arguments": "" if begun else block.text,
+        }  # fmt: skip
+
+    def _item_id(self, block: Block) -> str:
+        return f"msg_{self.id}_{block.index}" if block.call is None else f"fc_{block.call.id}"
 
 
-def _block_events(id: str, step: Step, block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of one step of a block."""
-    kind, text, output = step.kind, step.text, {"output_index": block.index}
-    place = {"item_id": _item_id(id, block), **output}
-    if block.call is None:
-        place["content_index"] = 0
-    if kind == "open":
-        yield "response.output_item.added", {**output, "item": _item(id, block, "in_progress")}
-        if block.call is None:
-            yield "response.content_part.added", {**place, "part": _part("")}
-    elif kind == "delta" and block.call is None:
-        yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
-    elif kind == "delta":
-        yield "response.function_call_arguments.delta", {**place, "delta": text}
-    else:
-        status = _block_status(block, step.output)
-        if block.call is None:
-            yield "response.output_text.done", {**place, "text": block.text, "logprobs": []}
-            yield "response.content_part.done", {**place, "part": _part(block.text)}
-        elif status == "completed":
-            done = {**place, "name": block.call.name, "arguments": block.text}
-            yield "response.function_call_arguments.done", done
-        yield "response.output_item.done", {**output, "item": _item(id, block, status)}
+def _part(text: str) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -19,6 +19,7 @@ from foredraft.serve.beside import beside
 from foredraft.serve.bodies import Bodies, json_object
 from foredraft.serve.problems import Problem, forget_frames
 from foredraft.serve.records import Record, current
+from foredraft.serve.replies import Event
 from foredraft.serve.streaming import as_json
 from foredraft.unicode import invalid_at
 
@@ -27,7 +28,7 @@ __all__ = ["MAX_OPEN", "Socket"]
 logger = logging.getLogger(__name__)
 
 MAX_OPEN = 64  # requests of one socket at a time
-Run = Callable[[dict[str, Any], Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
+Run = Callable[[dict[str, Any], Callable[[Event], Awaitable[None]]], Awaitable[None]]
 
 
 class Socket:
@@ -108,7 +109,7 @@ class Socket:
         return await beside(len(text), json_object, text, self._max_frame)
 
     async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
-        async def send(chunk: dict[str, Any]) -> None:
+        async def send(chunk: Event) -> None:
             held.shrink()
             await self._send(id, chunk if "error" in chunk else {"chunk": chunk})
 
@@ -135,7 +136,7 @@ class Socket:
     def _end(self, id: str, task: asyncio.Task[None]) -> None:
         """Tell the client how a request ended, however early that was."""
         self._tasks.pop(id, None)
-        frames: list[dict[str, Any]] = []
+        frames: list[Event] = []
         reason = "finished"
         if task.cancelled():
             reason = "cancelled"
@@ -152,11 +153,11 @@ class Socket:
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
 
-    async def _send_all(self, id: str, frames: list[dict[str, Any]]) -> None:
+    async def _send_all(self, id: str, frames: list[Event]) -> None:
         with suppress(Exception):  # the client has gone
             for frame in frames:
                 await self._send(id, frame)
 
-    async def _send(self, id: str | None, fields: dict[str, Any]) -> None:
+    async def _send(self, id: str | None, fields: Event) -> None:
         async with self._sending:
             await self._socket.send_text(as_json({"id": id, **fields}))

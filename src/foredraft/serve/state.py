@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 from fastapi import FastAPI
@@ -18,17 +19,18 @@ from foredraft.llm import LLM
 from foredraft.serve.beside import LARGE, beside, in_thread, tidy_up
 from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES, Bodies
 from foredraft.serve.clients import Client
-from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.generations import Generations
 from foredraft.serve.keys import Keys
 from foredraft.serve.limits import Limits
 from foredraft.serve.logs import log_access
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem, as_problems, busy
 from foredraft.serve.records import Record, current
-from foredraft.serve.replies import Reply, TokenTexts
-from foredraft.serve.requests import ChatRequest, CompletionRequest, Job
+from foredraft.serve.replies import Reply
+from foredraft.serve.requests import Job
 from foredraft.serve.settings import Settings
-from foredraft.serve.tracing import Tracing, asked
+from foredraft.serve.token_texts import TokenTexts
+from foredraft.serve.tracing import Tracing, requested
 
 __all__ = ["SWEEP_SECONDS", "App", "Loader", "Model"]
 
@@ -185,21 +187,19 @@ class App:
             raise Problem(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
         return self.model
 
-    async def start(
-        self, kind: type[ChatRequest] | type[CompletionRequest], body: object, key: str
-    ) -> tuple[Generation, Reply]:
+    async def start(self, shape: type[Reply], body: dict[str, Any], key: str) -> Reply:
         """Check a request and start it.
 
         Raises:
             Problem: It is refused.
         """
         record = current()
-        record.operation = "chat" if kind is ChatRequest else "text_completion"
+        record.operation = shape.operation
         model = self.ready()
-        request: ChatRequest | CompletionRequest = await beside(record.size, kind.read, body)
+        request = await beside(record.size, shape.read, body)
         record.model = model.names[0]
         if self.tracing is not None:
-            record.asked = asked(request)
+            record.requested = requested(request)
         count = (request.n or 1) * request.prompts
         if self.draining:
             self.metrics.refused("draining")
@@ -218,7 +218,7 @@ class App:
                 self.metrics.cancelled.inc()
             place.free()
             raise
-        return generation, Reply(record.own_id, model.names[0], job, model.texts)
+        return shape(record.own_id, model.names[0], body, generation, model.texts)
 
 
 async def _in_a_daemon(load: Loader) -> LLM:

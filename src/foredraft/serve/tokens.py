@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import TypedDict
+
 from foredraft.decode.params import is_whole
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.problems import Problem
@@ -12,7 +14,22 @@ from foredraft.serve.requests import Body, Items, check_model
 from foredraft.serve.state import Model
 from foredraft.serve.streaming import as_json
 
-__all__ = ["DetokenizeRequest", "TokenizeRequest"]
+__all__ = ["DetokenizeRequest", "Text", "TokenizeRequest", "Tokens"]
+
+
+class Tokens(TypedDict, closed=True):
+    """The reply of POST /tokenize."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(TypedDict, closed=True):
+    """The reply of POST /detokenize."""
+
+    prompt: str
+
 
 PIECE = 16 << 10  # ids that are read or written at a time: a list is written while all other threads wait
 

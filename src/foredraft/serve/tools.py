@@ -1,4 +1,4 @@
-"""Tools of a chat: what the prompt says of them, the grammar of calls, and who reads the calls.
+"""Tools of a chat: their part of the prompt, the grammar of calls, and the reader of calls.
 
 A chat template that reads tools describes them as its model was trained to see them. Under any other template
 a system message does, in the way of Nous Research's Hermes. Calls are constrained: to JSON that the tool's
@@ -149,13 +149,13 @@ class Tools:
         ]
         if self.described:
             return messages, {"tools": listed}
-        says = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
+        text = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
         if messages and messages[0].get("role") == "system":
             first, rest = messages[0], messages[1:]
-            says = f"{first.get('content') or ''}\n\n{says}".lstrip()
+            text = f"{first.get('content') or ''}\n\n{text}".lstrip()
         else:
             rest = messages
-        return [{"role": "system", "content": says}, *rest], {}
+        return [{"role": "system", "content": text}, *rest], {}
 
     def grammar(self, schema: Mapping[str, Any] | None) -> str | None:
         """Return the grammar of the text in llguidance's dialect; None where there is none.

@@ -17,7 +17,7 @@ from foredraft.serve.requests import ChatRequest, CompletionRequest
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-__all__ = ["Tracing", "asked"]
+__all__ = ["Tracing", "requested"]
 
 
 class Tracing:
@@ -33,7 +33,7 @@ class Tracing:
 
     @classmethod
     def to_collector(cls) -> Tracing:
-        """Return tracing to where the environment says: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, ...
+        """Return tracing by the environment: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME and others.
 
         Raises:
             ConfigError: A package is missing.
@@ -63,7 +63,7 @@ class Tracing:
             return
         seconds = time.monotonic() - record.started
         span = self._tracer.start_span(
-            f"{record.operation} {record.asked.get('gen_ai.request.model', '')}".strip(),
+            f"{record.operation} {record.requested.get('gen_ai.request.model', '')}".strip(),
             context=propagate.extract(record.headers), kind=SpanKind.SERVER, start_time=record.wall,
             attributes=_attributes(record),
         )  # fmt: skip
@@ -83,7 +83,7 @@ class Tracing:
 def _attributes(record: Record) -> dict[str, Any]:
     first = record.seconds_to_first_token
     found: dict[str, Any] = {
-        "gen_ai.operation.name": record.operation, "gen_ai.provider.name": "foredraft", **record.asked,
+        "gen_ai.operation.name": record.operation, "gen_ai.provider.name": "foredraft", **record.requested,
         "gen_ai.response.model": record.model or None,
         "gen_ai.response.finish_reasons": record.finish_reasons or None,
         "gen_ai.usage.input_tokens": record.prompt_tokens, "gen_ai.usage.output_tokens": record.tokens,
@@ -95,7 +95,7 @@ def _attributes(record: Record) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def asked(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+def requested(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     """Return the fields of a request that its span shows."""
     limit = getattr(request, "max_completion_tokens", None)
     found: dict[str, Any] = {

@@ -25,25 +25,25 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from foredraft.serve import messages, responses
 from foredraft.serve.affinity import prompt_key
 from foredraft.serve.answers import answer, opened
 from foredraft.serve.bodies import MORE_BODIES, Bodies, BoundedBodies
+from foredraft.serve.completions import CompletionReply
 from foredraft.serve.keys import Keys
 from foredraft.serve.metrics import labelled
 from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.ray.calls import Call, Head
+from foredraft.serve.replies import Event, Reply
 from foredraft.serve.settings import Settings
+from foredraft.serve.shapes import SHAPES
 from foredraft.serve.sockets import Socket
-from foredraft.serve.streaming import events, named_event, plain_text
+from foredraft.serve.streaming import plain_text, server_sent
 
 __all__ = ["Ingress"]
 
 logger = logging.getLogger(__name__)
 
-# Paths whose errors have a shape of their own.
-DIALECTS: dict[str, Any] = {"/v1/messages": messages, "/v1/responses": responses}
 METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 MAX_BODY = 8 << 20  # bytes, where no option says it; a replica knows its context and may take less
 METRICS_SECONDS = 5.0  # that a replica has for its metrics
@@ -84,23 +84,16 @@ class Ingress:
         """Return the response of a replica."""
         body, path = await request.body(), "/" + request.path_params["path"]
         query, headers = request.scope["query_string"], request.headers.raw
-        call = Call(
-            request.method,
-            path,
-            query,
-            headers,
-            body,
-            address=_address(request),
-            key=self._key(request, body),
-        )
+        address, key = _address(request), self._key(request, body)
+        call = Call(request.method, path, query, headers, body, address, key)
         parts = self._answers(call)
-        dialect = DIALECTS.get(path)
         try:
             head = await anext(parts)
             assert isinstance(head, Head)
             kind = dict(head.headers).get(b"content-type", b"")
             if kind.startswith((b"text/event-stream", b"text/plain")):
-                return _Stream(head, parts, _ending(dialect, plain=kind.startswith(b"text/plain")))
+                plain = kind.startswith(b"text/plain")
+                return _Stream(head, parts, _ending(SHAPES.get(path, CompletionReply), plain=plain))
             return _with(head, Response(b"".join([part async for part in _bytes(parts)])))
         except Problem as problem:
             return answer(problem, path)
@@ -146,8 +139,8 @@ class Ingress:
     async def _metrics(self, request: Request) -> Response:
         """Return the metrics of all replicas, each with a label of its own."""
         self._keys.check(request.headers.get("authorization"))
-        asked = self._replicas.broadcast("metrics")
-        found = await asked.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        answers = self._replicas.broadcast("metrics")
+        found = await answers.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
         texts: dict[str, str] = dict(each for each in found if isinstance(each, tuple))  # others just died
         return PlainTextResponse(labelled(texts), media_type="text/plain; version=0.0.4")
 
@@ -212,19 +205,15 @@ def _address(connection: HTTPConnection) -> str:
     return "" if connection.client is None else connection.client.host
 
 
-def _ending(dialect: Any, *, plain: bool) -> Callable[[Problem, int], AsyncIterator[bytes]]:
-    """Return the function that ends a stream of a dialect, of plain text, or of the API's own events."""
+def _ending(shape: type[Reply], *, plain: bool) -> Callable[[Problem, int], AsyncIterator[bytes]]:
+    """Return the function that ends a stream of a shape, of events or of plain text."""
 
     async def ending(problem: Problem, sent: int) -> AsyncIterator[bytes]:
-        async def objects() -> AsyncIterator[dict[str, Any]]:
-            yield problem.body
+        async def failure() -> AsyncIterator[Event]:
+            yield shape.numbered(shape.failure(problem), sent)
 
-        if dialect is not None:
-            name, fields = dialect.error_event(problem)
-            yield named_event(name, fields, sent if dialect.NUMBERED else None)
-        else:
-            async for part in (plain_text if plain else events)(objects()):
-                yield part
+        async for part in plain_text(failure()) if plain else server_sent(failure(), shape.done):
+            yield part
 
     return ending
 

@@ -1,4 +1,4 @@
-// The charts: SVG made by DOM calls. Each says its values in its label, for people who cannot see it.
+// The charts: SVG made by DOM calls. Each has its values in its label, for people who cannot see it.
 import { draw } from "./dom.js";
 import { wholeDraft } from "./rounds.js";
 
@@ -14,8 +14,8 @@ export function race(root, runs) {
   const ends = runs.map((run) => run.points.at(-1) ?? [0, 0]);
   const seconds = Math.max(0.001, ...ends.map(([x]) => x));
   const most = Math.max(1, ...ends.map(([, y]) => y));
-  const says = runs.map((run, i) => `${run.drafter}: ${ends[i][1]} tokens in ${ends[i][0].toFixed(2)} s`).join("; ");
-  const [svg, width, height] = canvas(root, `Tokens over time. ${says}`);
+  const values = runs.map((run, i) => `${run.drafter}: ${ends[i][1]} tokens in ${ends[i][0].toFixed(2)} s`).join("; ");
+  const [svg, width, height] = canvas(root, `Tokens over time. ${values}`);
   const [x, y] = [(s) => 30 + s / seconds * (width - 36), (n) => height - 18 - n / most * (height - 28)];
   svg.append(draw("path", { class: "axis", d: `M30 ${y(0)}H${width - 6}`, fill: "none" }),
     draw("text", { x: 26, y: y(most) + 4, "text-anchor": "end" }, most), draw("text", { x: 26, y: y(0), "text-anchor": "end" }, 0),
@@ -29,8 +29,8 @@ export function race(root, runs) {
 // Share of accepted tokens at each position, of the drafts that reached it.
 export function positions(root, run) {
   const shares = run.drafted.map((all, j) => run.accepted[j] / all);
-  const says = shares.map((share, j) => `position ${j + 1}: ${run.accepted[j]} of ${run.drafted[j]}`).join("; ");
-  const [svg, width, height] = canvas(root, `Acceptance by position. ${says || "Nothing was drafted."}`);
+  const values = shares.map((share, j) => `position ${j + 1}: ${run.accepted[j]} of ${run.drafted[j]}`).join("; ");
+  const [svg, width, height] = canvas(root, `Acceptance by position. ${values || "Nothing was drafted."}`);
   const step = Math.min(54, width / Math.max(1, shares.length));
   const room = height - 34;
   shares.forEach((share, j) => {

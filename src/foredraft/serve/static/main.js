@@ -66,7 +66,7 @@ function showFigures() {
     return row;
   }));
   byId("speedup").textContent = rates[0] && rates[1] ? `${(rates[1] / rates[0]).toFixed(2)}×` : "–";
-  byId("speedup-says").textContent = shared ? "speed-up, while both shared the machine" : "speed-up, right against left, traced";
+  byId("speedup-note").textContent = shared ? "speed-up, while both shared the machine" : "speed-up, right against left, traced";
 }
 
 function showVerdict() {
@@ -167,9 +167,9 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") { if (aborter) stop(); else detail.hide(); }
 });
 new ResizeObserver(() => runs.length && showSoon()).observe(byId("results"));
-byId("legend").append(...Object.entries(ORIGINS).map(([kind, says]) => {
+byId("legend").append(...Object.entries(ORIGINS).map(([kind, meaning]) => {
   const item = make("li");
-  item.append(make("span", `t ${kind}`, kind), ` ${says}`);
+  item.append(make("span", `t ${kind}`, kind), ` ${meaning}`);
   return item;
 }));
 begin();

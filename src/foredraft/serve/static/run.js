@@ -1,4 +1,4 @@
-// A run: what one stream has told so far.
+// A run: what has come of one stream so far.
 export class Run {
   tokens = [];      // { id, text, origin }
   rounds = [];      // as rounds.js reads them

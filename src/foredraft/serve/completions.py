@@ -1,0 +1,470 @@
+"""POST /v1/chat/completions and /v1/completions: the replies, whole or in chunks."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Generic, Literal, NotRequired, TypeAlias, TypeVar
+
+from typing_extensions import TypedDict
+
+import foredraft
+from foredraft.decode.scores import Score
+from foredraft.decode.stats import Stats
+from foredraft.kinds import PREDICTION
+from foredraft.llm.output import Output, Piece
+from foredraft.serve.blocks import Step
+from foredraft.serve.problems import Error, Problem, check_output
+from foredraft.serve.provenance import Origin, Provenance, Round
+from foredraft.serve.replies import Reply, Sample
+from foredraft.serve.requests import ChatRequest, CompletionRequest
+from foredraft.serve.token_texts import ChatLogprobs, CompletionLogprobs, Offsets
+
+__all__ = ["Chat", "ChatChunk", "ChatReply", "Completion", "CompletionChunk", "CompletionReply"]
+
+Reason: TypeAlias = Literal["stop", "length", "content_filter", "tool_calls"]
+# Why the library ends a text -> finish_reason of the API.
+FINISH: dict[str, Reason] = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "constraint": "content_filter",
+    "cancelled": "stop",
+}
+FINGERPRINT = f"foredraft-{foredraft.__version__}"
+
+
+class PromptTokens(TypedDict, closed=True):
+    cached_tokens: int
+
+
+class PredictedTokens(TypedDict, closed=True):
+    """Of the request's prediction, in samples that have ended."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(TypedDict, closed=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+    completion_tokens_details: PredictedTokens
+
+
+class Drafting(TypedDict, closed=True):
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    drafters: dict[str, int]
+
+
+class RequestMetrics(TypedDict, closed=True):
+    """How drafting went, in vLLM's shape."""
+
+    speculative_decoding: Drafting
+    tokens_per_second: float
+
+
+class Head(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class Whole(Head):
+    usage: Usage
+    metrics: RequestMetrics
+
+
+class Chunk(Head):
+    metrics: NotRequired[RequestMetrics]
+    usage: NotRequired[Usage | None]
+
+
+class Choice(TypedDict):
+    """A choice of a whole reply; what follows its reason is no part of the API."""
+
+    index: int
+    finish_reason: Reason
+    stop_reason: str | None
+    seed: int
+    lossless: bool
+    deterministic: bool
+    provenance: NotRequired[list[Origin]]
+    trace: NotRequired[list[Round]]
+
+
+class Part(TypedDict):
+    """A choice of a chunk; the last one of a sample has the reason and what follows it."""
+
+    index: int
+    finish_reason: Reason | None
+    stop_reason: NotRequired[str | None]
+    seed: NotRequired[int]
+    lossless: NotRequired[bool]
+    deterministic: NotRequired[bool]
+    provenance: NotRequired[list[Origin]]
+    trace: NotRequired[list[Round]]
+
+
+class CalledFunction(TypedDict, closed=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict, closed=True):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(TypedDict, closed=True):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(Choice, closed=True):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class Chat(Whole, closed=True):
+    """The reply of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class FunctionPart(TypedDict, closed=True):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallPart(TypedDict, closed=True):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionPart
+
+
+class Delta(TypedDict, closed=True, total=False):
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[ToolCallPart]
+
+
+class ChatPart(Part, closed=True):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunk(Chunk, closed=True):
+    """A chunk of a streamed chat. The one with the usage has no choices."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatPart]
+
+
+class CompletionChoice(Choice, closed=True):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Completion(Whole, closed=True):
+    """The reply of POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class CompletionPart(Part, closed=True):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class CompletionChunk(Chunk, closed=True):
+    """A chunk of a streamed completion. The one with the usage has no choices."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionPart]
+
+
+C = TypeVar("C", ChatChoice, CompletionChoice)
+P = TypeVar("P", ChatPart, CompletionPart)
+
+
+class _Reply(Reply, Generic[C, P]):
+    """Both shapes, but for the form of a text and of log-probabilities.
+
+    Attributes:
+        prefix: Of ids.
+        silence: What a chunk adds that has log-probabilities or provenance, but no text.
+        over: What the last chunk of a choice adds.
+    """
+
+    done = b"data: [DONE]\n\n"
+    prefix: ClassVar[str]
+    silence: ClassVar[Any]
+    over: ClassVar[Any]
+
+    def __init__(self, id: str, *args: Any) -> None:
+        super().__init__(f"{self.prefix}-{id}", *args)
+        self._begun: set[int] = set()  # samples of which something was shown
+        self._provenance = [Provenance(self.texts.shown) for _ in self.samples]
+
+    @staticmethod
+    def failure(problem: Problem) -> Error:
+        return problem.body
+
+    def part(self, sample: Sample, pieces: list[Piece]) -> Iterator[Chunk]:
+        steps, output = sample.take(pieces), sample.output
+        if output is not None:
+            check_output(output)
+        scores, first = _scores(pieces, self._echoed(sample)), sample.index not in self._begun
+        origins, rounds = self._provenance[sample.index].add(pieces) if self.job.provenance else ([], [])
+        self._begun.add(sample.index)
+        added = self.added(sample, steps, first=first)
+        if not added and (scores or origins or rounds):
+            added = [self.silence]
+        parts = [self.choice_part(sample, each) for each in added]
+        if parts and scores:
+            parts[0]["logprobs"] = self.logprobs(sample, scores)
+        if parts and self.job.provenance:
+            parts[0]["provenance"], parts[0]["trace"] = origins, rounds
+        if output is not None:
+            last = self.choice_part(sample, self.over)
+            last["finish_reason"], last["stop_reason"] = _reason(sample, output), output.stopped_by
+            last["seed"], last["lossless"] = output.seed, output.lossless
+            last["deterministic"] = output.deterministic
+            parts.append(last)
+        usage = self._usage() if self.job.continuous_usage else None
+        for part in parts:
+            chunk = self.chunk([part])
+            if part is parts[-1] and all(each.output is not None for each in self.samples):
+                chunk["metrics"] = self._metrics()
+            if self.job.include_usage:
+                chunk["usage"] = usage
+            yield chunk
+
+    def end(self) -> Iterator[Chunk]:
+        if self.job.include_usage:
+            chunk = self.chunk([])
+            chunk["usage"] = self._usage()
+            yield chunk
+
+    def _choices(self) -> list[C]:
+        """Return the choices of a whole reply.
+
+        Raises:
+            Problem: A sample failed.
+        """
+        choices = []
+        for sample in self.samples:
+            output, pieces = self.in_one_piece(sample)
+            scores = _scores(pieces, self._echoed(sample))
+            choice = self.choice(sample, output)
+            choice["logprobs"] = self.logprobs(sample, scores) if scores else None
+            if self.job.provenance:
+                choice["provenance"], choice["trace"] = self._provenance[sample.index].add(pieces)
+            choices.append(choice)
+        return choices
+
+    @abstractmethod
+    def added(self, sample: Sample, steps: list[Step], *, first: bool) -> list[Any]:
+        """Return what steps add to a choice, one item for each chunk; at least one the first time."""
+
+    @abstractmethod
+    def choice_part(self, sample: Sample, added: Any) -> P:
+        """Return the choice of a chunk, without log-probabilities."""
+
+    @abstractmethod
+    def choice(self, sample: Sample, output: Output) -> C:
+        """Return the choice of a whole reply, without log-probabilities."""
+
+    @abstractmethod
+    def logprobs(self, sample: Sample, scores: list[Score]) -> Any:
+        """Return the log-probabilities of the next tokens of a sample."""
+
+    @abstractmethod
+    def chunk(self, parts: list[P]) -> Chunk:
+        """Return a chunk."""
+
+    def _echoed(self, sample: Sample) -> list[int]:
+        """Return the prompt that the text of a sample begins with; [] where it begins with none."""
+        return self.job.prompts[sample.index // self.job.n] if self.job.echo else []
+
+    def _usage(self) -> Usage:
+        """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
+        new, stats = sum(sample.tokens for sample in self.samples), self._stats()
+        cached = [0] * len(self.job.prompts)
+        for sample in self.samples:
+            if sample.output is not None:
+                place = sample.index // self.job.n
+                cached[place] = max(cached[place], sample.output.cached_tokens)
+        accepted = stats.accepted_by[PREDICTION]
+        return {
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": sum(cached)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": stats.steps[PREDICTION] - accepted,
+            },
+        }  # fmt: skip
+
+    def _stats(self) -> Stats:
+        """Return the figures of all samples that ended."""
+        return Stats.merge(sample.output.stats for sample in self.samples if sample.output is not None)
+
+    def _metrics(self) -> RequestMetrics:
+        stats = self._stats()
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": stats.mean_accepted_length,
+                "draft_acceptance_rate": stats.acceptance_rate,
+                "acceptance_histogram": stats.accepted_at,
+                "num_spec_steps": sum(stats.drafts.values()),
+                "num_draft_tokens": stats.drafted,
+                "num_accepted_tokens": stats.accepted,
+                "drafters": dict(stats.drafts),
+            },
+            "tokens_per_second": stats.tokens_per_second,
+        }
+
+
+class ChatReply(_Reply[ChatChoice, ChatPart]):
+    """Of POST /v1/chat/completions."""
+
+    request, types = ChatRequest, (Chat, ChatChunk)
+    route = "chat_completions"
+    prefix, silence, over = "chatcmpl", {"content": ""}, {}
+    read = ChatRequest.read
+
+    def added(self, sample: Sample, steps: list[Step], *, first: bool) -> list[Delta]:
+        deltas = [delta for step in steps if (delta := _delta(step)) is not None]
+        if first:
+            begun: Delta = deltas[0] if deltas else {"content": ""}
+            deltas[:1] = [{"role": "assistant", **begun}]
+        return deltas
+
+    def choice_part(self, sample: Sample, added: Delta) -> ChatPart:
+        return {"index": sample.index, "delta": added, "logprobs": None, "finish_reason": None}
+
+    def choice(self, sample: Sample, output: Output) -> ChatChoice:
+        content, calls = sample.blocks.content, sample.blocks.calls
+        message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id, "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]  # fmt: skip
+        return {
+            "index": sample.index, "finish_reason": _reason(sample, output), "message": message,
+            "logprobs": None,
+            "stop_reason": output.stopped_by, "seed": output.seed, "lossless": output.lossless,
+            "deterministic": output.deterministic,
+        }  # fmt: skip
+
+    def logprobs(self, sample: Sample, scores: list[Score]) -> ChatLogprobs:
+        return self.texts.chat_logprobs(scores)
+
+    def chunk(self, parts: list[ChatPart]) -> ChatChunk:
+        return {
+            "id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT,
+            "object": "chat.completion.chunk", "choices": parts,
+        }  # fmt: skip
+
+    def whole(self) -> Chat:
+        return {
+            "id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT,
+            "object": "chat.completion", "choices": self._choices(), "usage": self._usage(),
+            "metrics": self._metrics(),
+        }  # fmt: skip
+
+
+class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
+    """Of POST /v1/completions."""
+
+    request, types = CompletionRequest, (Completion, CompletionChunk)
+    route, operation = "completions", "text_completion"
+    prefix, silence, over = "cmpl", "", ""
+    read = CompletionRequest.read
+
+    def __init__(self, id: str, *args: Any) -> None:
+        super().__init__(id, *args)
+        self._offsets = [Offsets(self.texts) for _ in self.samples]
+
+    def added(self, sample: Sample, steps: list[Step], *, first: bool) -> list[str]:
+        begun = self.texts.joined(self._echoed(sample)) if first else ""
+        text = begun + "".join(step.text for step in steps)
+        return [text] if text or first else []
+
+    def choice_part(self, sample: Sample, added: str) -> CompletionPart:
+        return {"index": sample.index, "text": added, "logprobs": None, "finish_reason": None}
+
+    def choice(self, sample: Sample, output: Output) -> CompletionChoice:
+        return {
+            "index": sample.index, "finish_reason": _reason(sample, output),
+            "text": self.texts.joined(self._echoed(sample)) + sample.blocks.content, "logprobs": None,
+            "stop_reason": output.stopped_by, "seed": output.seed, "lossless": output.lossless,
+            "deterministic": output.deterministic,
+        }  # fmt: skip
+
+    def logprobs(self, sample: Sample, scores: list[Score]) -> CompletionLogprobs:
+        return self._offsets[sample.index].logprobs(scores)
+
+    def chunk(self, parts: list[CompletionPart]) -> CompletionChunk:
+        return {
+            "id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT,
+            "object": "text_completion", "choices": parts,
+        }  # fmt: skip
+
+    def whole(self) -> Completion:
+        return {
+            "id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT,
+            "object": "text_completion", "choices": self._choices(), "usage": self._usage(),
+            "metrics": self._metrics(),
+        }  # fmt: skip
+
+
+def _delta(step: Step) -> Delta | None:
+    """Return what a step adds to a message: content, a call, or arguments; None if it adds nothing."""
+    call = step.block.call
+    if step.kind == "delta":
+        if call is None:
+            return {"content": step.text}
+        return {"tool_calls": [{"index": call.index, "function": {"arguments": step.text}}]}
+    if step.kind == "close" or call is None:
+        return None
+    begun: ToolCallPart = {
+        "index": call.index, "id": call.id, "type": "function",
+        "function": {"name": call.name, "arguments": ""},
+    }  # fmt: skip
+    return {"tool_calls": [begun]}
+
+
+def _scores(pieces: list[Piece], prompt: list[int]) -> list[Score]:
+    """Return the scores that pieces bring; those of a prompt that is echoed come first."""
+    scores: list[Score | None] = [score for piece in pieces for score in piece.logprobs or ()]
+    echoed = pieces[0].prompt_logprobs
+    if prompt and echoed is not None:  # the first token has no score, but a place
+        scores = [Score(prompt[0], math.nan, math.nan, [], []), *echoed[1:], *scores]
+    return [score for score in scores if score is not None]
+
+
+def _reason(sample: Sample, output: Output) -> Reason:
+    reason = FINISH[output.finish_reason]
+    return "tool_calls" if reason == "stop" and sample.blocks.calls else reason
