@@ -84,10 +84,10 @@ def templates() -> dict[str, str]:
     return found
 
 
-def rendered(render: Callable[[], str]) -> str | Exception:
+def rendered(render: Callable[..., str], *arguments: Any, **variables: Any) -> str | Exception:
     """Return the text, or the error."""
     try:
-        return render()
+        return render(*arguments, **variables)
     except Exception as error:
         return error
 
@@ -101,10 +101,9 @@ def test_published_templates_render_as_in_transformers() -> None:
             if any(variable not in source for variable in variables):
                 continue
             given = {"add_generation_prompt": True} | variables
-            expected = rendered(
-                lambda: reference.apply_chat_template(messages, chat_template=source, tokenize=False, **given)
-            )
-            found = rendered(lambda: chat.render(messages, **given))
+            options = {"chat_template": source, "tokenize": False}
+            expected = rendered(reference.apply_chat_template, messages, **options, **given)
+            found = rendered(chat.render, messages, **given)
             if isinstance(expected, str):
                 assert found == expected, name
                 texts += 1

@@ -22,8 +22,7 @@ from foredraft.errors import ConfigError, shortened
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.config import read_json
-from foredraft.ownership import check_file, check_folder, read_private
-from foredraft.user_cache import cache_folder, shut
+from foredraft.user_cache import cache_folder, check_file, check_folder, read_private, shut
 
 __all__ = [
     "CONFIG",

@@ -20,8 +20,7 @@ from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.config import read_json
-from foredraft.ownership import check_folder, make_folder, read_private
-from foredraft.user_cache import cache_folder, shut, sweep
+from foredraft.user_cache import cache_folder, check_folder, make_folder, read_private, shut, sweep
 
 __all__ = [
     "PlanFile",

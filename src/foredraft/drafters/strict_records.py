@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import is_no_file
 from foredraft.model.config import MAX_FLOAT, parse_json
-from foredraft.ownership import NotPrivateError
-from foredraft.user_cache import PRIVATE_CACHE
+from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
