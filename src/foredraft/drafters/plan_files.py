@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foredraft.drafters.skips import Skips
-from foredraft.drafters.strict_records import Bound, Record, is_date
+from foredraft.drafters.strict_records import Bound, Count, Record, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
 from foredraft.model.checkpoint import weight_headers
@@ -65,13 +65,13 @@ class PlanFile:
 
     model: str
     model_hash: str
-    layers: int
+    layers: Count
     skip_attention: tuple[int, ...] = ()
     skip_mlp: tuple[int, ...] = ()
     exit: int | None = None
     device: str
     dtype: str
-    max_draft: int
+    max_draft: Count
     alpha: float
     c: float
     tau: float
@@ -81,7 +81,7 @@ class PlanFile:
     foredraft: str
     temperature: float | None = None
     draft_weights: str | None = None
-    format: int = FORMAT
+    format: Count = FORMAT
 
     @property
     def skips(self) -> Skips:

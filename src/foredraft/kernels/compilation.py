@@ -129,11 +129,10 @@ def _compiled(command: list[str]) -> ctypes.CDLL:
         failed = error
     built = _built_elsewhere(command)
     if failed is not None:
-        told = (
-            logging.INFO if isinstance(failed, user_cache.NotPrivateError) else logging.WARNING
-        )  # the cache told it
+        # The cache warned of a folder that others can write.
+        level = logging.INFO if isinstance(failed, user_cache.NotPrivateError) else logging.WARNING
         reason = _reason(failed)
-        logger.log(told, "the kernels are compiled at every start: the cache cannot hold them (%s)", reason)
+        logger.log(level, "the kernels are compiled at every start: the cache cannot hold them (%s)", reason)
     return built
 
 
