@@ -47,7 +47,7 @@ def as_record(kind: type[T], found: Mapping[str, Any], *, defaults: bool = True)
     """Return the record of a JSON object.
 
     Args:
-        kind: The dataclass. Its fields are text, numbers, flags, records, tuples and objects of these, or Any.
+        kind: The dataclass. Its fields hold text, numbers, flags, records, tuples, objects, or Any.
         found: The object.
         defaults: A field with a default may be absent.
 
