@@ -34,8 +34,8 @@ __all__ = ["TokenMasks"]
 
 # Bytes of masks that are kept: a text visits the same few states again and again.
 KEPT_BYTES = 64 << 20
-# From so many phrases below a node on, its ranges are looked up before the first step: a thousand phrases take
-# about a millisecond, which a step should not wait for.
+# From so many phrases below a node on, its ranges are looked up before the first step: a thousand phrases
+# take about a millisecond, which a step should not wait for.
 EAGER_PHRASES = 64
 # A lone surrogate, which no text contains. It stands for all symbols that no pattern has: they lead to the
 # same node.
@@ -44,8 +44,8 @@ OTHER = "\ud801"
 SYMBOLS, SYMBOL_BITS = 0x110000, 21
 # Streams are sorted by two numbers of 64 bits before they are compared as text. A number holds three symbols.
 SORT_KEYS, SYMBOLS_IN_A_KEY = 2, 3
-# From so many tokens before the end of a text on, the end does not matter: an open character lacks three bytes
-# at most, so three tokens can complete it.
+# From so many tokens before the end of a text on, the end does not matter: an open character lacks three
+# bytes at most, so three tokens can complete it.
 FAR = 4
 
 Ids = npt.NDArray[np.int64]
