@@ -29,7 +29,7 @@ SIZES = r"""
 {{ ('a' * 1000).join('b' * 10000) }} {{ ('b' * 10000)|join('a' * 1000) }} {{ ([a] * 100)|join }} {{ ''.join([a] * 100) }}
 {{ range(10000)|map('string')|join('a' * 1000) }} {{ ('a' * 1000).join(range(10000)|map('string')) }}
 {{ ('a\n' * 1000)|indent(10000) }} {{ 'a'|indent(N, true) }} {{ 'a'|indent(a * 200, true) }}
-{{ [[1]]|tojson(indent=N) }} {{ ([1] * 1000)|tojson(indent='a' * 10000) }} {{ ([[1] * 100] * 1000)|tojson(indent=100) }}
+{{ [[1]]|tojson(indent=N) }} {{ ([1] * 1000)|tojson(indent='a' * 10000) }} {{ ([[1] * 100] * 100)|tojson(indent=100) }}
 {{ (' a' * 100000).split() }} {{ ('a' * 200000).split('a') }} {{ ('a' * 200000).split('a', 199999) }}
 {% set n = namespace(x=a) %}{% for i in range(7) %}{% set n.x = n.x ~ n.x %}{% endfor %}
 {% set n = namespace(x=a) %}{% for i in range(7) %}{% set n.x = n.x + n.x %}{% endfor %}

@@ -82,5 +82,5 @@ def _made(node: nodes.Expr, items: list[nodes.Expr]) -> nodes.Expr:
     return node if all(isinstance(item, nodes.Const) for item in items) else _filtered(MADE, node)
 
 
-def _filtered(name: str, value: nodes.Expr) -> nodes.Expr:
+def _filtered(name: str, value: nodes.Node) -> nodes.Expr:
     return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)

@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import Any
 
 from jinja2 import nodes, pass_context, sandbox, utils
+from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, LoopContext, Undefined
 from markupsafe import Markup
 
@@ -55,10 +56,11 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
         for name, filter in (self.filters | FILTERS).items():
             known = name in WHOLE_FILTERS | ITEM_FILTERS
             self.filters[name] = _metered(name, filter) if known else _refused("filter", name)
-        for name, test in self.tests.items():
+        tests: dict[str, Any] = self.tests
+        for name, test in tests.items():
             self.tests[name] = _read_first(test) if name in TESTS else _refused("test", name)
         for name in self.globals.keys() - FUNCTIONS:
-            self.globals[name] = self.undefined(str(refusal("function", name)), exc=sandbox.SecurityError)
+            self.globals[name] = self.undefined(str(refusal("function", name)), exc=SecurityError)
         self.filters |= {
             MADE: lambda value: METER.get().made(value),
             READ: lambda value: METER.get().read(value),
@@ -89,7 +91,7 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
             __obj = partial(checked, __obj)
         return meter.made(super().call(__context, __obj, *args, **named))
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # an attribute, for Jinja
+    def concat(self, parts: Iterable[str]) -> str:
         """Return the text that a macro or a block made."""
         meter = METER.get()
         parts = list(parts)
@@ -117,7 +119,7 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
         if not super().is_safe_attribute(obj, attribute, None):
             return super().unsafe_undefined(obj, attribute)
         error = refusal("attribute", attribute, of=type(obj).__name__)
-        return self.undefined(str(error), obj=obj, name=attribute, exc=sandbox.SecurityError)
+        return self.undefined(str(error), obj=obj, name=attribute, exc=SecurityError)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return what replaces `str.format`, or None if the value is another one."""
