@@ -231,7 +231,7 @@ def test_a_number_that_is_too_large_is_refused(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.05 seconds"),
+        ("{% set r = range(9999)|list %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "takes more than 0.05 seconds"),
         ("{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}", "seconds"),
         ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "seconds"),
         ("{% for i in range(99999) %}{% set x = range(9999)|max %}{% endfor %}", "seconds"),
