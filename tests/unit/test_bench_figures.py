@@ -359,8 +359,10 @@ def test_a_report_survives_json() -> None:
 
 def test_a_document_with_wrong_keys_is_refused() -> None:
     document = report().as_dict()
-    with pytest.raises(TypeError, match="Row has no speed"):
+    with pytest.raises(TypeError, match="which has the unknown field 'speed'"):
         Report.from_dict(document | {"rows": [document["rows"][0] | {"speed": 1}]})
+    with pytest.raises(TypeError, match="whose batch is '8', not a whole number"):
+        Report.from_dict(document | {"rows": [document["rows"][0] | {"batch": "8"}]})
     del document["machine"]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="whose machine is missing, not an object"):
         Report.from_dict(document)

@@ -70,6 +70,7 @@ def test_a_plan_survives_writing_and_reading(plan: PlanFile, tmp_path: Path) -> 
         ({"alpha": "high"}, "whose alpha is 'high', not a finite number"),
         ({"c": float("nan")}, "whose c is nan, not a finite number"),
         ({"tau": ...}, "whose tau is missing, not a finite number"),
+        ({"skip_mlp": ...}, "whose skip_mlp is missing, not a list of whole numbers"),
         ({"layers": 10**30}, "whose layers is 10+, not 10000 or less"),
         ({"max_draft": 100_000}, "whose max_draft is 100000, not 1000 or less"),
         ({"alpha": 7}, "whose alpha is 7, not from 0 to 1"),

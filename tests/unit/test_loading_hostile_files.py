@@ -223,7 +223,7 @@ DEFECTS: list[tuple[str, Any, Spoiler, str, dict[str, str]]] = [
     ("JSON of any depth", parse_json, lambda sound: json.loads, "config.json", {"a": RAW["deep list"]}),
     ("JSON of any depth in plans", parse_json, lambda sound: json.loads, "foredraft plan", {"a": RAW["deep object"]}),
     ("any file name", checkpoint.is_file_name, lambda sound: lambda text: True, "model.safetensors.index.json", {"a": '{"x": "' + 9999 * "x" + '"}'}),
-    ("numbers that no float holds", strict_records._is, lambda sound: lambda value, type_: type_ == "float" or sound(value, type_), "foredraft plan", {"a": RAW["null"]}),
+    ("numbers that no float holds", strict_records._is, lambda sound: lambda value, hint: hint is float or sound(value, hint), "foredraft plan", {"a": RAW["null"]}),
 ]  # fmt: skip
 
 

@@ -355,7 +355,7 @@ def test_a_template_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", "access to attribute 'append'"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
         ("{{ 1 // 0 }}", "zero"),
-        ("{{ messages[0].content.encode('ascii') }}", "ascii"),
+        ("{{ messages[0].content.encode('ascii') }}", "the attribute 'encode' of str"),
     ],
 )
 def test_a_failing_template_is_reported_in_one_line(template: str, expected: str) -> None:
@@ -485,10 +485,9 @@ def test_an_endless_template_is_stopped() -> None:
     [
         "{% set n = namespace(self=1, values=2, made=3) %}{% set n.self = 4 %}{{ n.self }}{{ n.values }}{{ n.made }}",
         "{% set n = namespace({'a': 1}, b=2) %}{{ n.a + n.b }}",
-        "{{ dict(a=1) }}{{ dict([['a', 1]], b=2) }}{{ dict.fromkeys(['a', 'b']) }}{{ dict.fromkeys(['a'], 5) }}",
     ],
 )  # fmt: skip
-def test_namespace_and_dict_work_as_in_transformers(tmp_path: Path, template: str) -> None:
+def test_a_namespace_works_as_in_transformers(tmp_path: Path, template: str) -> None:
     assert_alike(save(tmp_path, template), [USER])
 
 

@@ -7,12 +7,12 @@ NaN. The fields are the keys of the JSON document. Terms as in docs/architecture
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from statistics import quantiles
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
+from foredraft.drafters.strict_records import as_record
 from foredraft.profiling.others import DISTURBED
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
 HOUSEKEEPING = 0.5
 FEW_REPEATS = 3  # from this number on, one slow run does not decide a median
 PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,34 +432,13 @@ class Report:
         """Return the report that `as_dict`, or its JSON, describes.
 
         Raises:
-            TypeError: A key is missing or unknown.
+            TypeError: A key is missing or unknown, or its value is of another type.
         """
-        report = _from_plain(cls, document)
-        assert isinstance(report, cls)
-        return report
+        return as_record(cls, document)
 
 
 def _key(row: Row) -> tuple[str, int, str]:
     return row.workload, row.batch, row.contender
-
-
-def _from_plain(kind: Any, value: Any) -> Any:
-    """Convert plain JSON into the annotated type: a record, tuple, dict or optional one, or as it is."""
-    if get_origin(kind) in (Union, types.UnionType):
-        if value is None:
-            return None
-        (kind,) = (option for option in get_args(kind) if option is not types.NoneType)
-        return _from_plain(kind, value)
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        if unknown := value.keys() - {field.name for field in fields(kind)}:
-            raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
-        return kind(**{name: _from_plain(hints[name], item) for name, item in value.items()})
-    if get_origin(kind) is tuple:
-        return tuple(_from_plain(get_args(kind)[0], item) for item in value)
-    if get_origin(kind) is dict:
-        return {key: _from_plain(get_args(kind)[1], item) for key, item in value.items()}
-    return value
 
 
 def load_doubt(machine: Mapping[str, Any]) -> str | None:

@@ -32,14 +32,21 @@ from foredraft.constraints.token_table import TokenTable
 
 __all__ = ["TokenMasks"]
 
-KEPT_BYTES = 64 << 20  # of masks; a text visits the same few states again and again
-EAGER = (
-    64  # phrases below a node from which on its ranges are looked up at once: a millisecond has about 1,000
-)
-OTHER = "\ud801"  # stands for every symbol that no pattern has: they all lead to the same node
-CODES, CODE_BITS = 0x110000, 21  # of symbols: those of Unicode's characters
-PRESORTED, IN_A_KEY = 2, 3  # numbers by which streams are sorted before they are compared; symbols in each
-FAR = 4  # tokens from which on the end of a text is far: an open character lacks three at most
+# Bytes of masks that are kept: a text visits the same few states again and again.
+KEPT_BYTES = 64 << 20
+# From so many phrases below a node on, its ranges are looked up before the first step: a thousand phrases
+# take about a millisecond, which a step should not wait for.
+EAGER_PHRASES = 64
+# A lone surrogate, which no text contains. It stands for all symbols that no pattern has: they lead to the
+# same node.
+OTHER = "\ud801"
+# A symbol is a code point of Unicode: there are so many, and each fits into so many bits.
+SYMBOLS, SYMBOL_BITS = 0x110000, 21
+# Streams are sorted by two numbers of 64 bits before they are compared as text. A number holds three symbols.
+SORT_KEYS, SYMBOLS_IN_A_KEY = 2, 3
+# From so many tokens before the end of a text on, the end does not matter: an open character lacks three
+# bytes at most, so three tokens can complete it.
+FAR = 4
 
 Ids = npt.NDArray[np.int64]
 
@@ -88,7 +95,7 @@ class TokenMasks:
         self._most = max(256, KEPT_BYTES // size)
         self._spans = _spans(automaton)
         for node, (first, stop) in enumerate(self._spans):
-            if node != ROOT and stop - first >= EAGER:
+            if node != ROOT and stop - first >= EAGER_PHRASES:
                 self._starting(node, False)
 
     def allowed(self, state: State, left: int = FAR) -> Tensor:
@@ -267,10 +274,10 @@ def _nearly_sorted(codes: npt.NDArray[np.uint32], ends: Ids) -> list[int]:
     """Return all ids by the first symbols of their streams, then by id; the rest of a sort is short."""
     at, keys = np.concatenate([[0], ends[:-1]]), list[Ids]()
     padded = np.concatenate([codes.astype(np.int64) + 1, [0]])
-    for _ in range(PRESORTED):
+    for _ in range(SORT_KEYS):
         key = np.zeros(len(ends), dtype=np.int64)
-        for _ in range(IN_A_KEY):
-            key = key << CODE_BITS | np.where(at < ends, padded[np.minimum(at, len(codes))], 0)
+        for _ in range(SYMBOLS_IN_A_KEY):
+            key = key << SYMBOL_BITS | np.where(at < ends, padded[np.minimum(at, len(codes))], 0)
             at = at + 1
         keys.append(key)
     ids: list[int] = np.lexsort(keys[::-1]).tolist()
@@ -282,13 +289,13 @@ def _where_patterns_may_begin(codes: npt.NDArray[np.uint32], ends: Ids, patterns
 
     Few do, and only these need a walk through the automaton.
     """
-    firsts = np.zeros(CODES, dtype=bool)
+    firsts = np.zeros(SYMBOLS, dtype=bool)
     firsts[[ord(pattern[0]) for pattern in patterns]] = True
     at = np.flatnonzero(firsts[codes])
     if min(map(len, patterns)) > 1:
         at = at[at + 1 < len(codes)]
-        begun = codes[at].astype(np.int64) << CODE_BITS | codes[at + 1]
-        wanted = {ord(pattern[0]) << CODE_BITS | ord(pattern[1]) for pattern in patterns}
+        begun = codes[at].astype(np.int64) << SYMBOL_BITS | codes[at + 1]
+        wanted = {ord(pattern[0]) << SYMBOL_BITS | ord(pattern[1]) for pattern in patterns}
         at = at[np.isin(begun, [*wanted])]
     ids: list[int] = np.unique(np.searchsorted(ends, at, side="right")).tolist()
     return ids

@@ -17,13 +17,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
-from foredraft.drafters.strict_records import Bound, Record, is_date
+from foredraft.drafters.strict_records import Bound, Count, Record, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.config import read_json
-from foredraft.ownership import check_file, check_folder, read_private
-from foredraft.user_cache import cache_folder, shut
+from foredraft.user_cache import cache_folder, check_file, check_folder, read_private, shut
 
 __all__ = [
     "CONFIG",
@@ -70,21 +69,21 @@ class AdapterConfig:
 
     model: str
     target_hash: str
-    layers: int
-    depth: int
+    layers: Count
+    depth: Count
     kind: str
     draft_vocabulary: int | None = None
-    max_draft: int
+    max_draft: Count
     alpha: float
     tau: float
     predicted: float
     temperature: float
     loss: str
-    steps: int
-    tokens: int
+    steps: Count
+    tokens: Count
     date: str
     foredraft: str
-    format: int = FORMAT
+    format: Count = FORMAT
 
     def __str__(self) -> str:
         """Return what it is, for display."""

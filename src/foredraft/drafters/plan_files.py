@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foredraft.drafters.skips import Skips
-from foredraft.drafters.strict_records import Bound, Record, is_date
+from foredraft.drafters.strict_records import Bound, Count, Record, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.config import read_json
-from foredraft.ownership import check_folder, make_folder, read_private
-from foredraft.user_cache import cache_folder, shut, sweep
+from foredraft.user_cache import cache_folder, check_folder, make_folder, read_private, shut, sweep
 
 __all__ = [
     "PlanFile",
@@ -66,13 +65,13 @@ class PlanFile:
 
     model: str
     model_hash: str
-    layers: int
+    layers: Count
     skip_attention: tuple[int, ...] = ()
     skip_mlp: tuple[int, ...] = ()
     exit: int | None = None
     device: str
     dtype: str
-    max_draft: int
+    max_draft: Count
     alpha: float
     c: float
     tau: float
@@ -82,7 +81,7 @@ class PlanFile:
     foredraft: str
     temperature: float | None = None
     draft_weights: str | None = None
-    format: int = FORMAT
+    format: Count = FORMAT
 
     @property
     def skips(self) -> Skips:

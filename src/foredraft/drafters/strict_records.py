@@ -1,31 +1,73 @@
 """Strict records: dataclasses that are kept as JSON objects, and read with every field checked.
 
-Every field must be present, of its type and within its bounds, and no other field may be there.
+Contract: `as_record` makes a dataclass, and those in its fields, of plain JSON values. Every field must be of
+its annotated type, and no other field may be there. `Record` reads a file: every field must be present and
+within its bounds, too.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import is_no_file
 from foredraft.model.config import MAX_FLOAT, parse_json
-from foredraft.ownership import NotPrivateError
-from foredraft.user_cache import PRIVATE_CACHE
+from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Bound", "Record", "is_date"]
+__all__ = ["Bound", "Count", "FieldError", "Record", "as_record", "is_date"]
 
 Bound: TypeAlias = tuple[Callable[[Any], bool], str]  # test of a value; the accepted values, for messages
-
-
+Count: TypeAlias = Annotated[int, "of 1 or more"]  # of a field whose whole number is at least 1
 T = TypeVar("T", bound="DataclassInstance")
+
+
+class FieldError(TypeError):
+    """A field of a record is missing, unknown or of another type: a relative clause says which."""
+
+
+def as_record(kind: type[T], found: Mapping[str, Any], *, defaults: bool = True) -> T:
+    """Return the record of a JSON object.
+
+    Args:
+        kind: The dataclass. Its fields hold text, numbers, flags, records, tuples, objects, or Any.
+        found: The object.
+        defaults: A field with a default may be absent.
+
+    Raises:
+        FieldError: A field is missing, unknown or of another type.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    values: dict[str, Any] = {}
+    for each in fields(kind):
+        name, hint = each.name, hints[each.name]
+        if name in found:
+            try:
+                values[name] = _read(found[name], hint)
+            except _Mismatch:
+                raise FieldError(f"whose {name} is {shortened(found[name])}, not {_words(hint)}") from None
+        elif not defaults or (each.default is MISSING and each.default_factory is MISSING):
+            raise FieldError(f"whose {name} is missing, not {_words(hint)}")
+    if unknown := sorted(found.keys() - hints.keys()):
+        raise FieldError(f"which has the unknown field {shortened(unknown[0])}")
+    return kind(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +112,6 @@ class Record:
             raise self.refused(file, f"which is not JSON ({error})") from error
         if not isinstance(found, dict):
             raise self.refused(file, "which holds no JSON object")
-        types = {each.name: str(each.type) for each in fields(kind)}
         version = next(each.default for each in fields(kind) if each.name == "format")
         if found.get("format") != version:
             raise self.refused(
@@ -79,13 +120,10 @@ class Record:
                 self.anew,
             )
         found = {**self.absent, **found}
-        for name, type_ in types.items():
-            if name not in found or not _is(found[name], type_):
-                value = shortened(found[name]) if name in found else "missing"
-                raise self.refused(file, f"whose {name} is {value}, not {_WORDS[type_]}")
-        if unknown := sorted(found.keys() - types.keys()):
-            raise self.refused(file, f"which has the unknown field {shortened(unknown[0])}")
-        made = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+        try:
+            made = as_record(kind, found, defaults=False)
+        except FieldError as error:
+            raise self.refused(file, str(error)) from error
         for name, (fits, words) in self.bounds.items():
             if not fits(getattr(made, name)):
                 raise self.refused(file, f"whose {name} is {shortened(found[name])}, not {words}")
@@ -96,34 +134,55 @@ class Record:
         return ConfigError(problem, option=self.option, value=str(file), remedy=remedy or self.remedy)
 
 
-# Annotation of a field -> the JSON values that it accepts, for messages.
-_WORDS = {
-    "str": "a string",
-    "int": "a whole number of 1 or more",
-    "float": "a finite number",
-    "int | None": "a whole number or null",
-    "float | None": "a finite number or null",
-    "str | None": "a string or null",
-    "tuple[int, ...]": "a list of whole numbers",
-}
+class _Mismatch(Exception):
+    """A value is not of the annotated type."""
 
 
-def _is(value: Any, type_: str) -> bool:
-    match type_:
-        case "str":
-            return isinstance(value, str)
-        case "int":
-            return type(value) is int and value >= 1
-        case "float":
-            return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
-        case "float | None":
-            return value is None or _is(value, "float")
-        case "int | None":
-            return value is None or type(value) is int
-        case "str | None":
-            return value is None or _is(value, "str")
-        case _:
-            return isinstance(value, list) and all(type(each) is int for each in value)
+def _read(value: Any, hint: Any) -> Any:
+    """Return a value as its annotation has it: lists become tuples, objects become records."""
+    if hint is Any:
+        return value
+    if get_origin(hint) in (Union, types.UnionType):
+        return None if value is None else _read(value, _without_none(hint))
+    if isinstance(value, list | tuple) and get_origin(hint) is tuple:
+        return tuple(_read(each, get_args(hint)[0]) for each in value)
+    if isinstance(value, dict) and get_origin(hint) is dict:
+        return {key: _read(each, get_args(hint)[1]) for key, each in value.items()}
+    if isinstance(value, dict) and isinstance(hint, type) and is_dataclass(hint):
+        return as_record(hint, value)
+    if _is(value, hint):
+        return value
+    raise _Mismatch
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Return whether a value is of the type of one text, flag or number."""
+    if hint == Count:
+        return type(value) is int and value >= 1
+    if hint is float:
+        return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
+    return hint in (str, bool, int) and type(value) is hint
+
+
+def _words(hint: Any) -> str:
+    """Return the values that an annotation accepts, for messages."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return f"{_words(_without_none(hint))} or null"
+    if get_origin(hint) is tuple:
+        return "a list of whole numbers" if get_args(hint)[0] is int else "a list"
+    named = {
+        str: "a string",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a finite number",
+        Count: "a whole number of 1 or more",
+    }
+    return named.get(hint, "an object")
+
+
+def _without_none(hint: Any) -> Any:
+    [kind] = (each for each in get_args(hint) if each is not types.NoneType)
+    return kind
 
 
 def is_date(text: str) -> bool:

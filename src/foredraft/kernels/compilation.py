@@ -25,7 +25,6 @@ from foredraft import user_cache
 from foredraft.kernels import building
 from foredraft.kernels.machine import describe_cpu
 from foredraft.kernels.shipped import find_shipped, no_shipped_because
-from foredraft.ownership import NotPrivateError
 
 __all__ = ["declare", "library", "must_compile", "unavailable_because"]
 
@@ -130,9 +129,10 @@ def _compiled(command: list[str]) -> ctypes.CDLL:
         failed = error
     built = _built_elsewhere(command)
     if failed is not None:
-        told = logging.INFO if isinstance(failed, NotPrivateError) else logging.WARNING  # the cache told it
+        # The cache warned of a folder that others can write.
+        level = logging.INFO if isinstance(failed, user_cache.NotPrivateError) else logging.WARNING
         reason = _reason(failed)
-        logger.log(told, "the kernels are compiled at every start: the cache cannot hold them (%s)", reason)
+        logger.log(level, "the kernels are compiled at every start: the cache cannot hold them (%s)", reason)
     return built
 
 

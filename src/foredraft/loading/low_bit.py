@@ -81,7 +81,7 @@ def choose_copy(
     if options.plan is None:
         plan = choose_plan(None, target, device, needed=False, draft_weights=weights)
     elif not named:
-        plan = None  # it is the target's
+        plan = None  # the given plan is for drafts of the target's own weights
     return ChosenCopy(bits, coded_copy_bytes(target.spec, bits), plan)
 
 
@@ -95,7 +95,8 @@ def offer_copy(options: LoadOptions, checkpoints: Checkpoints, device: torch.dev
     size = coded_copy_bytes(target.spec, bits)
     if weights < LEAST or SHARE * size > free_memory(device) - whole:
         return None
-    if _no_kernels_because(options, target, device) is not None:  # last: the kernels' check takes memory
+    # This is asked last, because the check of the kernels takes memory.
+    if _no_kernels_because(options, target, device) is not None:
         return None
     plan = choose_plan(None, target, device, needed=False, draft_weights=DEFAULT_COPY)
     return ChosenCopy(bits, size, plan, offered=True)

@@ -1,14 +1,13 @@
 """Render a chat template in Jinja's sandbox, as transformers does, with bounds on its memory and time.
 
 Contract: a template is an untrusted program from the checkpoint. It runs in Jinja's immutable sandbox with
-the settings, filters and globals that `transformers` gives it. `chat.py` passes it plain values only. `dict`
-and `namespace` are replaced, because attributes of the real ones lead out of the sandbox. The sandbox is that
-of `template_sandbox.py`, which bounds memory and time.
+the settings and the functions that `transformers` gives it, and those of Jinja's own names that published
+templates use (`template_sandbox.py`). `chat.py` passes it plain values only. `namespace` is replaced, because
+attributes of the real one lead out of the sandbox.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
@@ -18,13 +17,12 @@ import jinja2
 from jinja2 import ext, meta, nodes, utils
 from jinja2.parser import Parser
 
-from foredraft.model.template_limits import MAX_LENGTH, Excess, Meter
-from foredraft.model.template_sandbox import METER, Environment, counted
+from foredraft.model.template_limits import MAX_LENGTH, METER, Excess, Meter
+from foredraft.model.template_sandbox import Environment
 
 __all__ = ["Refusal", "render", "variables_of"]
 
 MAX_TIME_FORMAT = 1000  # characters of a format of `strftime_now`: a field may become 256 times as long
-MAX_LIPSUM = 10**5  # words of the `lipsum` global
 
 
 class Refusal(jinja2.TemplateError):
@@ -40,18 +38,24 @@ def render(source: str, values: Mapping[str, Any]) -> str:
 
     Raises:
         Refusal: The template calls `raise_exception`.
-        jinja2.TemplateError: The template is malformed, leaves the sandbox, or its text is too long.
+        jinja2.TemplateError: The template is malformed, leaves the sandbox, uses what published templates do
+            without, or takes too much memory or time.
         Exception: Anything else that the expressions of the template raise.
     """
+    template = _compiled(source)
     parts: list[str] = []
     length, meter = 0, Meter()
-    for value in values.values():
-        meter.weigh(value)
-    for part in _compiled(source).generate({**values, METER: meter}):
-        length += len(part)
-        if length > MAX_LENGTH:
-            raise Excess(f"its text is longer than {MAX_LENGTH} characters")
-        parts.append(part)
+    token = METER.set(meter)
+    try:
+        for value in values.values():
+            meter.weigh(value)
+        for part in template.generate(values):
+            length += len(part)
+            if length > MAX_LENGTH:
+                raise Excess(f"its text is longer than {MAX_LENGTH} characters")
+            parts.append(part)
+    finally:
+        METER.reset(token)
     return "".join(parts)
 
 
@@ -60,7 +64,7 @@ def variables_of(source: str) -> frozenset[str]:
     """Return the names of the variables that a template reads.
 
     Raises:
-        jinja2.TemplateError: The template is malformed.
+        jinja2.TemplateError: The template is malformed, or uses what published templates do without.
     """
     return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
@@ -72,18 +76,8 @@ def _compiled(source: str) -> jinja2.Template:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols], finalize=counted
-    )
-    environment.filters["tojson"] = _to_json
-    environment.bound_functions()
-    environment.globals |= {
-        "raise_exception": _refuse,
-        "strftime_now": _now,
-        "dict": Dict(),
-        "namespace": Namespace,
-        "lipsum": _lipsum,
-    }
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "namespace": Namespace}
     return environment
 
 
@@ -96,16 +90,6 @@ class Generation(ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
-
-
-class Dict:
-    """The parts of `dict` that a template may use: both ways to make one."""
-
-    def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*values, **named)
-
-    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
 
 
 class Namespace(utils.Namespace):
@@ -131,19 +115,6 @@ def _check_name(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}; rename it")
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 def _refuse(message: str) -> NoReturn:
     raise Refusal(message)
 
@@ -153,10 +124,3 @@ def _now(format: str) -> str:
     if len(format) > MAX_TIME_FORMAT:
         raise Excess(f"it formats the time by more than {MAX_TIME_FORMAT} characters")
     return datetime.now().strftime(format)
-
-
-def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:
-    """Return filler text, as Jinja's own global does."""
-    if not isinstance(n, int) or not isinstance(max, int) or n * max > MAX_LIPSUM:
-        raise Excess(f"it asks for more than {MAX_LIPSUM} words of filler text")
-    return utils.generate_lorem_ipsum(n, html, min, max)

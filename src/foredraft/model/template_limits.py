@@ -1,20 +1,21 @@
 """Bounds on the memory and the time that a chat template may take.
 
-Contract: `template.py` asks a `Meter` before each operation whose result can be large, and tells it of every
-value that the template makes. Sizes are estimated from the operands, so nothing large is ever made. The
-bounds lie far above what any chat takes. Every breach raises `Excess`.
+Contract: the sandbox (`template_sandbox.py`) tells the `Meter` of a rendering of every value that the
+template makes, and of every step that it takes. What can be much larger than its operands is announced first.
+The bounds lie far above what any chat takes. Every breach raises `Excess`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import ItemsView, KeysView, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jinja2
 
-__all__ = ["CODECS", "ITEM", "Excess", "Meter"]
+__all__ = ["MAX_ITEMS", "METER", "Excess", "Meter"]
 
 MAX_LENGTH = 2**25  # characters of one value or of the output: more than any model reads
 MAX_BYTES = 2**30  # of memory that one rendering may take
@@ -23,11 +24,11 @@ MAX_SECONDS = 10.0  # of CPU time; a chat of a million tokens takes less than on
 MAX_BITS = 2**16  # of a whole number; Python prints numbers of up to 4300 digits, 2**14 bits
 MAX_DEPTH = 100  # levels of lists and objects within each other
 ITEM = 64  # bytes of one item of a list, its object included
+MAX_ITEMS = MAX_LENGTH // ITEM  # of a list that is made of a text or of another list
 SMALL = 200  # characters up to which the size of a list or an object is not remembered but counted again
 HELD = 2**20  # items of lists and objects whose sizes are remembered, at most
 TICKS = 256  # steps of a template between two looks at the clock, if none of them is large
 LARGE = 2**20  # bytes from which the clock is read at once
-CODECS = {"utf-8", "utf8", "ascii", "latin-1", "utf-16", "utf-32"}  # take linear time; others do not
 
 Container: TypeAlias = list[Any] | tuple[Any, ...] | dict[Any, Any] | set[Any] | frozenset[Any]
 CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -47,41 +48,30 @@ class Meter:
 
     def __init__(self) -> None:
         self._bytes = 0  # of values made since the last look at the memory, or in all where it cannot be seen
-        self._printed = 0  # characters, also into variables
         self._ticks = 0
         self._start, self._resident = time.thread_time(), _resident()
         # id -> (value, characters, levels) of larger lists and objects; holding them keeps their ids theirs
         self._known: dict[int, tuple[object, int, int]] = {}
         self._held = 0  # items of them
 
-    def tick(self, size: int = 0) -> bool:
-        """Count one step, which takes `size` bytes; returns True."""
+    def tick(self, size: int = 0) -> None:
+        """Count one step, which makes `size` bytes."""
         self._bytes += size
         if self._bytes > LOOK:
             self._look()
-        return self._check_time(size)
+        self._check_time(size)
 
-    def read(self, value: Any) -> None:
-        """Count one step that goes through a value without making one."""
+    def read(self, value: Any) -> Any:
+        """Count one step that goes through a value without making one, and return the value."""
         self._check_time(self.weigh(value)[0])
+        return value
 
-    def _check_time(self, size: int) -> bool:
-        """Look at the clock now and then, and at once after a step of `size` bytes; returns True."""
+    def _check_time(self, size: int) -> None:
+        """Look at the clock now and then, and at once after a step of `size` bytes."""
         self._ticks += 1
         looks = self._ticks % TICKS == 0 or size > LARGE
         if looks and time.thread_time() - self._start > MAX_SECONDS:
             raise Excess(f"it takes more than {MAX_SECONDS:g} seconds")
-        return True
-
-    def print(self, size: int) -> bool:
-        """Count text of `size` characters that is printed, perhaps into a variable; returns True.
-
-        It takes no memory of its own before all of a variable's text is joined.
-        """
-        self._printed += size
-        if self._printed > MAX_BYTES:
-            raise Excess(f"it takes more than {MAX_BYTES >> 20} MiB")
-        return self.tick()
 
     def _look(self) -> None:
         """Compare the memory that the values take with the bound."""
@@ -92,38 +82,58 @@ class Meter:
             raise Excess(f"it takes more than {MAX_BYTES >> 20} MiB")
 
     def reserve(self, length: int) -> None:
-        """Check a text, or as many bytes, before it is made."""
+        """Check a text of `length` characters before it is made."""
         if length > MAX_LENGTH:
             raise Excess(f"it makes a value of more than {MAX_LENGTH} characters")
 
     def reserve_items(self, count: int) -> None:
-        """Check a list of `count` items before it is made."""
-        self.reserve(count * ITEM)
+        """Check a list of `count` items while it is made."""
+        if count > MAX_ITEMS:
+            raise Excess(f"it makes a list of more than {MAX_ITEMS} items")
 
-    def reserve_characters(self, values: Any) -> None:
-        """Check a text of which each character becomes an item; a list is no larger than its items."""
-        if isinstance(values, str | bytes):
-            self.reserve_items(len(values))
-
-    def reserve_bits(self, count: float) -> None:
-        """Check a whole number of `count` bits before it is made."""
-        if count > MAX_BITS:
-            raise Excess(f"it makes a number of more than {MAX_BITS} bits")
+    def reserve_product(self, left: Any, right: Any) -> None:
+        """Check a text or a list that is repeated, before it is made."""
+        repeated, times = (right, left) if isinstance(left, int) else (left, right)
+        if isinstance(times, int) and not isinstance(repeated, int):
+            size = len(repeated) if isinstance(repeated, str) else self.weigh(repeated)[0]
+            self.reserve(times * size)
 
     def made(self, value: Any) -> Any:
         """Count a value that the template has made, and return it."""
         if isinstance(value, str):
             self.reserve(len(value))
             self.tick(len(value) if value.isascii() else 4 * len(value))
-        elif isinstance(value, bytes):
-            self.reserve(len(value))
-            self.tick(len(value))
         elif isinstance(value, int):
-            self.reserve_bits(value.bit_length())
+            if value.bit_length() > MAX_BITS:
+                raise Excess(f"it makes a number of more than {MAX_BITS} bits")
         elif isinstance(value, CONTAINERS):
             self.weigh(value)
             self.tick(ITEM * len(value))
+        elif isinstance(value, Iterator):
+            return self.items(value)
         return value
+
+    def items(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Yield values that become the items of a list, and count them."""
+        for count, value in enumerate(values, 1):
+            self.reserve_items(count)
+            self.tick(ITEM)
+            yield value
+
+    def looped(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Yield the values that a loop goes through, and count its rounds."""
+        for value in values:
+            self.tick()
+            yield value
+
+    def joined(self, separator: str, texts: Iterable[str]) -> str:
+        """Return the texts with a separator between them, each counted before the next is asked for."""
+        listed, length = list[str](), 0
+        for text in self.items(texts):
+            length += len(text) + len(separator)
+            self.reserve(length)
+            listed.append(text)
+        return separator.join(listed)
 
     def weigh(self, value: Any) -> tuple[int, int]:
         """Return the characters of a printed value, about, and its levels.
@@ -131,7 +141,7 @@ class Meter:
         Raises:
             Excess: One of them is too large.
         """
-        if isinstance(value, str | bytes):
+        if isinstance(value, str):
             return len(value) + 2, 0
         if isinstance(value, int):
             return value.bit_length() // 3 + 2, 0
@@ -159,6 +169,9 @@ class Meter:
         if levels >= MAX_DEPTH:
             raise Excess(f"it nests lists and objects more than {MAX_DEPTH} deep")
         return length, levels + 1
+
+
+METER: ContextVar[Meter] = ContextVar("METER")  # that of the rendering in this thread
 
 
 def _resident() -> int | None:

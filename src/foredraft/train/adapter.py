@@ -23,7 +23,6 @@ from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.device import find_device
 from foredraft.model.weights import layer_parameters, layer_tensors
-from foredraft.ownership import make_folder
 from foredraft.train.batches import Batches
 from foredraft.train.checkpoints import Progress
 from foredraft.train.loop import Report, Run
@@ -35,6 +34,7 @@ from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import AdapterStudent
 from foredraft.train.validation import Validation
+from foredraft.user_cache import make_folder
 
 __all__ = ["train_adapter"]
 

@@ -21,7 +21,6 @@ from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
 from foredraft.loading.threads import use_threads
 from foredraft.model.tokenizer import GIVE_TOKENIZER
-from foredraft.ownership import make_folder
 from foredraft.train.batches import Batches, hold_out
 from foredraft.train.loop import Report
 from foredraft.train.options import TrainOptions
@@ -30,7 +29,7 @@ from foredraft.train.processes import Processes
 from foredraft.train.self_generation import self_generated
 from foredraft.train.target import FrozenTarget
 from foredraft.train.texts import Reader
-from foredraft.user_cache import cache_folder
+from foredraft.user_cache import cache_folder, make_folder
 
 __all__ = ["Prepared", "check_out", "prepare"]
 

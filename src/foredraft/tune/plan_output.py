@@ -19,10 +19,9 @@ from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, probe
 from foredraft.llm.loaded import Loaded
 from foredraft.model.device import dtype_name
-from foredraft.ownership import NotPrivateError, check_folder, make_folder
 from foredraft.tune.options import Options
 from foredraft.tune.records import Finalist
-from foredraft.user_cache import PRIVATE_CACHE
+from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError, check_folder, make_folder
 
 __all__ = [
     "check_writable",

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError
-from foredraft.ownership import NotPrivateError, check_file, make_folder
 from foredraft.tune.hill_climbing import HillClimbingSampler
 from foredraft.tune.options import SamplerName
 from foredraft.tune.plan_output import check_writable
@@ -31,7 +30,7 @@ from foredraft.tune.storage import (
     optuna,
     sqlalchemy,
 )
-from foredraft.user_cache import cache_folder
+from foredraft.user_cache import NotPrivateError, cache_folder, check_file, make_folder
 
 __all__ = ["StudyStorage", "make_sampler", "optuna"]
 

@@ -36,8 +36,7 @@ from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, vocabular
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.model.weights import build_decoder
-from foredraft.ownership import check_folder, make_folder, read_private
-from foredraft.user_cache import cache_folder, shut
+from foredraft.user_cache import cache_folder, check_folder, make_folder, read_private, shut
 
 __all__ = ["check_vocabulary", "checkpoint_folder"]
 

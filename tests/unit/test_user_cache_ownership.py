@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from foredraft import ownership
-from foredraft.ownership import NotPrivateError, check_folder, make_folder, read_private
+from foredraft import user_cache
+from foredraft.user_cache import NotPrivateError, check_folder, make_folder, read_private
 from tests.support.foreign import NOT_PRIVATE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs user ids")
@@ -89,6 +89,6 @@ def test_only_regular_files_of_a_size_that_fits_are_read(file: Path, monkeypatch
     os.mkfifo(file.parent / "pipe")
     with pytest.raises(OSError, match="no regular file"):
         read_private(file.parent / "pipe")
-    monkeypatch.setattr(ownership, "MAX_BYTES", 6)
+    monkeypatch.setattr(user_cache, "MAX_BYTES", 6)
     with pytest.raises(OSError, match="too large"):
         read_private(file)
