@@ -25,8 +25,8 @@ from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.records import Trial
-from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.samplers import HillClimbingSampler, SeedsFirst
+from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage, optuna, run_trial
 from tests.support.searching import (
     COSTS,
@@ -444,9 +444,7 @@ def test_other_exceptions_are_not_reported_as_a_lost_storage(tmp_path: Path) -> 
         raise KeyError("planted")
 
 
-def test_a_search_ends_once_all_plans_were_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_ends_once_all_plans_were_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTeacherForced.runner.decoder.spec, "layers", 2)
     monkeypatch.setattr(search_module, "seed_plans", lambda *_: {"nothing": Skips()})
     costs = replace(COSTS, attention=(0.1,) * 2)

@@ -1,4 +1,4 @@
-"""Samplers: what a search proposes next. The seed plans come first, and then what the chosen sampler proposes.
+"""Samplers: what a search proposes next. The seed plans come first, then what the chosen sampler proposes.
 
 A plan counts as tried once one of its trials is complete. A plan whose trial still runs, in another process
 or in one that died, comes after all others of its kind: so processes that share a study seldom try the same

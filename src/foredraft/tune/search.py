@@ -141,7 +141,7 @@ class Search:
         return len({self._plan(trial.skips) for trial in self.trials()}) == self.plan_count
 
     def find_seed_plans(self, progress: Progress = silent) -> None:
-        """Find the plans that the trials begin with: the study's, or newly ranked ones, which it then keeps."""
+        """Find the plans that the trials begin with: those of the study, or ranked now and kept there."""
         stored = self.study.user_attrs.get(SEEDS)
         if stored is None:
             plans = seed_plans(self.teacher_forced, progress)
@@ -248,7 +248,9 @@ class Search:
 
     def _params(self, plan: Plan) -> dict[str, bool]:
         """Return the parameters of a plan in the study: whether each sub-layer is skipped."""
-        return {f"{kind}.{layer}": not runs for kind in KINDS for layer, runs in enumerate(getattr(plan, kind))}
+        return {
+            f"{kind}.{layer}": not runs for kind in KINDS for layer, runs in enumerate(getattr(plan, kind))
+        }
 
 
 def best_trials(trials: Sequence[Trial], count: int, *, of_copy: bool = False) -> list[Trial]:

@@ -159,7 +159,9 @@ def _open(url: str, *, in_cache: bool) -> Any:
         except Exception as error:  # drivers raise exceptions of their own types
             if attempt == MAX_ATTEMPTS or not CREATED_BY_ANOTHER.search(str(error)):
                 remedy = "give sqlite:///FILE in an existing folder, or the URL of a running database"
-                raise _refused(url, f"which cannot be used ({_masked(_reason(error), url)})", remedy) from error
+                raise _refused(
+                    url, f"which cannot be used ({_masked(_reason(error), url)})", remedy
+                ) from error
             time.sleep(attempt / 10)
     raise AssertionError
 
@@ -175,7 +177,9 @@ def _check_file(url: str) -> None:
         with closing(sqlite3.connect(name, timeout=WAIT)) as file:
             tables = [table for (table,) in file.execute("SELECT name FROM sqlite_master WHERE type='table'")]
             if tables and not _holds_studies(file):
-                problem = f"which belongs to another program (it has a table {tables[0]!r}) and is left unchanged"
+                problem = (
+                    f"which belongs to another program (it has a table {tables[0]!r}) and is left unchanged"
+                )
                 raise _refused(url, problem, "give a file that does not exist yet")
             if tables:  # fails now if the file is read-only
                 file.execute("UPDATE studies SET study_name = study_name WHERE 1 = 0")
