@@ -1,14 +1,15 @@
-"""What a chart of `foredraft.pages.drawing` shows: its texts, and where its markers are."""
+"""What the pages of reports show: the texts and markers of a chart, and that a page stands alone."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from html import unescape
 
 from foredraft.pages.drawing import FONT, MARKERS
 
-__all__ = ["Text", "markers", "texts"]
+__all__ = ["Text", "check_alone", "markers", "texts"]
 
 EM = 0.5  # width of a character of a plain font ÷ the size of its text
 
@@ -28,6 +29,18 @@ class Text:
         """Return whether both would cover each other."""
         apart = self.right <= other.left or other.right <= self.left
         return not apart and abs(self.y - other.y) < 0.7 * min(self.size, other.size)
+
+
+def check_alone(page: str) -> None:
+    """Check that a page loads nothing, runs nothing, and has ids that differ."""
+    assert page.startswith("<!doctype html>") and page.count("<style") == 1
+    assert not re.search(
+        r"https?:|//\w|@import|url\(|<script|<link|<iframe|<img|\bhref=|\bsrc=|\son\w+=", page
+    )
+    ids = Counter(re.findall(r'\bid="([^"]*)"', page))
+    assert set(ids.values()) <= {1}, ids
+    names = page.count('role="img" aria-label="')
+    assert names == page.count("<svg") == page.count("<figure>")
 
 
 def texts(svg: str) -> list[Text]:

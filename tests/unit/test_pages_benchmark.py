@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import itertools
 import re
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
@@ -31,7 +30,7 @@ from foredraft.bench.records import (
 )
 from foredraft.pages.benchmark import benchmark_page as page
 from foredraft.pages.benchmark_plots import plots
-from tests.support.drawings import markers, texts
+from tests.support.drawings import check_alone, markers, texts
 
 SAME = Exactness(comparable=True, identical=3, prompts=3)
 
@@ -480,21 +479,7 @@ class TestPlots:
 
 class TestSelfContained:
     def test_the_page_has_no_external_references_and_no_scripts(self) -> None:
-        text = usual_page()
-        assert text.count("<style") == 1
-        assert not re.search(r"https?:|//\w|@import|<script|<link|<iframe|<img", text)
-        for tag, attributes in Page(text).tags:
-            for name, value in attributes.items():
-                assert name not in ("src", "action") and not name.startswith("on"), (tag, name)
-                if name == "href":
-                    assert value is not None and value.startswith("#")
-        assert all(found.startswith("#") for found in re.findall(r"url\(([^)]*)\)", text))
-
-    def test_ids_are_unique_and_references_resolve(self) -> None:
-        text = usual_page()
-        ids = Counter(attributes["id"] for _, attributes in Page(text).tags if "id" in attributes)
-        assert max(ids.values()) == 1
-        assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", text)) <= ids.keys()
+        check_alone(usual_page())
 
     def test_plots_use_the_pages_colours(self) -> None:
         """No colour is fixed, so plots follow the page's light or dark scheme."""

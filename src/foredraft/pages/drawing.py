@@ -27,7 +27,7 @@ LEGEND_MARK = 16.0  # width of a mark in the legend
 EM = 0.57  # mean width of a character ÷ the size of its text
 MAX_LABELS = 0.45  # of the width, that the labels of the vertical axis may take
 MARGIN = 0.05  # of the data's range, free at both ends of an axis
-BETWEEN = {"x": 46.0, "y": 26.0}  # smallest distance of two ticks
+BETWEEN = {"x": 46.0, "y": 20.0}  # smallest distance of two ticks
 COLOURS = 8
 INK = "currentColor"
 # Series colours of a picture outside a page, legible on light and on dark backgrounds.

@@ -22,8 +22,8 @@ COLUMNS = (
 )
 REMARK = (
     "Held-out prompts, decoded in turns with plain decoding. Over plain: the median of the ratios within a"
-    " prompt's repeats, then the median and the quartiles over the prompts. Predicted: the trial's speed-"
-    " up, from the trial's τ on the calibration texts. Predicted τ: on the decoded texts, by teacher"
+    " prompt's repeats, then the median and the quartiles over the prompts. Predicted: the trial's speed-up,"
+    " from the trial's τ on the calibration texts. Predicted τ: on the decoded texts, by teacher"
     " forcing from every position at which a draft could begin."
 )
 KINDS = {"attention": "attention", "mlp": "MLP"}
