@@ -291,7 +291,7 @@ def _points(mark: Points, x: _Scale, y: _Scale) -> Iterator[str]:
 
 def _legend(panels: Sequence[Panel]) -> tuple[str, float]:
     """Return the legend of all panels, which stands above them, and its height."""
-    entries: dict[str, Mark] = {}
+    entries: dict[str, Points | Bars] = {}
     for mark in (mark for panel in panels for mark in panel.marks):
         if not isinstance(mark, Rule) and mark.label:
             entries.setdefault(mark.label, mark)
