@@ -91,7 +91,6 @@ searching.run_search(url, searching.FakeTeacherForced(float(seconds)), trials=in
 KILL_POINTS = {
     "within a trial": (FakeTeacherForced, "rounds"),
     "while the trial is stored": (optuna.storages.RDBStorage, "set_trial_state_values"),
-    "between two trials": (optuna.study.Study, "ask"),
 }
 
 
