@@ -37,9 +37,11 @@ from foredraft.cli.layout import table
 from foredraft.decode.policy import Fallback
 from foredraft.files import write_whole
 from foredraft.ngrams import repeated
+from foredraft.pages.drawing import Axis, Panel, Points, picture
 
 POSITIONS = 512  # tokens of a sequence, prompt included; held-out prompts are much shorter
 PLOTS = Path(__file__).parents[1] / "docs" / "guides"
+PLOTTED = {"loss": "loss, nats per token", "up_to_the_first_other": "share before it differs"}
 WARM = 1  # untimed turns, after the one whose outputs are compared
 
 
@@ -167,32 +169,30 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def plot(rows: list[dict[str, Any]]) -> str:
     """Return an SVG: the loss, and the share before the first difference, by speed-up."""
-    from foredraft.bench.charts import INK, legend, look, panels, picture, style
-
     plain, *others = rows
-    with style():
-        figure, panes = panels(6.2, 2)
-        for axes, key in zip(panes, ("loss", "up_to_the_first_other"), strict=True):
-            axes.plot(1, plain[key], marker="x", color=INK, linestyle="none", label="plain decoding")
-            for number, fallback in enumerate(dict.fromkeys(row["fallback"] for row in others)):
-                strict, *lossy = [row for row in others if row["fallback"] == fallback]
-                label = f"fallback {fallback:g}"
-                points = [(row["over_plain"]["median"], row[key]) for row in lossy]
-                axes.plot(*zip(*points, strict=True), label=label, **look(number))
-                for (x, y), row in zip(points, lossy, strict=True):
-                    axes.annotate(
-                        f"{row['rollback']}", (x, y), (4, 4), textcoords="offset points", fontsize=9
-                    )
-                point = strict["over_plain"]["median"], strict[key]
-                axes.plot(
-                    *point, linestyle="none", fillstyle="none", **look(number), label=f"{label}, strict"
-                )
-            axes.grid()
-        panes[0].set_ylabel("loss, nats per token")
-        panes[1].set_ylabel("share before the first difference")
-        panes[1].set_xlabel("speed-up over plain decoding; numbers are rollback bounds in nats")
-        legend(figure, *panes)
-        return picture(figure, "bild")
+    panels = []
+    for key, title in (
+        ("loss", "loss, nats per token"),
+        ("up_to_the_first_other", "share before it differs"),
+    ):
+        marks = [Points("plain decoding", [1.0], [plain[key]], hollow=True)]
+        for number, fallback in enumerate(dict.fromkeys(row["fallback"] for row in others)):
+            strict, *lossy = [row for row in others if row["fallback"] == fallback]
+            xs, ys = ([row["over_plain"]["median"] for row in lossy], [row[key] for row in lossy])
+            notes = [f"{row['rollback']}" for row in lossy]
+            label = f"fallback {fallback:g}"
+            marks += [
+                Points(label, xs, ys, number, "line", notes=notes),
+                Points(
+                    f"{label}, strict", [strict["over_plain"]["median"]], [strict[key]], number, hollow=True
+                ),
+            ]
+        panels.append(Panel(150, marks, Axis(title, grid=True)))
+    return picture(
+        "bild",
+        panels,
+        Axis("speed-up over plain decoding; numbers are rollback bounds in nats", grid=True),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

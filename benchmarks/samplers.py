@@ -1,4 +1,4 @@
-"""Compare the samplers of the layer-skip search: TPE, Gaussian process, hill climbing and random search.
+"""Compare the samplers of the layer-skip search: hill climbing and a Gaussian process.
 
 There are two objectives; both are the predicted speed-up of a plan. In the synthetic one, each skipped
 sub-layer lowers the acceptance of drafted tokens by its own factor, two skipped neighbours by one more, and
@@ -122,7 +122,7 @@ def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, s
     name = f"{id(objective)} {sampler} {seed}"
     search = Search(StudyStorage(None), name, options, Watched(), lambda: objective.costs, Deadline(None))
     search.study.set_user_attr("begin with", json.dumps(plans))
-    search.enqueue_seed_plans()
+    search.find_seed_plans()
     seconds, _ = timed(lambda: search.run_trials(silent), DEVICE)
     best = list(accumulate((trial.predicted for trial in search.trials()), max))
     return {

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         bare(teacher)  # warm-up
         start = time.perf_counter()
-        search.enqueue_seed_plans()
+        search.find_seed_plans()
         search.run_trials(between)
         whole = time.perf_counter() - start - sum(forwards)
         in_trials = teacher.seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from foredraft.cli import main
 from foredraft.train.checkpoints import Checkpoints
 from tests.support.checkpoints import TEXT
 from tests.support.command import foredraft
+from tests.support.drawings import check_alone
 from tests.support.running import environment
 
 SHORT = ["--length", "32", "--steps", "6", "--step-tokens", "128", "--validate-every", "3", "--warm-up", "1"]
@@ -76,8 +78,13 @@ def test_an_adapter_is_kept_and_found_by_name(
 def test_what_is_written_elsewhere_is_used_by_its_folder(
     models: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "an adapter"
-    assert main(command(models, "adapter", data, "--out", str(folder))) == 0
+    folder, html = tmp_path / "an adapter", tmp_path / "page.html"
+    assert main(command(models, "adapter", data, "--out", str(folder), "--html", str(html))) == 0
+    page = html.read_text()
+    check_alone(page)
+    assert str(folder) in page and "is predicted to run at" in page
+    assert re.findall(r'<th scope="row">(\d+)</th>', page) == ["3", "6"], "the validations"
+    assert re.findall(r'<h2 id="(\w+)"', page) == ["validation", "positions", "learning"]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("use it with ")]
     assert line == f"use it with --adapter '{folder}'; `foredraft bench` measures it"
     option = shlex.split(line.removeprefix("use it with ").partition(";")[0])

@@ -32,7 +32,7 @@ from tests.support.loaded import engine_of
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 QUICK = (
-    *("--tokens", "48", "--trials", "16", "--sampler", "random", "--max-draft", "3"),
+    *("--tokens", "48", "--trials", "16", "--max-draft", "3"),
     *("--new-tokens", "6", "--repeats", "1"),
 )
 

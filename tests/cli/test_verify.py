@@ -26,6 +26,7 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.defects import DEFECTS
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import COMMAND, foredraft, without_progress
+from tests.support.drawings import check_alone, markers, texts
 from tests.support.loaded import engine_of
 from tests.support.running import environment
 
@@ -126,9 +127,20 @@ def test_a_lossless_pair_passes(pair: list[str]) -> None:
     assert rest[-1] == "PASSED: no difference from plain decoding was found."
 
 
-def test_the_json_document_has_every_field(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*pair, *TEXTS, *FEW, "--detect", "0.9", "--json"]) == 3
-    found = document(capsys)
+def test_the_document_and_the_page_have_every_figure(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html = tmp_path / "page.html"
+    assert main([*pair, *TEXTS, *FEW, "--detect", "0.9", "--json", "--html", str(html)]) == 3
+    found, page = document(capsys), html.read_text()
+    check_alone(page)
+    assert "Inconclusive: no difference was found" in page and page.count("✓ 4 of 4") == sum(
+        len(identity["runs"]) for identity in found["identities"]
+    )
+    for test in found["tests"]:
+        assert f"<td>{test['p_value']:.2g}</td><td>{test['detectable']:.4f}</td>" in page
+    drawn = [text for text in texts(page) if text.text in ("drafter", "control")]
+    assert len(drawn) == 2 and len(markers(page)) >= len(found["tests"])
     assert set(found) == {
         *("verdict", "about", "seed", "identities", "tests"),
         *("detect", "detectable", "power", "family_level", "power_by_position", "doubts"),
@@ -142,10 +154,13 @@ def test_the_json_document_has_every_field(pair: list[str], capsys: pytest.Captu
 
 
 def test_a_divergence_fails_and_is_printed_with_its_margin(
-    pair: list[str], substituted: None, capsys: pytest.CaptureFixture[str]
+    pair: list[str], substituted: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*pair, *TEXTS, *FEW]) == 1
-    out = capsys.readouterr().out
+    html = tmp_path / "page.html"
+    assert main([*pair, *TEXTS, *FEW, "--html", str(html)]) == 1
+    out, page = capsys.readouterr().out, html.read_text()
+    check_alone(page)
+    assert "Failed: the output differs" in page and "✗ 0 of 4" in page and "new token 2" in page
     assert "auto, in a batch: 0 of 4 identical" in out and "none, in a batch: 4 of 4 identical" in out
     assert re.search(
         r"prompt 2, auto, one at a time, new token 2: token 0 instead of token \d+; the target's two most"

@@ -9,12 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sqlalchemy
 
 from foredraft.drafters.skips import Skips
 from foredraft.tune.expected_rounds import ExpectedRounds
@@ -68,9 +66,9 @@ def run_search(
     url: str | None, teacher_forced: Any = None, costs: PlanCosts = COSTS, **options: Any
 ) -> Search:
     """A search that has run all its trials."""
-    given = Options(**{"trials": 12, "sampler": "random", **options})
+    given = Options(**{"trials": 12, **options})
     search = make_search(url, teacher_forced or FakeTeacherForced(), costs, given)
-    search.enqueue_seed_plans()
+    search.find_seed_plans()
     search.run_trials(silent)
     return search
 
@@ -92,9 +90,7 @@ searching.run_search(url, searching.FakeTeacherForced(float(seconds)), trials=in
 """
 KILL_POINTS = {
     "within a trial": (FakeTeacherForced, "rounds"),
-    "before the first heartbeat": (optuna.storages.RDBStorage, "record_heartbeat"),
     "while the trial is stored": (optuna.storages.RDBStorage, "set_trial_state_values"),
-    "between two trials": (StudyStorage, "fail_trials_without_heartbeat"),
 }
 
 
@@ -133,13 +129,3 @@ def stored_trials(url: str, state: str = "COMPLETE") -> dict[int, float | None]:
     with open_database(url) as storage:
         trials = optuna.load_study(study_name="a study", storage=storage).trials
     return {trial.number: trial.value for trial in trials if trial.state.name == state}
-
-
-def backdate_running_trials(url: str) -> None:
-    """Make running trials and their heartbeats two days old, which no time zone explains."""
-    running = "(SELECT trial_id FROM trials WHERE state = 'RUNNING')"
-    with open_database(url) as storage, storage.engine.begin() as connection:
-        for table, column in (("trials", "datetime_start"), ("trial_heartbeats", "heartbeat")):
-            change = f"UPDATE {table} SET {column} = :then WHERE trial_id IN {running}"
-            then = datetime.now() - timedelta(days=2)
-            connection.execute(sqlalchemy.text(change), {"then": then})

@@ -28,12 +28,14 @@ from foredraft.decode.observer import SILENT
 from foredraft.decode.policy import CostTable, Policy
 from foredraft.kinds import DRAFTERS, POLICIES, suits
 from foredraft.loading.policies import make_policy
+from foredraft.model.hub import resolve
 from foredraft.profiling import profile
 from foredraft.profiling.forwards import draft_seconds
 from foredraft.profiling.phases import RoundClock, observed
 from foredraft.profiling.profile import Profile
 from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
+from tests.support.gguf_files import write_gguf
 from tests.support.loaded import engine_of
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
@@ -450,6 +452,21 @@ def test_a_policy_that_no_contender_can_follow_is_refused(context: BenchContext)
         lineup.add_policies(context, ("confidence",))
     lineup.add_policies(context, ("confidence", "fixed"))
     assert [one.policy_name for one in lineup.contenders] == [None, "fixed"]
+
+
+def test_a_gguf_file_leaves_transformers_out_in_one_line(context: BenchContext, tmp_path: Path) -> None:
+    folder = checkpoints.save_checkpoint(tmp_path / "model", tokenizer=True)
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    shared = replace(context, target=resolve(file))
+    names = ("plain", "transformers", "transformers-assisted", "transformers-lookup")
+    line = (
+        "transformers takes no GGUF file here, as model.gguf is; give a checkpoint folder to compare with it"
+    )
+    lineup = LineUp()
+    lineup.load(shared, names, Memory(context.device), 7)
+    assert lineup.notes == [f"left out: {line}"] and len(lineup.contenders) == 1
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        LineUp().load(shared, names, Memory(context.device), 7, required=("transformers-lookup",))
 
 
 def test_a_drafter_that_cannot_follow_the_loaded_policy_is_left_out(

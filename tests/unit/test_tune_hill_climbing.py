@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from foredraft.tune.hill_climbing import HillClimbingSampler
+from foredraft.tune.samplers import HillClimbingSampler
 from foredraft.tune.study import optuna
 
 NAMES = [f"mlp.{layer}" for layer in range(6)]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "eos_token_id": None}
 PLANS = ["skip:none", "skip:attn=1/mlp=0"]
 QUICK = (
-    *("--tokens", "48", "--trials", "12", "--sampler", "random", "--max-draft", "3", "--new-tokens", "6"),
+    *("--tokens", "48", "--trials", "12", "--max-draft", "3", "--new-tokens", "6"),
     *("--repeats", "1", "--draft-weights", "int4", "--json"),
 )
 

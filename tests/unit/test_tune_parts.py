@@ -22,6 +22,8 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
 from foredraft.ngrams import repeated
+from foredraft.pages import drawing
+from foredraft.pages.tuning import tuning_page as page
 from foredraft.tune import exit_costs, plan_costs
 from foredraft.tune.calibration import (
     MIN_TOKENS,
@@ -34,7 +36,6 @@ from foredraft.tune.exit_costs import ExitCosts, measure_exit_costs
 from foredraft.tune.plan_costs import PlanCosts, measure_plan_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
-from foredraft.tune.report import page
 from foredraft.tune.search import seed_plans
 from foredraft.tune.teacher_forced import TeacherForced
 from tests.support.checkpoints import save_checkpoint
@@ -449,10 +450,7 @@ def test_the_page_says_why_no_plan_was_kept() -> None:
 
 
 def test_the_plot_of_layers_has_a_cross_for_each_skipped_sub_layer() -> None:
-    from foredraft.tune.plots import plots
-
     shown = replace(report().finalists[0], skips="skip:attn=0,2")
-    [picture] = [plot for plot in plots(report(finalists=(shown,))) if plot.name == "layers"]
-    assert picture.alt == "skip:attn=0,2."
-    crosses = re.findall(r'<path id="([^"]+)" d="M -2 2\s+L 2 -2', picture.svg)
-    assert sum(picture.svg.count(f'href="#{name}"') for name in crosses) == 2
+    plot = re.search(r'id="layers".*?</figure>', page(report(finalists=(shown,))), re.DOTALL)
+    assert plot is not None and ". skip:attn=0,2." in plot[0]
+    assert plot[0].count(drawing.CROSS) == 2 and plot[0].count("<rect") == 6

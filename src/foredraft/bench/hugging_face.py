@@ -20,6 +20,7 @@ from torch import Tensor
 from foredraft.bench.contender import BenchContext, Timing
 from foredraft.errors import ConfigError, Option
 from foredraft.model.device import synchronise
+from foredraft.model.gguf.tensors import source_of
 
 __all__ = ["Checkpoints", "Generate", "assisted", "plain", "prompt_lookup"]
 
@@ -27,9 +28,20 @@ LOOKUP_TOKENS = 10  # draft length in tokens, from the library's documentation; 
 
 
 class Checkpoints:
-    """The target and, if there is one, the draft model, each loaded once for all contenders."""
+    """The target and, if there is one, the draft model, each loaded once for all contenders.
+
+    Raises:
+        ConfigError: The target or the draft model is a GGUF file. The library converts some of them while it
+            loads (`gguf_file=`), which takes minutes where a folder takes seconds.
+    """
 
     def __init__(self, context: BenchContext) -> None:
+        for folder in filter(None, (context.target, context.draft)):
+            if (file := source_of(folder)) != folder:
+                raise ConfigError(
+                    f"transformers takes no GGUF file here, as {file.name} is",
+                    remedy="give a checkpoint folder to compare with it",
+                )
         with _quiet():
             self.target = _load(context.target, context)
             self.draft = None if context.draft is None else _load(context.draft, context)

@@ -46,7 +46,7 @@ class LineUp:
     ) -> None:
         """Load the programs and make the contenders of these methods.
 
-        A method that cannot run is left out with a note.
+        A method that cannot run is left out with a note; the methods of a program that cannot, with one.
 
         Args:
             context: The settings that all contenders share.
@@ -60,10 +60,13 @@ class LineUp:
             ConfigError: A required method cannot run.
         """
         programs: dict[str, tuple[Any, int]] = {"foredraft": (context.llm, foredraft_bytes)}
+        failed: dict[str, ForedraftError] = {}  # programs that cannot run
         for done, name in enumerate(methods):
             progress("methods", done, len(methods))
             kind = CONTENDERS[name]
             try:
+                if kind.program in failed:
+                    raise failed[kind.program]
                 if kind.program not in programs:
                     programs[kind.program] = _load_program(kind.program, context, memory)
                 program, added = programs[kind.program]
@@ -72,7 +75,10 @@ class LineUp:
             except ForedraftError as error:
                 if name in required:
                     raise
-                self.notes.append(f"left out: {error.describe(self.spelling)}")
+                if kind.program not in failed:
+                    self.notes.append(f"left out: {error.describe(self.spelling)}")
+                if kind.program not in programs:
+                    failed[kind.program] = error
         progress("methods", len(methods), len(methods))
 
     def add_policies(self, context: BenchContext, policies: Sequence[str]) -> None:

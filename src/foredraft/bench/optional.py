@@ -12,7 +12,6 @@ __all__ = ["module"]
 INSTALL = {
     "llama_cpp": "pip install llama-cpp-python",
     "optuna": "pip install 'foredraft[tune]'",
-    "sqlalchemy": "pip install 'foredraft[tune]'",
 }
 
 

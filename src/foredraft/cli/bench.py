@@ -47,8 +47,6 @@ def bench(
     from foredraft.bench.workload import load_workloads
 
     workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
-    if benchmark.html is not None:
-        import foredraft.bench.report  # noqa: F401  refuses now if the plotting library is missing
     bars = started()
     try:
         from foredraft.bench.run import bench as run
@@ -80,9 +78,9 @@ def bench(
 
 def page(report: Report) -> str:
     """Return the --html page."""
-    from foredraft.bench.report import page
+    from foredraft.pages.benchmark import benchmark_page
 
-    return page(report)
+    return benchmark_page(report)
 
 
 def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:

@@ -88,6 +88,8 @@ class VerifyOptions:
             f" {DEFAULT}.\n\n{DEFECT_HELP}- {ALL}: each in turn",
         ),
     ] = None
+    html: Annotated[Path | None, common(VERIFYING)] = None
+    """Write a report with plots to this file, one self-contained page."""
 
 
 @Parameter(name="*", group=BENCHMARK)
@@ -133,11 +135,11 @@ class TuneOptions:
     timeout: Annotated[float | None, common(SEARCH)] = None
     """Start no trial after this many seconds of trials. Preparation and final timing are not included."""
     storage: str | None = None
-    """Database of the trials: sqlite:///FILE, postgresql://USER@HOST/NAME or a MySQL URL, which several
-    machines may share. Default: a file in the cache folder."""
+    """Database of the trials: sqlite:///FILE, or the URL of a database on a server, which several machines
+    may share. Default: a file in the cache folder."""
     sampler: SamplerName = TUNE.sampler
-    """Proposes plans after the seed plans: hill climbing (flips one sub-layer of the best plan at a time), a
-    Gaussian process, TPE, or random choice."""
+    """Proposes plans after the seed plans: hill climbing (flips one sub-layer of the best plan at a time), or
+    a Gaussian process, which needs fewer trials and longer for each."""
     temperature: Annotated[float, common(SEARCH)] = TUNE.temperature
     """Temperature of the calibration texts and of the target distribution; 0 is greedy."""
     max_draft: Whole = TUNE.max_draft

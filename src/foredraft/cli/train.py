@@ -19,10 +19,11 @@ from cyclopts import Group, Parameter
 from foredraft.cli.errors import as_flag
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.options import COMMON, OUTPUT, Flag, TargetOptions, bullets, common
+from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
 from foredraft.errors import ConfigError, Option
-from foredraft.files import check_folder_place
+from foredraft.files import check_folder_place, write_whole
 from foredraft.train.options import LOSSES, AdapterOptions, TrainOptions
 from foredraft.train.options import DraftOptions as TrainedDraftOptions
 
@@ -105,6 +106,8 @@ class LoopOptions:
 class JsonOptions:
     json: Annotated[Flag, common(OUTPUT)] = False
     """Print one JSON document instead of text, and nothing else on stdout."""
+    html: Annotated[Path | None, common(OUTPUT)] = None
+    """Write a report with plots to this file, one self-contained page."""
 
 
 def adapter(
@@ -212,6 +215,7 @@ def _run(
         check_folder_place(own["out"], "out")
     if loop.work is not None:
         check_folder_place(loop.work, "work", kept=True)
+    check_places(html=output.html)
     leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the first one speaks
     bars = started() if leads else None
     load = {name: value for name, value in asdict(model).items() if value is not None and name != "model"}
@@ -233,7 +237,18 @@ def _run(
         print(json.dumps(result.as_dict()))
     elif leads:
         print("\n".join(_lines(what, result, found=what == "adapter" and own["out"] is None)))
+    if output.html is not None and leads:
+        write_whole(output.html, _page(what, result, options), "html")
     return 0
+
+
+def _page(what: str, result: Result, options: dict[str, Any]) -> str:
+    """Return the --html page."""
+    from foredraft.pages.training import training_page
+    from foredraft.train.journal import FILE
+    from foredraft.train.kept_lines import whole_lines
+
+    return training_page(what, result, whole_lines(Path(result.work) / FILE), options)
 
 
 def _trainer(what: str) -> Callable[..., Result]:

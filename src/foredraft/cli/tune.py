@@ -51,8 +51,6 @@ def tune(
     refuse_empty(**files)
     check_places(**files)
     prompts = prompts_of(tuning.prompts, model.model)
-    if tuning.html is not None:
-        import foredraft.tune.report  # noqa: F401  refuses now if the plotting library is missing
     bars = started()
     try:
         from foredraft.tune.run import tune as run
@@ -84,9 +82,9 @@ def tune(
 
 def page(report: Report) -> str:
     """Return the --html page."""
-    from foredraft.tune.report import page
+    from foredraft.pages.tuning import tuning_page
 
-    return page(report)
+    return tuning_page(report)
 
 
 def refuse_empty(**values: str | Path | None) -> None:

@@ -61,7 +61,7 @@ def verify(
     """
     check_drafting_options(model, drafting, OutputOptions())
     refuse_lossy(drafting)
-    check_places(out=output.out)
+    check_places(out=output.out, html=verifying.html)
     if drafter_name(drafting, model) == "none":
         raise no_drafter()
     form = prompting.form
@@ -80,11 +80,20 @@ def verify(
             several if verifying.self_test == ALL else documents[0],
             lambda width: [line for report in reports for line in lines(report, names, width)],
             output,
+            html=verifying.html,
+            page=lambda: page(reports, names),
         )
     for report in reports:
         if report.planted is not None and not report.found_planted:
             print_error(f"the planted defect ({defect_name(report)}) was NOT found")
     return EXIT_CODES[overall(reports)]
+
+
+def page(reports: Sequence[Report], names: Names) -> str:
+    """Return the --html page."""
+    from foredraft.pages.verification import verification_page
+
+    return verification_page(reports, names)
 
 
 def overall(reports: Sequence[Report]) -> Verdict:

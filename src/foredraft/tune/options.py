@@ -10,7 +10,7 @@ from foredraft.errors import ConfigError
 
 __all__ = ["SAMPLERS", "Options", "SamplerName"]
 
-SamplerName = Literal["tpe", "gp", "hill-climbing", "random"]
+SamplerName = Literal["hill-climbing", "gp"]
 SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 
 
@@ -21,8 +21,9 @@ class Options:
     Attributes:
         trials: Number of trials in the study, including those of earlier runs.
         timeout: Seconds of trials after which no trial starts.
-        storage: Database URL of the study. None: a file in the user's cache folder.
-        sampler: Sampler used after the seed plans. "hill-climbing" finds the best plans (docs/log.md).
+        storage: Database URL of the study, as Optuna takes it. None: a file in the user's cache folder.
+        sampler: Sampler used after the seed plans: "hill-climbing", or "gp", a Gaussian process, which needs
+            fewer trials and longer for each.
         temperature: Temperature of the calibration texts and of the target's distribution; 0 is greedy.
         max_draft: Maximum draft length to consider, in tokens.
         tokens: New tokens of the calibration texts, on which a trial is scored.

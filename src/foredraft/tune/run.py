@@ -217,7 +217,7 @@ class _Run:
         try:
             with _no_graph_capture(self.target.runner):
                 with self.stages("rank"):
-                    search.enqueue_seed_plans(self.progress)
+                    search.find_seed_plans(self.progress)
                 with self.stages("search"):
                     search.run_trials(self.progress)
         except KeyboardInterrupt:

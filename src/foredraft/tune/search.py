@@ -25,12 +25,14 @@ from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.progress import Progress, Steps, silent
 from foredraft.tune.ranking import clasp, count_sub_layer_runs, every_other, greedy, skips_of
 from foredraft.tune.records import Trial
-from foredraft.tune.study import StudyStorage, make_sampler, optuna
+from foredraft.tune.samplers import SeedsFirst, make_sampler
+from foredraft.tune.study import StudyStorage, optuna, run_trial
 from foredraft.tune.teacher_forced import TeacherForced
 
 __all__ = ["Deadline", "OutOfTime", "Search", "best_trials", "seed_plans"]
 
 SEED_SIZES = 8  # ranked seed plans skip 1/8, 2/8, ..., 7/8 of all sub-layers
+KINDS = ("attention", "mlp")
 # Names of user attributes. Studies of earlier versions have them, so they never change.
 ORIGIN, SEEDS, COSTS = "warm start", "begin with", "costs"
 
@@ -109,6 +111,7 @@ class Search:
         self.storage, self.study = storage, storage.open_study(name)
         self.costs = self._shared_costs(measure_costs)
         self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
+        self._seeds: dict[Plan, str] = {}  # the names of the seed plans
 
     def trials(self) -> list[Trial]:
         """Return the completed trials of the study, by number."""
@@ -137,28 +140,14 @@ class Search:
             return False  # the common case, without a comparison of plans
         return len({self._plan(trial.skips) for trial in self.trials()}) == self.plan_count
 
-    def enqueue_seed_plans(self, progress: Progress = silent) -> None:
-        """Make the study try its seed plans before the sampler proposes any, except those that were tried."""
-        self.storage.fail_trials_without_heartbeat(self.study)
-        seeds = self.study.user_attrs.get(SEEDS)
-        if seeds is None:
-            plans = {
-                origin: str(skips) for origin, skips in seed_plans(self.teacher_forced, progress).items()
-            }
-            seeds = json.dumps(plans)
-            self.study.set_user_attr(SEEDS, seeds)
-        state = optuna.trial.TrialState
-        unfinished = self.study.get_trials(deepcopy=False, states=(state.WAITING, state.RUNNING))
-        enqueued = {trial.user_attrs.get(ORIGIN) for trial in unfinished}
-        for origin, skips in json.loads(seeds).items():
-            plan = self._plan(skips)
-            if plan not in self._taus and origin not in enqueued:
-                params = {
-                    f"{kind}.{layer}": not runs
-                    for kind in ("attention", "mlp")
-                    for layer, runs in enumerate(getattr(plan, kind))
-                }
-                self.study.enqueue_trial(params, user_attrs={ORIGIN: origin})
+    def find_seed_plans(self, progress: Progress = silent) -> None:
+        """Find the plans that the trials begin with: those of the study, or ranked now and kept there."""
+        stored = self.study.user_attrs.get(SEEDS)
+        if stored is None:
+            plans = seed_plans(self.teacher_forced, progress)
+            stored = json.dumps({origin: str(skips) for origin, skips in plans.items()})
+            self.study.set_user_attr(SEEDS, stored)
+        self._seeds = {self._plan(skips): origin for origin, skips in json.loads(stored).items()}
 
     def run_trials(self, progress: Progress) -> None:
         """Run trials until the study has enough, all plans were tried, or the deadline has passed.
@@ -180,9 +169,11 @@ class Search:
 
         report()
         # A resumed search must not repeat the proposals of the first run, so the seed depends on its trials.
-        self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
+        sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
+        seeds = [self._params(plan) for plan in self._seeds]
+        self.study.sampler = SeedsFirst([*self._params(Plan.full(self.layers))], seeds, sampler)
         while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
-            predicted = self.storage.run_trial(self.study, self._objective, ignored=OutOfTime)
+            predicted = run_trial(self.study, self._objective, ignored=OutOfTime)
             if predicted is not None:
                 done += 1
                 best = max(best, predicted)
@@ -226,13 +217,15 @@ class Search:
 
     def _objective(self, trial: Any) -> float:
         """Return the predicted speed-up of the plan that a trial proposes, and store it with the trial."""
-        skipped: dict[str, list[int]] = {"attention": [], "mlp": []}
+        skipped: dict[str, list[int]] = {kind: [] for kind in KINDS}
         for kind, layers in skipped.items():
             for layer in range(self.layers):
                 if trial.suggest_categorical(f"{kind}.{layer}", [False, True]):
                     layers.append(layer)
         skips = Skips(tuple(skipped["attention"]), tuple(skipped["mlp"]))
         plan = skips.plan(self.layers)
+        if plan in self._seeds:
+            trial.set_user_attr(ORIGIN, self._seeds[plan])
         taus = self._taus.get(plan)
         if taus is None:
             taus = tuple(map(float, self.teacher_forced.rounds(plan).taus))
@@ -252,6 +245,12 @@ class Search:
 
     def _plan(self, skips: str) -> Plan:
         return Skips.parse(skips).plan(self.layers)
+
+    def _params(self, plan: Plan) -> dict[str, bool]:
+        """Return the parameters of a plan in the study: whether each sub-layer is skipped."""
+        return {
+            f"{kind}.{layer}": not runs for kind in KINDS for layer, runs in enumerate(getattr(plan, kind))
+        }
 
 
 def best_trials(trials: Sequence[Trial], count: int, *, of_copy: bool = False) -> list[Trial]:

@@ -1,42 +1,43 @@
 """Studies: the stored trials of a search, so that it can be interrupted, resumed, and shared by processes.
 
-A finished trial is in the storage before the next one starts. A trial whose process died is marked as
-failed once its heartbeats have stopped for `GRACE_SECONDS`, or if its first one never came, and is tried
-once more.
+Optuna stores them, through its public interface alone: a finished trial is in the storage before the next one
+starts. A plan counts as tried once its trial is complete, so nothing has to be cleared away after a process
+that died. Only `study` and `samplers` import Optuna.
+
+A file that holds no studies is refused and left unchanged. No message shows a password.
+
+Raises:
+    ConfigError: optuna is not installed; raised on import.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from foredraft.bench.optional import module
 from foredraft.errors import ConfigError
-from foredraft.tune.hill_climbing import HillClimbingSampler
-from foredraft.tune.options import SamplerName
 from foredraft.tune.plan_output import check_writable
-from foredraft.tune.storage import (
-    GRACE_SECONDS,
-    database_error,
-    heartbeat,
-    hide_password,
-    open_storage,
-    optuna,
-    sqlalchemy,
-)
 from foredraft.user_cache import NotPrivateError, cache_folder, check_file, make_folder
 
-__all__ = ["StudyStorage", "make_sampler", "optuna"]
+__all__ = ["StudyStorage", "optuna", "run_trial"]
 
-FIRST_HEARTBEAT_SECONDS = 1.0  # a live trial has recorded its first heartbeat within this time
+optuna = module("optuna", "the search")
+
 SQLITE = "sqlite:///"
 SQLITE_PARTS = ("", "-wal", "-shm")  # endings of the files of a database with a write-ahead log
+WAIT = 60  # seconds that a process waits while another one writes to the file
+MAX_ATTEMPTS = 5  # to open a database while another process creates its tables; 1 s in total
+CREATED_BY_ANOTHER = re.compile("already exists|unique constraint", re.IGNORECASE)
+URL_REMEDY = "give sqlite:///FILE, or the URL of a database on a server: postgresql://USER@HOST/NAME"
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)  # below it is a line for every trial
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class StudyStorage:
             folder.
 
     Attributes:
-        shown: The URL without its password, or "memory".
+        shown: The URL, for display: of a database on a server only its kind, because the rest may hold a
+            password; or "memory".
 
     Raises:
         ConfigError: The storage cannot be opened; nothing was written then.
@@ -59,24 +61,26 @@ class StudyStorage:
         cached = _cached_database() if url is None else None
         if cached is not None:
             url = f"{SQLITE}{cached}"
-        self.shown = "memory" if url is None else hide_password(url)
-        self.storage: Any = optuna.storages.InMemoryStorage() if url is None else open_storage(url)
-        if cached is not None:
-            _relax_durability(self.storage)
+        self.shown = "memory" if url is None else _shown(url)
+        self._study: str | None = None
+        self.storage: Any = (
+            optuna.storages.InMemoryStorage() if url is None else _open(url, in_cache=cached is not None)
+        )
 
     def open_study(self, name: str) -> Any:
         """Return the study of this name; create it if there is none."""
+        self._study = name
         return optuna.create_study(
             study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
         )
 
     @contextmanager
     def loss_reported(self) -> Iterator[None]:
-        """Raise ConfigError if the database fails while the context is open."""
+        """Raise ConfigError if the database fails while the context is open, or loses the study."""
         try:
             yield
         except Exception as error:
-            reason = database_error(error)
+            reason = self._loss(error)
             if reason is None:
                 raise
             raise ConfigError(
@@ -86,81 +90,135 @@ class StudyStorage:
                 remedy="restore it and run the same command again to continue, or start over with another",
             ) from error
 
-    def run_trial(
-        self, study: Any, objective: Callable[[Any], float], ignored: type[Exception]
-    ) -> float | None:
-        """Run one trial and return its value.
-
-        Returns None if the objective raised `ignored`, or if another process marked the trial as failed: a
-        machine that was suspended has recorded no heartbeats.
-        """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            warnings.filterwarnings("ignore", "Heartbeat of storage is supposed", UserWarning)
-            optuna.storages.fail_stale_trials(study)
-            self.fail_trials_without_heartbeat(study)
-            trial = study.ask()
-        already_finished = optuna.exceptions.UpdateFinishedTrialError
-        value = finished = None
+    def _loss(self, error: Exception) -> str | None:
+        """Return why an exception means that the study is lost; None if the study is still there."""
         try:
-            with (
-                heartbeat.get_heartbeat_thread(trial._trial_id, self.storage),
-                suppress(ignored, already_finished),
-            ):
-                value = objective(trial)
-        finally:
-            state = optuna.trial.TrialState.FAIL if value is None else None
-            with suppress(already_finished):
-                finished = study.tell(trial, value, state, skip_if_finished=True)
-        return None if finished is None else finished.value
-
-    def fail_trials_without_heartbeat(self, study: Any) -> None:
-        """Mark trials as failed that died before their first heartbeat, and enqueue them again.
-
-        Optuna does so for trials whose heartbeats stopped, but takes trials without any for running ones.
-        """
-        dead = self._trials_without_heartbeat(study)
-        if not dead:
-            return
-        # Another machine's clock may be hours behind, so that its trial only seems old: look again.
-        time.sleep(FIRST_HEARTBEAT_SECONDS)
-        for number in dead & self._trials_without_heartbeat(study):
-            try:
-                trial = study.tell(number, state=optuna.trial.TrialState.FAIL)
-            except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
-                continue  # another process did it
-            self.storage.get_heartbeat_stale_trial_callback()(study, trial)
-
-    def _trials_without_heartbeat(self, study: Any) -> set[int]:
-        """Return the numbers of running trials that started long ago and have recorded no heartbeat."""
-        if not isinstance(self.storage, optuna.storages.RDBStorage):
-            return set()
-        running = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
-        latest = datetime.now() - timedelta(seconds=GRACE_SECONDS)
-        old = {trial._trial_id: trial.number for trial in running if trial.datetime_start < latest}
-        if not old:
-            return set()
-        query = sqlalchemy.text("SELECT trial_id FROM trial_heartbeats WHERE trial_id IN :old")
-        with self.storage.engine.connect() as connection:
-            rows = connection.execute(
-                query.bindparams(sqlalchemy.bindparam("old", list(old), expanding=True))
-            )
-            return set(old.values()) - {old[id] for (id,) in rows}
+            if isinstance(error, optuna.exceptions.StorageInternalError):
+                raise error
+            names = optuna.get_all_study_names(self.storage)
+        except Exception as lost:
+            return _reason(lost)
+        return None if self._study in (None, *names) else "the study is no longer in it"
 
 
-def make_sampler(name: SamplerName, seed: int) -> Any:
-    """Return an Optuna sampler."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        match name:
-            case "tpe":
-                return optuna.samplers.TPESampler(seed=seed)
-            case "gp":
-                return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
-            case "hill-climbing":
-                return HillClimbingSampler(seed)
-            case "random":
-                return optuna.samplers.RandomSampler(seed=seed)
+def run_trial(study: Any, objective: Callable[[Any], float], ignored: type[Exception]) -> float | None:
+    """Run one trial and return its value.
+
+    Returns None if the objective raised `ignored`, or if another process ended the trial: one of an earlier
+    version gives trials up by their age.
+    """
+    ended = optuna.exceptions.UpdateFinishedTrialError
+    trial, value, finished = study.ask(), None, None
+    try:
+        with suppress(ignored, ended):
+            value = objective(trial)
+    finally:
+        state = optuna.trial.TrialState.FAIL if value is None else None
+        with suppress(ended):
+            finished = study.tell(trial, value, state, skip_if_finished=True)
+    return None if finished is None else finished.value
+
+
+# --- opening ----------------------------------------------------------------------------------------
+
+
+class _Relaxed(sqlite3.Connection):
+    """A connection whose commits the operating system may delay, which halves the time of a trial's 40.
+
+    A killed process still loses nothing. Files that a user names may lie on a network disk, where this is
+    unsafe.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        for setting in ("journal_mode=WAL", "synchronous=NORMAL"):
+            self.execute(f"PRAGMA {setting}")
+
+
+def _open(url: str, *, in_cache: bool) -> Any:
+    """Return Optuna's storage at a URL.
+
+    Raises:
+        ConfigError: The URL names no database that can hold studies.
+    """
+    options: dict[str, Any] = {}
+    if url.startswith("sqlite"):
+        _check_file(url)
+        connecting = {"timeout": WAIT} | ({"factory": _Relaxed} if in_cache else {})
+        options = {"connect_args": connecting}
+    elif not re.match(r"\w[\w+.-]*://", url):
+        raise _refused(url, "which is not a URL", URL_REMEDY)
+    template = url.replace("{", "{{").replace("}", "}}")  # Optuna formats the URL
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return optuna.storages.RDBStorage(template, engine_kwargs=options)
+        except ImportError as error:
+            remedy = "run `pip install 'foredraft[postgres]'`, or install the driver of another database"
+            raise _refused(url, "whose driver is not installed", remedy) from error
+        except Exception as error:  # drivers raise exceptions of their own types
+            if attempt == MAX_ATTEMPTS or not CREATED_BY_ANOTHER.search(str(error)):
+                remedy = "give sqlite:///FILE in an existing folder, or the URL of a running database"
+                raise _refused(
+                    url, f"which cannot be used ({_masked(_reason(error), url)})", remedy
+                ) from error
+            time.sleep(attempt / 10)
+    raise AssertionError
+
+
+def _check_file(url: str) -> None:
+    """Refuse a file that this process cannot write, and one that holds something else than studies."""
+    name = url.removeprefix(SQLITE)
+    if name == url or not name or name.startswith((":memory:", "file:")) or "?" in name:
+        raise _refused(url, "which names no file", "give sqlite:///FILE")
+    if not Path(name).exists():
+        return
+    try:
+        with closing(sqlite3.connect(name, timeout=WAIT)) as file:
+            tables = [table for (table,) in file.execute("SELECT name FROM sqlite_master WHERE type='table'")]
+            if tables and not _holds_studies(file):
+                problem = (
+                    f"which belongs to another program (it has a table {tables[0]!r}) and is left unchanged"
+                )
+                raise _refused(url, problem, "give a file that does not exist yet")
+            if tables:  # fails now if the file is read-only
+                file.execute("UPDATE studies SET study_name = study_name WHERE 1 = 0")
+    except sqlite3.Error as error:
+        raise _refused(url, f"which cannot be used ({error})", "give another file") from error
+
+
+def _holds_studies(file: sqlite3.Connection) -> bool:
+    """Return whether a database has Optuna's first table, which lists the studies."""
+    try:
+        file.execute("SELECT study_id, study_name FROM studies")
+    except sqlite3.OperationalError:
+        return False
+    return True
+
+
+def _refused(url: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError(problem, option="storage", value=_shown(url), remedy=remedy)
+
+
+def _shown(url: str) -> str:
+    kind, colon, _ = url.partition(":")
+    return f"{kind}:***" if colon and not url.startswith("sqlite") else url
+
+
+def _masked(message: str, url: str) -> str:
+    """Return a message without those parts of a URL that may be a password."""
+    for secret in () if url.startswith("sqlite") else re.findall(r"[:=]([^:/@?&=]+)", url):
+        message = message.replace(secret, "***")
+    return message
+
+
+def _reason(error: BaseException) -> str:
+    """Return the message of the first of an exception's causes, which is the database's own, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:200]
+
+
+# --- the file in the cache folder -------------------------------------------------------------------
 
 
 def _cached_database() -> Path | None:
@@ -195,18 +253,3 @@ def _unusable_because(database: Path) -> str | None:
         return None
     except sqlite3.DatabaseError as error:
         return f"it is damaged ({error})"
-
-
-def _relax_durability(storage: Any) -> None:
-    """Let the operating system delay commits, which halves the time of a trial's 40 commits.
-
-    A killed process still loses nothing. Files that a user names may lie on a network disk, where this is
-    unsafe.
-    """
-
-    def prepare(connection: sqlite3.Connection, _: object) -> None:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-
-    sqlalchemy.event.listen(storage.engine, "connect", prepare)
-    storage.engine.dispose()

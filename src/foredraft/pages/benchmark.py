@@ -1,47 +1,55 @@
-"""Turn a benchmark's records into one HTML file that needs no network and no scripts.
+"""The page of a benchmark, made of its records.
 
-Contract: every figure on the page is a rounded figure of the records. The verdict comes first, and no speed
-appears without its exactness. A figure that the records lack is a dash.
-
-Importing this module raises ConfigError if matplotlib is not installed.
+Every figure on the page is a rounded figure of the records. The verdict comes first, and no speed appears
+without its exactness.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from foredraft.bench.page import DASH, Verdict, plain, render
-from foredraft.bench.plots import plots
 from foredraft.bench.records import PLAIN, Ceiling, Report, Row, Spread
+from foredraft.pages.benchmark_plots import plots
+from foredraft.pages.report_page import DASH, Cell, Line, ReportPage, Table, Verdict, plain, render
 
-__all__ = ["Cell", "page"]
+__all__ = ["benchmark_page"]
+
+REMARK = (
+    "Figures are medians over the counted prompts, with quartiles below them. A prompt's ratio is the"
+    " median over its interleaved repeats. {counted}“Identical” and “all prompts” include every prompt."
+    " “Identical” counts the prompts whose tokens equal plain decoding's in every run. Predicted speed-up:"
+    " τ / (k c + v(k + 1)) at a prompt's own τ and draft length k, without host work. Ceiling: the same at"
+    " the best draft length γ, if every drafted token were accepted with probability α."
+)
+COUNTED = "A prompt counts if plain decoding repeats less than {:.0%} of its 4-grams. "
 
 
-def page(report: Report) -> str:
+def benchmark_page(report: Report) -> str:
     """Return the whole HTML document."""
+    limit = report.options.get("max_repeated")
     return render(
-        "foredraft.bench",
-        title="Foredraft benchmark",
-        verdicts=[
-            _speed_verdict(report),
-            *(Verdict("doubtful", doubt) for doubt in report.doubts),
-            _exactness_verdict(report),
-            *_lossy_verdicts(report),
-        ],
-        finished=report.finished,
-        facts=_facts(report),
-        tables=[
-            table
-            for batch in sorted({row.batch for row in report.rows})
-            for table in (*_methods_tables(report, batch), _policies_table(report, batch))
-            if table.groups
-        ],
-        plots=plots(report),
-        limit=report.options.get("max_repeated"),
-        notes=[*filter(None, (report.turns_remark, report.bandwidth_remark)), *report.notes],
-        details={"Options": plain(report.options), "Machine": plain(report.machine)},
+        ReportPage(
+            title="Foredraft benchmark",
+            verdicts=[
+                _speed_verdict(report),
+                *(Verdict("doubtful", doubt) for doubt in report.doubts),
+                _exactness_verdict(report),
+                *_lossy_verdicts(report),
+            ],
+            facts=_facts(report),
+            tables=[
+                table
+                for batch in sorted({row.batch for row in report.rows})
+                for table in (*_methods_tables(report, batch), _policies_table(report, batch))
+                if table.groups
+            ],
+            remark=REMARK.format(counted="" if limit is None else COUNTED.format(limit)),
+            plots=plots(report),
+            notes=[*filter(None, (report.turns_remark, report.bandwidth_remark)), *report.notes],
+            details={"Options": plain(report.options), "Machine": plain(report.machine)},
+            finished=report.finished,
+        )
     )
 
 
@@ -160,40 +168,7 @@ def _facts(report: Report) -> dict[str, str]:
 # --- tables -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell of a table.
-
-    Attributes:
-        text: The figure.
-        more: Small print below it.
-        kind: Style class: "good", "bad" or none.
-    """
-
-    text: str
-    more: str = ""
-    kind: str = ""
-
-
 Columns = dict[str, Callable[[Row], Cell]]
-Line = tuple[str, Row, list[Cell]]  # the line's heading, its record, and a cell for each column
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of rows in groups.
-
-    Attributes:
-        title: The title.
-        first: Heading of the first column, which holds the lines' headings.
-        columns: Headings of the other columns.
-        groups: The lines by the group's heading. A record with a note shows the note instead of its cells.
-    """
-
-    title: str
-    first: str
-    columns: tuple[str, ...]
-    groups: dict[str, list[Line]]
 
 
 def _methods_tables(report: Report, batch: int) -> list[Table]:
@@ -263,17 +238,13 @@ def _table(title: str, first: str, columns: Columns, lines: Sequence[tuple[str, 
         columns: For each further column, how to make its cell from a row.
         lines: For each line, the headings of its group and of the line, and its row.
     """
-    made = [(group, heading, row, [cell(row) for cell in columns.values()]) for group, heading, row in lines]
-    filled = [
-        any(cells[index].text != DASH for _, _, row, cells in made if row.note is None)
-        for index in range(len(columns))
-    ]
+    rows = [row for _, _, row in lines if row.note is None]
+    filled = {name: cell for name, cell in columns.items() if any(cell(row).text != DASH for row in rows)}
     groups: dict[str, list[Line]] = {}
-    for group, heading, row, cells in made:
-        kept = [cell for cell, has_figures in zip(cells, filled, strict=True) if has_figures]
-        groups.setdefault(group, []).append((heading, row, kept))
-    headings = [name for name, has_figures in zip(columns, filled, strict=True) if has_figures]
-    return Table(title, first, tuple(headings), groups)
+    for group, heading, row in lines:
+        line = Line(heading, [cell(row) for cell in filled.values()], row.note)
+        groups.setdefault(group, []).append(line)
+    return Table(title, first, tuple(filled), groups)
 
 
 def _identical(row: Row) -> Cell:
