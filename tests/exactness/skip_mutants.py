@@ -43,7 +43,7 @@ def bits(family: str, skips: Skips, gathered: bool | None = None) -> None:
     """Compare; gathered: passes write the keys of real columns alone."""
     llm, want = loaded(family)
     runner: Any = llm._engine.target
-    runner.gathers = gathered
+    runner.backend.gathers = gathered
     llm._engine.drafters["layer-skip"] = LayerSkip(runner, llm._engine.cache, skips)
     for gamma in (1, 4):  # drafts of one token are often accepted whole
         for row in range(llm._engine.cache.rows):
@@ -66,7 +66,7 @@ def exiting() -> None:
 def any_shape(call: Callable[..., Any]) -> Callable[..., Any]:
     def spoilt(draft_pass: DraftPass, *args: Any, **more: Any) -> Any:
         taps = () if draft_pass.tap is None else (draft_pass.tap,)
-        return draft_pass.runner.forward(*args, **more, plan=draft_pass.plan, taps=taps, exact=False)
+        return draft_pass.runner.forward(*args, **more, plan=draft_pass.plan, taps=taps, invariant=False)
 
     return spoilt
 
