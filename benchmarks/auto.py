@@ -55,7 +55,7 @@ from foredraft.decode.sequence import State
 from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.model.device import synchronise
-from foredraft.model.runner import FusedDraft, SamplingInputs
+from foredraft.model.runner import DraftInputs, FusedDraft
 from foredraft.ngrams import repeated
 from foredraft.profiling.profile import measure_profile
 
@@ -105,18 +105,11 @@ class ScriptedDraftModel(DraftModel):
             logits[row, self._scripted(row, starts[row] + counts[row], 1)[0]] = 1.0
         return logits
 
-    def fused_draft(
-        self,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling: SamplingInputs | None,
-        allowed: Sequence[Tensor | None] | None = None,
-    ) -> FusedDraft | None:
-        made = super().fused_draft(tokens, starts, lengths, sampling, allowed)
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
+        made = super().fused_draft(inputs)
         if made is not None:
-            for row, count in enumerate(lengths):
-                first = starts[row] + len(tokens[row])
+            for row, count in enumerate(inputs.lengths):
+                first = inputs.starts[row] + len(inputs.tokens[row])
                 made.tokens[row, :count] = torch.tensor(self._scripted(row, first, count), dtype=torch.int64)
         return made
 

@@ -1,12 +1,12 @@
 """The cost of the `deterministic` option: the same decoding with the option on and off.
 
-With the option on, passes keep to exact shapes, so that greedy output depends neither on the other sequences
-of the batch nor on the drafter. With the option off, passes may have any shape. Foredraft's C kernels are
-exact at every shape, so the option costs nothing there; --no-kernels measures PyTorch's operators. The demo
-pair decodes 1, 8 and 32 held-out prompts as one batch, plainly and with its draft model. Both sides take
-turns after a warm-up. A repeat's ratio is the tokens/s with the option on over those with it off; the result
-file has medians and quartiles. For each side it also has the number of outputs that equal plain decoding of
-the prompt alone, and the share of repeated 4-grams.
+With the option on, passes keep to batch-invariant shapes, so that greedy output depends neither on the other
+sequences of the batch nor on the drafter. With the option off, passes may have any shape. Foredraft's C
+kernels are batch-invariant at every shape, so the option costs nothing there; --no-kernels measures PyTorch's
+operators. The demo pair decodes 1, 8 and 32 held-out prompts as one batch, plainly and with its draft model.
+Both sides take turns after a warm-up. A repeat's ratio is the tokens/s with the option on over those with it
+off; the result file has medians and quartiles. For each side it also has the number of outputs that equal
+plain decoding of the prompt alone, and the share of repeated 4-grams.
 
     python benchmarks/deterministic.py --repeats 5 --new-tokens 96
 """

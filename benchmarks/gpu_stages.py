@@ -131,7 +131,7 @@ class Bench:
 
             def steps() -> None:
                 for position in range(CONTEXT, CONTEXT + self.longest):
-                    draft.forward(draft_cache, made[1], [position - 1], at=at, exact=False)
+                    draft.forward(draft_cache, made[1], [position - 1], at=at, invariant=False)
 
             works[DRAFT] = steps
         seconds = interleaved(works, self.device, 10 * self.repeats)

@@ -177,7 +177,7 @@ def agreement(pair: Pair, columns: int) -> float:
     same = torch.zeros((), device=text.device, dtype=torch.int64)
     for start in range(0, columns, COLUMNS):
         part = text[:, start : start + COLUMNS]
-        forward = runner.forward(cache, part, [start], taps=(depth,), exact=False)
+        forward = runner.forward(cache, part, [start], taps=(depth,), invariant=False)
         assert forward.logits is not None
         drafted = runner.head(forward.taps[depth]).argmax(-1)
         same += (drafted == forward.logits.argmax(-1)).sum()

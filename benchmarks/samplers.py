@@ -29,7 +29,7 @@ from tune_demo import silent, teacher_again
 from workload import HERE, machine, write
 
 from foredraft.cli.tune import prompts_of
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.plan_costs import PlanCosts

@@ -26,7 +26,7 @@ from tune_demo import bare, silent
 from workload import machine, write
 
 import foredraft
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 from foredraft.tune.calibration import new_tokens_per_prompt, write_calibration_texts
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options

@@ -37,7 +37,7 @@ from foredraft import demo
 from foredraft.cli.tune import prompts_of
 from foredraft.drafters.skips import Skips
 from foredraft.loading import load_for
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 from foredraft.tune.calibration import (
     calibration_prompt_count,
     hold_out,
@@ -154,7 +154,7 @@ def bare(teacher: TeacherForced) -> None:
         counts = [count for _, _, count in blocks]
         forward = teacher.runner.forward(
             teacher.cache, tokens, starts, first_row=blocks[0][0], idle=[not count for count in counts],
-            counts=counts, plan=plan, exact=False, want_logits=False,
+            counts=counts, plan=plan, invariant=False, want_logits=False,
         )  # fmt: skip
         for hidden in forward.hidden:
             teacher.runner.head(hidden[None])

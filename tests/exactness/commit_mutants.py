@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.decode import faults, planning, rows
+from foredraft.decode import draft_choice, faults, rows
 from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.draft_choice import choose_drafts
 from foredraft.decode.engine import Engine
-from foredraft.decode.planning import plan_drafts
 from foredraft.decode.policy import Policy
 from foredraft.decode.rows import Rows
 from foredraft.decode.scheduler import Scheduler
@@ -139,7 +139,7 @@ APPENDED = [
     Mutant("EOS inside a run ignored", goes_on_after(Finish.EOS), checks.ends),
     Mutant(
         "the limit inside a run ignored",
-        (*goes_on_after(Finish.LENGTH), (planning._candidates, limit_unknown)),
+        (*goes_on_after(Finish.LENGTH), (draft_choice._candidates, limit_unknown)),
         checks.limits,
     ),
     defect("an end overwritten by a cancellation", Engine.cancel, finish_overwritten, checks.cancelled),
@@ -148,7 +148,7 @@ APPENDED = [
     ),
     defect(
         "a round drafted by the drafter of an earlier round",
-        plan_drafts,
+        choose_drafts,
         first_drafter_again,
         policies.each_row_its_own,
     ),
@@ -568,7 +568,7 @@ ROWS = [
     defect("a row that its draft broke is not wiped", Engine._append, not_wiped, checks.broken_drafts),
     defect(
         "a row that its draft broke drafts again at once",
-        planning._candidates,
+        draft_choice._candidates,
         drafts_again_at_once,
         checks.broken_drafts,
     ),

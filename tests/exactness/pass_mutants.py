@@ -19,12 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.model import attention
+from foredraft.model import attention, forward_context
 from foredraft.model.checkpoint import CheckpointTensors, Shapes
-from foredraft.model.runner import Runner, body, packed, passes
-from foredraft.model.runner.body import Bucket, Forward, Inputs
+from foredraft.model.forward_context import ForwardContext, PassInputs, PassShape
+from foredraft.model.runner import Forward, Runner, packed, torch_backend
 from foredraft.model.runner.graphs import Graphs
-from foredraft.model.runner.job import Job
+from foredraft.model.runner.passes import Pass
+from foredraft.model.runner.torch_backend import TorchBackend
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import reference_model, save_variant
 from tests.support.planting import Mutant, Spoiler, defect
@@ -48,8 +49,8 @@ def rounds(name: str, way: str) -> None:
     ids, expected = texts(name)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(load_decoder(save_variant(Path(folder), name)))
-    runner.gathers = way == "gathered"
-    runner.graphs = Graphs(Rerun()) if way == "captured" else None
+    runner.backend.gathers = way == "gathered"
+    runner.backend.graphs = Graphs(Rerun()) if way == "captured" else None
     cache = runner.new_cache(len(LENGTHS), TOTAL)
     for row, length in enumerate(LENGTHS):
         for start in range(0, length, 256):
@@ -108,9 +109,9 @@ def masked_by(positions_of: Callable[[Tensor], Tensor]) -> Spoiler:
 
 
 def first_start(check: Function) -> Function:
-    def spoilt(job: Job, queries: int) -> int:
-        check(job, queries)
-        return job.starts[0]
+    def spoilt(pass_: Pass, queries: int) -> int:
+        check(pass_, queries)
+        return pass_.starts[0]
 
     return spoilt
 
@@ -149,24 +150,24 @@ def attended(
     queries: Function | None = None, outputs: Function | None = None
 ) -> tuple[tuple[Any, Spoiler], ...]:
     """Spoil queries or outputs of a ragged pass: each function gets the columns [B * T, ...] and the real ones."""
-    passes: list[attention.Pass] = []
+    contexts: list[ForwardContext] = []
 
     def remember(attend: Function) -> Function:
-        def spoilt(spec: Any, layer: int, qkv: Tensor, pass_: attention.Pass) -> Tensor:
-            passes.append(pass_)
-            out: Tensor = attend(spec, layer, qkv, pass_)
-            passes.clear()
+        def spoilt(spec: Any, layer: int, qkv: Tensor, context: ForwardContext) -> Tensor:
+            contexts.append(context)
+            out: Tensor = attend(spec, layer, qkv, context)
+            contexts.clear()
             return out
 
         return spoilt
 
     def changed(x: Tensor, change: Function | None) -> Tensor:
-        if change is None or not passes or passes[0].real is None:
+        if change is None or not contexts or contexts[0].real is None:
             return x
-        [pass_] = passes
+        [context] = contexts
         batch, heads, _, dim = x.shape  # [B, Hk, T * G, D]
-        columns = x.view(batch, heads, pass_.queries, -1, dim).transpose(1, 2)  # [B, T, Hk, G, D]
-        columns = change(columns.flatten(0, 1), pass_.real).view(columns.shape)
+        columns = x.view(batch, heads, context.shape.queries, -1, dim).transpose(1, 2)  # [B, T, Hk, G, D]
+        columns = change(columns.flatten(0, 1), context.real).view(columns.shape)
         return columns.transpose(1, 2).reshape(x.shape)
 
     def spoil_attention(sound: Function) -> Function:
@@ -187,11 +188,13 @@ def taken_in_order(columns: Tensor, real: Tensor) -> Tensor:
 
 
 def entering_in_order(entering: Function) -> Function:
-    return lambda body, bucket, inputs: entering(body, bucket, replace(inputs, real=in_order(inputs.real)))
+    return lambda backend, shape, inputs: entering(
+        backend, shape, replace(inputs, real=in_order(inputs.real))
+    )
 
 
 def given_out_in_order(columns: Function) -> Function:
-    return lambda computed, bucket, real: columns(computed, bucket, in_order(real))
+    return lambda computed, shape, real: columns(computed, shape, in_order(real))
 
 
 def old_starts(fill: Function) -> Function:
@@ -199,11 +202,13 @@ def old_starts(fill: Function) -> Function:
 
 
 def old_length(run: Function) -> Function:
-    first: dict[Any, Bucket] = {}
+    first: dict[Any, PassShape] = {}
 
-    def spoilt(graphs: Graphs, body: Any, bucket: Bucket, inputs: Inputs) -> Forward:
-        key = bucket.shape.batch, bucket.columns, bucket.head, inputs.signature()
-        out: Forward = run(graphs, body, first.setdefault(key, bucket), inputs)
+    def spoilt(
+        graphs: Graphs, compute: Any, cache: Any, shape: PassShape, inputs: PassInputs, alive: Any
+    ) -> Forward:
+        key = shape.batch, shape.columns, shape.head, inputs.signature()
+        out: Forward = run(graphs, compute, cache, first.setdefault(key, shape), inputs, alive)
         return out
 
     return spoilt
@@ -222,7 +227,7 @@ def in_the_temporary_buffer(load: Function) -> Function:
     return spoilt
 
 
-MASKS, BUILD = attention.causal_masks, passes.build_pass
+MASKS, BUILD = forward_context.causal_masks, forward_context.build_context
 MUTANTS = [
     defect("padding attended to", MASKS, masked_by(lambda positions: positions[:, -1:]), padded),
     defect(
@@ -231,20 +236,20 @@ MUTANTS = [
         masked_by(lambda positions: positions.amax(0, keepdim=True)),
         padded,
     ),
-    defect("attended length of the first row", Job.check, first_start, padded),
+    defect("attended length of the first row", Pass.check, first_start, padded),
     defect("gathered keys where the padding would be", BUILD, built_with("write"), gathered),
     defect("gathered columns rotated in order", BUILD, built_with("rotary"), gathered),
     Mutant("gathered queries scattered in order", attended(queries=scattered_in_order), gathered),
     Mutant("gathered outputs taken in order", attended(outputs=taken_in_order), gathered),
-    defect("gathered tokens taken in order", body.Body._entering, entering_in_order, gathered),
-    defect("gathered logits given out in order", body._columns, given_out_in_order, gathered),
+    defect("gathered tokens taken in order", TorchBackend._entering, entering_in_order, gathered),
+    defect("gathered logits given out in order", torch_backend._asked, given_out_in_order, gathered),
     defect(
         "columns counted without their padding",
-        Job.real_columns,
-        lambda real_columns: lambda job, queries: real_columns(job, job.tokens.shape[1]),
+        Pass.real_columns,
+        lambda real_columns: lambda pass_, queries: real_columns(pass_, pass_.tokens.shape[1]),
         gathered,
     ),
-    defect("a graph replayed with old starts", Inputs.fill, old_starts, captured),
+    defect("a graph replayed with old starts", PassInputs.fill, old_starts, captured),
     defect("a graph replayed with an old length", Graphs.run, old_length, captured),
     defect(
         "a graph's outputs overwritten in a caller's hands",

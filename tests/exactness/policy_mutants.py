@@ -13,9 +13,9 @@ from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.draft_choice import choose_drafts
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine import Engine
-from foredraft.decode.planning import plan_drafts
 from foredraft.decode.policy.target_confidence import target_confidence
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.sequence import Sequence
@@ -189,8 +189,8 @@ DEFECTS: list[tuple[str, Any, Spoiler]] = [
     ("each row told the confidence of the first", Engine._commit, told(confidence_of_the_first)),
     ("nothing told of plain steps", Engine._commit, plain_steps_not_told),
     ("one state for all sequences", Engine.submit, one_state),
-    ("rows in prefill left out", plan_drafts, without_idle_rows),
-    ("a row given the budget of another", plan_drafts, budget_of_the_next_row),
+    ("rows in prefill left out", choose_drafts, without_idle_rows),
+    ("a row given the budget of another", choose_drafts, budget_of_the_next_row),
     ("an end asked of sharpened logits", propose, misasked(go_on=sharpened)),
     ("a draw asked of sharpened logits", propose, misasked(may_draw=sharpened)),
     ("a draw asked of another row's logits", propose, misasked(may_draw=of_the_row_before)),

@@ -43,8 +43,8 @@ def loaded(family: str) -> tuple[LLM, torch.Tensor]:
 def bits(family: str, skips: Skips, gathered: bool | None = None) -> None:
     """Compare; gathered: passes write the keys of real columns alone."""
     llm, want = loaded(family)
-    runner = llm.loaded.runner
-    runner.gathers = gathered
+    runner: Any = llm.loaded.runner
+    runner.backend.gathers = gathered
     engine_of(llm).drafters["layer-skip"] = LayerSkip(runner, engine_of(llm).cache, skips)
     for gamma in (1, 4):  # drafts of one token are often accepted whole
         for row in range(engine_of(llm).cache.rows):
@@ -67,7 +67,7 @@ def exiting() -> None:
 def any_shape(call: Callable[..., Any]) -> Callable[..., Any]:
     def spoilt(draft_pass: DraftPass, *args: Any, **more: Any) -> Any:
         taps = () if draft_pass.tap is None else (draft_pass.tap,)
-        return draft_pass.runner.forward(*args, **more, plan=draft_pass.plan, taps=taps, exact=False)
+        return draft_pass.runner.forward(*args, **more, plan=draft_pass.plan, taps=taps, invariant=False)
 
     return spoilt
 

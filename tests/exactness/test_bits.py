@@ -119,16 +119,16 @@ def assert_same(
 def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
     """Let passes compute the padding of a batch, leave it out, or replay recordings."""
     drafter: Any = engine_of(llm).drafters["draft-model"]
-    target = llm.loaded.runner
-    if target._native is not None and request.param != "padded":
+    target: Any = llm.loaded.runner
+    if target.by_kernels and request.param != "padded":
         pytest.skip("the kernels have one way")
     for runner in (target, drafter.draft_pass.runner):
-        runner.gathers = request.param == "gathered"
-        runner.graphs = Graphs(Rerun()) if request.param == "recorded" else None
+        runner.backend.gathers = request.param == "gathered"
+        runner.backend.graphs = Graphs(Rerun()) if request.param == "recorded" else None
     yield
-    assert target.graphs is None or target.graphs.capturer.replays > 0
+    assert target.backend.graphs is None or target.backend.graphs.capturer.replays > 0
     for runner in (target, drafter.draft_pass.runner):
-        runner.gathers, runner.graphs = None, None
+        runner.backend.gathers, runner.backend.graphs = None, None
 
 
 @pytest.mark.usefixtures("way")
@@ -157,7 +157,7 @@ def test_greedy_ids_without_packed_weights(
     runner = llm.loaded.runner
     assert isinstance(runner.decoder.output, Linear)
     alone = [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
-    for runner.gathers in (False, True):
+    for runner.backend.gathers in (False, True):
         assert_same(llm, [KINDS[i % 3] for i in range(len(PROMPTS))], alone)
 
 
@@ -186,10 +186,10 @@ def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
         llm.generate([p], replace(w, drafter="none"))[0].token_ids
         for p, w in zip(prompts, wishes, strict=True)
     ]
-    for kind, runner.gathers in itertools.product(KINDS, (False, True)):
+    for kind, runner.backend.gathers in itertools.product(KINDS, (False, True)):
         together = llm.generate(prompts, [replace(w, drafter=kind) for w in wishes])
         assert [output.token_ids for output in together] == alone
-    runner.gathers = None
+    runner.backend.gathers = None
     siblings = llm.generate([prompts[1]], replace(wishes[1], drafter="draft-model"), n=3)
     assert siblings[0].token_ids == alone[1]
     assert len({tuple(output.token_ids) for output in siblings}) == 3

@@ -1,7 +1,7 @@
-"""Compiled steps: the bits of greedy and seeded decoding hold among compiled passes; where nothing compiles, the
+"""Compiled parts of layers: the bits of greedy and seeded decoding hold among compiled passes; where nothing compiles, the
 mistake is named before a model is loaded.
 
-Seen to fail on: the row span left out, confirmation by uncompiled steps, code shared between two models.
+Seen to fail on: the row span left out, confirmation by uncompiled parts, code shared between two models.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import torch
 import foredraft
 from foredraft import LLM, ConfigError, SamplingParams, loading
 from foredraft.decode.policy import Fixed
-from foredraft.model.decoder import STEPS, Steps
+from foredraft.model.decoder import EAGER_PARTS, LayerParts
 from foredraft.model.layers import RowSpan
-from foredraft.model.runner import Runner
-from foredraft.model.runner import runner as runner_module
-from foredraft.model.runner.compiled import compiled_steps
+from foredraft.model.runner import Runner, torch_backend
+from foredraft.model.runner.compiled import compiled_parts
 from foredraft.model.runner.graphs import Graphs
 from foredraft.model.weights import load_decoder
 from tests.exactness.test_bits import GREEDY, KINDS, PROMPTS, save_pair
@@ -85,19 +84,19 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
     for gamma, way in itertools.product((3, 7), ("padded", "gathered", "recorded")):
         engine_of(llm).policy = Fixed(gamma)
         for runner in runners_of(llm):
-            runner.gathers = way == "gathered"
-            runner.graphs = Graphs(Rerun()) if way == "recorded" else None
+            runner.backend.gathers = way == "gathered"
+            runner.backend.graphs = Graphs(Rerun()) if way == "recorded" else None
         kinds = [KINDS[(gamma + i) % 3] for i in range(len(PROMPTS))]
         params = [replace(wish, drafter=kind) for wish, kind in zip(wishes, kinds, strict=True)]
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == plain, (gamma, way)
     for runner in runners_of(llm):
-        runner.gathers, runner.graphs = None, None
+        runner.backend.gathers, runner.backend.graphs = None, None
 
 
 def test_compiled_passes_are_close_to_the_others(llm: LLM) -> None:
-    target = llm.loaded.runner
-    assert all(runner.compiled and runner._native is None for runner in runners_of(llm))
+    target: Any = llm.loaded.runner
+    assert all(runner.compiled and not runner.by_kernels for runner in runners_of(llm))
     plain = Runner(target.decoder)
     caches = [runner.new_cache(2, 300) for runner in (target, plain)]
     tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -115,36 +114,39 @@ def test_nothing_is_compiled_once_shapes_vary(llm: LLM) -> None:
     target = llm.loaded.runner
     cache = target.new_cache(8, 1200)
     ids = torch.full((8, 9), 5)
-    target.forward(cache, ids[:1, :1], [3], exact=False)
+    target.forward(cache, ids[:1, :1], [3], invariant=False)
     target.forward(cache, ids, [3] * 8)
     with torch.compiler.set_stance("fail_on_recompile"):
         for batch, width, start in ((1, 1, 3), (1, 9, 700), (2, 1, 0), (8, 9, 300), (5, 3, 1100), (7, 9, 9)):
-            for exact in (True, False):
-                target.forward(cache, ids[:batch, :width], [start] * batch, exact=exact)
+            for invariant in (True, False):
+                target.forward(cache, ids[:batch, :width], [start] * batch, invariant=invariant)
         target.prefill(cache, 0, [5] * 100, 256)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 19, 40])
 @pytest.mark.parametrize("span", [None, RowSpan(4, 16), RowSpan(8, 8, 8), RowSpan(1, 64)], ids=str)
-def test_steps_see_rows_within_the_span(
+def test_parts_see_rows_within_the_span(
     llm: LLM, rows: int, span: RowSpan | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from foredraft.model.runner import compiled
 
     seen: list[int] = []
     monkeypatch.setattr(compiled, "_compiled", lambda step: lambda *a: seen.append(len(a[2])) or step(*a))
-    steps, target = compiled_steps(), llm.loaded.runner
+    parts, target = compiled_parts(), llm.loaded.runner
+    assert isinstance(target, Runner)
     spec, layer = target.decoder.spec, target.decoder.layers[0]
     random = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, spec.hidden_size, generator=random).to(target.decoder.dtype)
     attended = torch.randn(rows, spec.heads * spec.head_dim, generator=random).to(target.decoder.dtype)
     close = {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(
-        steps.project(spec, layer.attention, x, span), STEPS.project(spec, layer.attention, x, None), **close
+        parts.project(spec, layer.attention, x, span),
+        EAGER_PARTS.project(spec, layer.attention, x, None),
+        **close,
     )
     for given, mlp in ((attended, True), (None, True), (attended, False), (None, False)):
-        got = steps.finish(spec, layer, x, given, mlp, span)
-        torch.testing.assert_close(got, STEPS.finish(spec, layer, x, given, mlp, None), **close)
+        got = parts.finish(spec, layer, x, given, mlp, span)
+        torch.testing.assert_close(got, EAGER_PARTS.finish(spec, layer, x, given, mlp, None), **close)
     if span is not None:
         assert all(span.low <= count <= span.high and count % span.step == 0 for count in seen)
 
@@ -161,13 +163,13 @@ def test_models_have_their_own_compilations() -> None:
             assert torch.equal(_compiled(step)(x), step(x))
 
 
-def test_the_shape_check_runs_the_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shape_check_runs_the_compiled_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels whose bits depend on the rows: no bucket agrees in which they would differ."""
 
     def finish(spec: Any, layer: Any, x: Any, attended: Any, mlp: bool, span: Any) -> Any:
-        return STEPS.finish(spec, layer, x, attended, mlp, span) * (1.001 if len(x) < 13 else 1.0)
+        return EAGER_PARTS.finish(spec, layer, x, attended, mlp, span) * (1.001 if len(x) < 13 else 1.0)
 
-    monkeypatch.setattr(runner_module, "compiled_steps", lambda: Steps(STEPS.project, finish))
+    monkeypatch.setattr(torch_backend, "compiled_parts", lambda: LayerParts(EAGER_PARTS.project, finish))
     decoder = load_decoder(save_checkpoint(tmp_path))
     plain, compiled = Runner(decoder).shapes, Runner(decoder, compile=True).shapes
     assert plain.query_buckets[-1] == 64

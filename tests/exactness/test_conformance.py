@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -156,7 +156,7 @@ def check_rewound(world: World, name: str) -> None:
 
 def drafts_early(fused: Callable[..., Any]) -> Callable[..., Any]:
     """Draft over the last committed position."""
-    return lambda self, tokens, starts, *more: fused(self, tokens, [start - 1 for start in starts], *more)
+    return lambda self, inputs: fused(self, replace(inputs, starts=[start - 1 for start in inputs.starts]))
 
 
 def states_of_the_position_before(observe: Callable[..., Any]) -> Callable[..., Any]:

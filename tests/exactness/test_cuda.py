@@ -65,7 +65,7 @@ def test_greedy_ids(tmp_path: Path, dtype: str) -> None:
     "plan", ["skip:none", "skip:attn=0,2/mlp=1", "skip:attn=0-2/mlp=0-2", "exit:1", "exit:2"]
 )
 def test_greedy_ids_of_a_model_that_drafts_for_itself(tmp_path: Path, dtype: str, plan: str) -> None:
-    """Steps of every plan are recorded, those of an early exit at exact shapes."""
+    """Steps of every plan are recorded, those of an early exit at batch-invariant shapes."""
     target = save_variant(tmp_path / "target", "llama")
     options: dict[str, Any] = {"dtype": dtype, "device": "cuda", "max_batch": 8, "max_length": 512}
     llm = foredraft.load(target, plan=plan, policy="fixed", **options)
@@ -79,7 +79,7 @@ def test_greedy_ids_of_a_model_that_drafts_for_itself(tmp_path: Path, dtype: str
 def test_captured_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str, compile: bool) -> None:
     decoder = load_decoder(save_variant(tmp_path, "llama"), torch.device("cuda"), getattr(torch, dtype))
     recording, plain = (Runner(decoder, compile=compile) for _ in range(2))
-    plain.graphs = None
+    plain.backend.graphs = None
     caches = [runner.new_cache(3, 1100) for runner in (recording, plain)]
     ids = torch.randint(3, 97, (3, 1100), generator=torch.Generator().manual_seed(1))
     starts = [3, 250, 1010]
@@ -96,9 +96,9 @@ def test_captured_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str,
             assert torch.equal(got.taps[1], want.taps[1])
         assert torch.equal(caches[0].data, caches[1].data)
         starts = [start + 1 + turn % 3 for start in starts]
-    assert recording.graphs is not None
-    assert recording.graphs.capturer is not None, "the capture failed"
-    assert any(entry is not None for entry in recording.graphs._kept[caches[0]].values())
+    assert recording.backend.graphs is not None
+    assert recording.backend.graphs.capturer is not None, "the capture failed"
+    assert any(entry is not None for entry in recording.backend.graphs._kept[caches[0]].values())
 
 
 def _options(drafter: str) -> dict[str, Any]:

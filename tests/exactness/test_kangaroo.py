@@ -79,7 +79,7 @@ def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
             max_batch=ROWS, max_length=512, policy="fixed",
         )  # fmt: skip
     engine: Any = engine_of(llm)
-    assert (engine.target._native is not None) == (by == "kernels")
+    assert engine.target.by_kernels == (by == "kernels")
     for name in ADAPTERS:
         adapter = load_adapter(folder / name, read_adapter(folder / name), engine.target)
         add(llm, Kangaroo(engine.target, engine.cache, adapter), name)

@@ -59,8 +59,8 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
             max_length=512,
             policy="fixed",
         )
-    runner = llm.loaded.runner
-    assert (runner._native is not None) == (by == "kernels")
+    runner: Any = llm.loaded.runner
+    assert runner.by_kernels == (by == "kernels")
     for name, skips in skips_of(llm.loaded.spec.layers).items():
         drafter = LayerSkip(runner, engine_of(llm).cache, skips)
         drafter.name = name
@@ -136,17 +136,20 @@ def test_any_layers_may_be_skipped(llm: LLM, plain: list[list[int]], data: st.Da
 @pytest.mark.parametrize("way", ["gathered", "recorded"])
 def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: list[list[int]], way: str) -> None:
     """Gathered, or replayed from recordings, of which each plan has its own."""
-    runner = llm.loaded.runner
-    if runner._native is not None:
+    runner: Any = llm.loaded.runner
+    if runner.by_kernels:
         pytest.skip("the kernels have one way")
     engine_of(llm).policy = Fixed(4)
-    runner.gathers, runner.graphs = way == "gathered", Graphs(Rerun()) if way == "recorded" else None
+    runner.backend.gathers, runner.backend.graphs = (
+        way == "gathered",
+        Graphs(Rerun()) if way == "recorded" else None,
+    )
     try:
         for shift in range(3):
             assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), plain)
-        assert runner.graphs is None or runner.graphs.capturer.replays > 0
+        assert runner.backend.graphs is None or runner.backend.graphs.capturer.replays > 0
     finally:
-        runner.gathers, runner.graphs = None, None
+        runner.backend.gathers, runner.backend.graphs = None, None
 
 
 @pytest.mark.parametrize("name", PLANS)

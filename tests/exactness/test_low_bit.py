@@ -167,8 +167,8 @@ def test_a_copy_that_drafts_where_it_has_committed_is_caught(
     """Its keys then stay in place of the target's."""
 
     def early(sound: Any) -> Any:
-        return lambda self, tokens, starts, *more: sound(
-            self, tokens, [max(0, at - 1) for at in starts], *more
+        return lambda self, inputs: sound(
+            self, replace(inputs, starts=[max(0, at - 1) for at in inputs.starts])
         )
 
     check_overwritten(llm, plain)

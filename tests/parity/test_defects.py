@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.model import attention, families, rope, rope_config, weights
-from foredraft.model.attention import Pass
+from foredraft.model import attention, families, forward_context, rope, rope_config, weights
 from foredraft.model.config import ConfigReader
-from foredraft.model.decoder import STEPS, Attention, Decoder, Layer
+from foredraft.model.decoder import EAGER_PARTS, Attention, Decoder, Layer
+from foredraft.model.forward_context import ForwardContext
 from foredraft.model.layers import RMSNorm
 from foredraft.model.rope import Rope
-from foredraft.model.runner import packed, passes
+from foredraft.model.runner import packed
 from foredraft.model.runner.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
@@ -115,10 +115,10 @@ def rotated_late(build: Function) -> Function:
 
     def spoilt(
         spec: ModelSpec, tables: dict[Rope, Tensor], cache: Any, shape: Any, starts: Any, *rest: Any
-    ) -> Pass:
+    ) -> ForwardContext:
         late = int(isinstance(starts, int) and starts > 0)
         later = {rope: table.roll(-late, 0) for rope, table in tables.items()}
-        made: Pass = build(spec, later, cache, shape, starts, *rest)
+        made: ForwardContext = build(spec, later, cache, shape, starts, *rest)
         return made
 
     return spoilt
@@ -129,7 +129,7 @@ def base_of_the_pass(build: Function) -> Function:
 
     def spoilt(
         spec: ModelSpec, tables: dict[Rope, Tensor], cache: Any, shape: Any, starts: Any, *rest: Any
-    ) -> Pass:
+    ) -> ForwardContext:
         end = (starts if isinstance(starts, int) else int(starts[0])) + shape.queries
 
         def of_the_end(own: Rope, table: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def base_of_the_pass(build: Function) -> Function:
             )
 
         tables = {own: of_the_end(own, table) for own, table in tables.items()}
-        made: Pass = build(spec, tables, cache, shape, starts, *rest)
+        made: ForwardContext = build(spec, tables, cache, shape, starts, *rest)
         return made
 
     return spoilt
@@ -180,15 +180,15 @@ def base_that_does_not_grow(dynamic_theta: Function) -> Function:
 # --- layers ---------------------------------------------------------------------------------------------
 
 
-def with_steps(**spoilers: Spoiler) -> Spoiler:
+def with_parts(**spoilers: Spoiler) -> Spoiler:
     """Spoil the position-wise parts of a layer."""
-    parts = {name: spoiler(getattr(STEPS, name)) for name, spoiler in spoilers.items()}
-    return lambda run: lambda *args: run(*args, steps=replace(STEPS, **parts))
+    parts = {name: spoiler(getattr(EAGER_PARTS, name)) for name, spoiler in spoilers.items()}
+    return lambda run: lambda *args: run(*args, parts=replace(EAGER_PARTS, **parts))
 
 
 def projected_with(change: Callable[[Attention], Attention]) -> Spoiler:
     """Project with other weights of an attention sub-layer."""
-    return with_steps(
+    return with_parts(
         project=lambda project: lambda spec, own, *rest: project(spec, change(own), *rest),
     )
 
@@ -213,9 +213,9 @@ def values_normed(project: Function) -> Function:
 def grouped_the_other_way(attend: Function) -> Function:
     """Attend with query head g * Hk + k in the place of head k * G + g."""
 
-    def spoilt(spec: ModelSpec, layer: int, qkv: Tensor, pass_: Pass) -> Tensor:
+    def spoilt(spec: ModelSpec, layer: int, qkv: Tensor, context: ForwardContext) -> Tensor:
         order = torch.arange(spec.heads).view(spec.groups, spec.kv_heads).T.flatten()
-        out: Tensor = attend(spec, layer, torch.cat([qkv[:, order], qkv[:, spec.heads :]], 1), pass_)
+        out: Tensor = attend(spec, layer, torch.cat([qkv[:, order], qkv[:, spec.heads :]], 1), context)
         return out
 
     return spoilt
@@ -272,7 +272,8 @@ def head_norms_without_offset(norm: Function) -> Function:
     return spoilt
 
 
-MASKS, TABLE, BUILD, RUN = attention.causal_masks, rope.rope_table, passes.build_pass, Decoder.run
+MASKS, TABLE = forward_context.causal_masks, rope.rope_table
+BUILD, RUN = forward_context.build_context, Decoder.run
 ROPE_OF, WINDOWS = ModelSpec.rope_of, families._windows
 MUTANTS = [
     defect("window one too wide", MASKS, WIDER, check(decoding_logits, "gemma2")),
@@ -315,7 +316,7 @@ MUTANTS = [
     defect(
         "embedding without its scale", Decoder.embed, embedded_without_scale, check(decoding_logits, "gemma2")
     ),
-    defect("post-norm left out", RUN, with_steps(finish=without_post_norm), check(decoding_logits, "gemma2")),
+    defect("post-norm left out", RUN, with_parts(finish=without_post_norm), check(decoding_logits, "gemma2")),
     defect(
         "query heads grouped the other way",
         attention.attend,
@@ -368,7 +369,7 @@ MUTANTS = [
         check(decoding_logits, "qwen3"),
     ),
     defect(
-        "values normed like keys", RUN, with_steps(project=values_normed), check(decoding_logits, "qwen3")
+        "values normed like keys", RUN, with_parts(project=values_normed), check(decoding_logits, "qwen3")
     ),
     defect(
         "norms of queries and keys without their offset",

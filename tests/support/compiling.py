@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.kernels import building, compilation, pool
-from foredraft.model.runner.native import check, linear, passes
+from foredraft.model.runner.native import backend, check, linear
 
 QUICK = "-O0"
 
@@ -37,6 +37,6 @@ def compile_anew(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> 
     assert command is not None
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *flags))
     built: ctypes.CDLL = compilation._build(command, folder / "kernels.so")
-    for module in (check, linear, passes, pool):
+    for module in (backend, check, linear, pool):
         monkeypatch.setattr(module, "library", lambda: built)
     monkeypatch.setattr("foredraft.kernels.vocab.library", lambda: built)

@@ -33,8 +33,8 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
 from foredraft.model.cache import Span
-from foredraft.model.decoder import Plan
-from foredraft.model.runner import Forward, FusedDraft, Resume, SamplingInputs
+from foredraft.model.plan import Plan
+from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, SamplingInputs
 
 CHECKSUMS = 3
 LEVELS = 3  # lower, upper, and one that is read for NaN alone
@@ -178,7 +178,7 @@ class Tabular:
         resume: Resume | None = None,
         taps: Seq[int] = (),
         at: Tensor | None = None,
-        exact: bool = True,
+        invariant: bool = True,
     ) -> Forward:
         self.passes += 1
         batch, width = tokens.shape
@@ -241,24 +241,21 @@ class Tabular:
     def draft(
         self,
         cache: TokenCache,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling_inputs: SamplingInputs | None = None,
+        inputs: DraftInputs,
         *,
-        allowed: Seq[Tensor | None] | None = None,
         plan: Plan | None = None,
         tap: int | None = None,
     ) -> FusedDraft | None:
         """Draft by the definition, a row and a step at a time."""
         if not self.loops:
             return None
+        lengths, sampling, allowed = inputs.lengths, inputs.sampling, inputs.allowed
         steps = max(lengths)
         drawn = torch.zeros(len(lengths), steps, dtype=torch.int64)
         finite = torch.zeros(len(lengths), steps, dtype=torch.bool)
-        probs = None if sampling_inputs is None else torch.zeros(len(lengths), steps, self.vocabulary)
+        probs = None if sampling is None else torch.zeros(len(lengths), steps, self.vocabulary)
         states = None if tap is None else torch.zeros(len(lengths), steps, WIDTH, dtype=torch.float64)
-        for row, (own, start, count) in enumerate(zip(tokens, starts, lengths, strict=True)):
+        for row, (own, start, count) in enumerate(zip(inputs.tokens, inputs.starts, lengths, strict=True)):
             for step in range(count):
                 taps = () if tap is None else (tap,)
                 forward = self.forward(
@@ -271,13 +268,11 @@ class Tabular:
                 at, mask = logits[:, -1:], None if allowed is None or step else allowed[row]
                 distribution, drawable = distribution_of(
                     at,
-                    SamplingTable.of([_params(sampling_inputs, row)], at.device),
+                    SamplingTable.of([_params(sampling, row)], at.device),
                     None if mask is None else mask[None, None],
                 )
                 key = Raced(
-                    torch.zeros(1, 1)
-                    if sampling_inputs is None
-                    else sampling_inputs.keys[row : row + 1, step : step + 1]
+                    torch.zeros(1, 1) if sampling is None else sampling.keys[row : row + 1, step : step + 1]
                 )
                 token = distribution.draw(lambda weights: Noise().pick(weights, key, DRAFT))  # noqa: B023
                 finite[row, step] = (drawable if mask is None else at.amax(-1).isfinite()).item()

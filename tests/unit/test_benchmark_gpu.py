@@ -18,7 +18,7 @@ import workload
 
 from foredraft.bench import machine as bench_machine
 from foredraft.bench.records import Bandwidth
-from foredraft.model.runner.shapes import FALLBACK
+from foredraft.model.runner.invariant_shapes import FALLBACK
 
 CPU = torch.device("cpu")
 TINY = random_model.SHAPES["tiny"]
@@ -79,7 +79,9 @@ def test_other_stages_run_after_a_failing_one(results: Path, monkeypatch: pytest
     assert ("passed" if torch.cuda.is_available() else "skipped") in stages["tests"]["summary"]
 
 
-def test_rows_are_limited_by_the_exact_shapes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_limited_by_the_batch_invariant_shapes(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Passes of at most 8 rows: wider ones and longer drafts are left out."""
     monkeypatch.setattr("foredraft.model.runner.runner.find_shapes", lambda *_: FALLBACK)
     options = [*SMALL, "--stages", "forwards,arranged-0.9", "--max-draft", "9"]

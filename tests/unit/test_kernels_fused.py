@@ -17,8 +17,9 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.kernels.vocab import KernelVocabOps
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.runner import FusedDraft, Runner
+from foredraft.model.decoder import Decoder
+from foredraft.model.plan import Plan
+from foredraft.model.runner import DraftInputs, FusedDraft, Runner
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 from tests.support.compiling import QUICK, compile_anew, plant
@@ -88,7 +89,7 @@ def fused(
 ) -> FusedDraft:
     table = SamplingTable.of(PARAMS, CPU)
     sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
-    drafted = runner.draft(cache, READ, STARTS, LENGTHS, sampling_inputs, allowed=allowed, plan=plan)
+    drafted = runner.draft(cache, DraftInputs(READ, STARTS, LENGTHS, sampling_inputs, allowed), plan=plan)
     assert drafted is not None
     return drafted
 
@@ -175,7 +176,7 @@ def test_tapped_states_are_those_of_single_steps(family: str, dtype: torch.dtype
     runner = Runner(decoder(family, dtype))
     cache, other = filled(runner), filled(runner)
     plain = fused(runner, filled(runner), sampled=False)
-    drafted = runner.draft(cache, READ, STARTS, LENGTHS, tap=1)
+    drafted = runner.draft(cache, DraftInputs(READ, STARTS, LENGTHS), tap=1)
     assert drafted is not None and drafted.states is not None
     assert torch.equal(drafted.tokens, plain.tokens)
     for row, count in enumerate(LENGTHS):
@@ -226,7 +227,7 @@ def test_a_draft_past_the_cache_is_refused() -> None:
     runner = Runner(decoder("llama", torch.float32))
     cache = runner.new_cache(1, 64)
     with pytest.raises(ValueError, match="64 positions"):
-        runner.draft(cache, [[1]], [cache.scratch - 1], [3])
+        runner.draft(cache, DraftInputs([[1]], [cache.scratch - 1], [3]))
 
 
 def check_all() -> None:

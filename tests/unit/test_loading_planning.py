@@ -175,7 +175,7 @@ def test_a_draft_step_costs_the_sub_layers_that_its_plan_keeps(
         def timed(*some: Any, plan: Any = None, forward: Any = forward, seen: Any = seen, **more: Any) -> Any:
             nonlocal now
             now += 7 if plan is None else 1 + sum((*plan.attention, *plan.mlp))
-            seen.add((plan is not None, more.get("exact", True)))
+            seen.add((plan is not None, more.get("invariant", True)))
             return forward(*some, plan=plan, **more)
 
         monkeypatch.setattr(runner, "forward", timed)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 from foredraft.model.runner import Forward, Resume, Runner
 from foredraft.model.runner.graphs import WARM_UP, CapturedGraph, CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.weights import load_decoder
@@ -46,7 +46,7 @@ class Pair:
     ) -> None:
         self.capturer = capturer or Rerun()
         self.captured, self.plain = runners
-        self.captured.graphs = Graphs(self.capturer, bound)
+        self.captured.backend.graphs = Graphs(self.capturer, bound)
         self.caches = [self.filled(runner) for runner in runners]
         self.layers = self.plain.decoder.spec.layers
 
@@ -108,7 +108,7 @@ def test_passes_of_any_kind_in_any_order(runners: tuple[Runner, Runner]) -> None
         lambda batch, width: {"stop": 1},
         lambda batch, width: {"plan": Plan.full(layers).without(attention=(1,))},
         lambda batch, width: {"plan": Plan.full(layers).without(mlp=(1,))},
-        lambda batch, width: {"exact": False},
+        lambda batch, width: {"invariant": False},
         lambda batch, width: {"idle": [False] + [dice.random() < 0.5 for _ in range(batch - 1)]},
         lambda batch, width: {"first_row": ROWS - batch},
         lambda batch, width: {
@@ -184,11 +184,11 @@ def test_an_error_of_the_caller_is_not_a_failed_capture(
 
 def test_prefill_and_ragged_passes_are_not_captured(runners: tuple[Runner, Runner]) -> None:
     pair = Pair(runners)
-    pair.captured.gathers = True
+    pair.captured.backend.gathers = True
     for _ in range(3):
         pair.captured.prefill(pair.caches[0], 0, [5, 6, 7], 0)
         pair.captured.forward(pair.caches[0], torch.ones(2, 3, dtype=torch.int64), [3, 3], counts=[3, 1])
-    pair.captured.gathers = None
+    pair.captured.backend.gathers = None
     assert pair.capturer.captures == 0
 
 
@@ -201,7 +201,7 @@ def test_each_cache_has_its_own_graphs_which_go_with_it(runners: tuple[Runner, R
             return CapturedGraph(lambda: None, body())
 
     pair = Pair(runners, Forgetful())
-    graphs = pair.captured.graphs
+    graphs = pair.captured.backend.graphs
     assert graphs is not None
     tokens = torch.ones(1, 1, dtype=torch.int64)
     for captures in (1, 2):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from foredraft.model import attention
 from foredraft.model.layers import Linear
+from foredraft.model.runner.invariant_shapes import FALLBACK, find_shapes
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
-from foredraft.model.runner.shapes import FALLBACK, find_shapes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint

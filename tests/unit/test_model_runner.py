@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 import foredraft
 from foredraft import SamplingParams, kernels, loading
 from foredraft.model import decoder as decoder_module
-from foredraft.model.decoder import Plan
+from foredraft.model.forward_context import PassInputs
 from foredraft.model.layers import Product, RowSpan, product
-from foredraft.model.runner import ExactShapes, Forward, Resume, Runner
-from foredraft.model.runner.body import Body, Bucket, Inputs
+from foredraft.model.plan import Plan
+from foredraft.model.runner import Forward, InvariantShapes, Resume, Runner
+from foredraft.model.runner.invariant_shapes import ANY_SHAPE, FALLBACK
 from foredraft.model.runner.ragged import COSTS, RaggedRule
-from foredraft.model.runner.shapes import FALLBACK, INEXACT
+from foredraft.model.runner.torch_backend import TorchBackend
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import reference_model, save_checkpoint, save_variant
 from tests.support.loaded import engine_of
@@ -54,7 +56,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(params=[False, True], ids=["padded", "ragged"])
 def case(made: Case, request: pytest.FixtureRequest) -> Case:
-    made.runner.gathers = request.param
+    made.runner.backend.gathers = request.param
     return made
 
 
@@ -181,22 +183,22 @@ def test_logits_are_computed_only_where_wanted(case: Case) -> None:
     assert case.runner.forward(case.cache, tokens, [BASE] * 3, want_logits=False).logits is None
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_idle_rows_are_finite_and_change_no_sequence(case: Case, exact: bool) -> None:
+@pytest.mark.parametrize("invariant", [True, False])
+def test_idle_rows_are_finite_and_change_no_sequence(case: Case, invariant: bool) -> None:
     full = logits(case.full())
     before = case.cache.data.clone()
     idle = [True, False, True]
     out = case.runner.forward(
-        case.cache, case.ids[:, BASE : BASE + 6], [BASE, BASE, 0], idle=idle, exact=exact
+        case.cache, case.ids[:, BASE : BASE + 6], [BASE, BASE, 0], idle=idle, invariant=invariant
     )
     assert logits(out).isfinite().all()
     assert case.cache.data.isfinite().all()
-    if exact:
+    if invariant:
         assert torch.equal(logits(out)[1], full[1])
     scratch = case.cache.scratch
     for row in (0, 2):
         assert torch.equal(case.cache.data[:, :, row, :, :scratch], before[:, :, row, :, :scratch])
-        if not case.runner.gathers:  # a ragged pass writes nothing for idle rows
+        if not case.runner.backend.gathers:  # a ragged pass writes nothing for idle rows
             assert not torch.equal(case.cache.data[:, :, row, :, scratch:], before[:, :, row, :, scratch:])
 
 
@@ -239,7 +241,7 @@ def test_a_ragged_pass_has_the_bits_of_the_padded_one(case: Case, counts: list[i
         for depth, tap in out.taps.items():
             assert torch.equal(tap[row, :count], full.taps[depth][row, :count])
         assert torch.equal(case.cache.data[:, :, row, :, :end], kept[:, :, row, :, :end])
-        if case.runner.gathers:
+        if case.runner.backend.gathers:
             assert torch.equal(case.cache.data[:, :, row, :, end:], before[:, :, row, :, end:])
     case.cache.data.copy_(kept)
 
@@ -274,7 +276,7 @@ def test_products_of_a_ragged_pass_have_the_real_columns_only(
 
     monkeypatch.setattr(decoder_module, "product", watching)
     case.runner.forward(case.cache, case.ids[:, :6], [BASE] * 3, counts=[6, 1, 2], idle=[False, False, True])
-    assert seen == ({7} if case.runner.gathers else {18})
+    assert seen == ({7} if case.runner.backend.gathers else {18})
 
 
 def test_the_ragged_rule_weighs_saved_rows_against_moves(case: Case) -> None:
@@ -294,15 +296,15 @@ def test_the_ragged_rule_weighs_saved_rows_against_moves(case: Case) -> None:
 
 def test_a_pass_is_ragged_where_the_rule_says_so(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ragged: list[bool] = []
-    body = Body.__call__
+    compute = TorchBackend._compute
 
-    def watching(self: Body, bucket: Bucket, inputs: Inputs) -> Forward:
+    def watching(self: TorchBackend, cache: Any, shape: Any, inputs: PassInputs) -> Forward:
         ragged.append(inputs.real is not None)
-        return body(self, bucket, inputs)
+        return compute(self, cache, shape, inputs)
 
-    monkeypatch.setattr(Body, "__call__", watching)
-    monkeypatch.setattr(case.runner, "gathers", None)
-    monkeypatch.setattr(case.runner, "_ragged_rule", RaggedRule(free_rows=4, min_saved=6))
+    monkeypatch.setattr(TorchBackend, "_compute", watching)
+    monkeypatch.setattr(case.runner.backend, "gathers", None)
+    monkeypatch.setattr(case.runner.backend, "_ragged_rule", RaggedRule(free_rows=4, min_saved=6))
     tokens = case.ids[:, :6]
     for counts, idle in (([6, 6, 0], None), ([6, 6, 1], None), ([6, 6, 6], [False, False, True])):
         case.runner.forward(case.cache, tokens, [BASE] * 3, counts=counts, idle=idle)
@@ -318,9 +320,9 @@ def test_loading_logs_in_one_line_how_passes_run(
     with caplog.at_level("INFO", "foredraft.loading.runners"):
         foredraft.load(folder, dtype="bfloat16", device="cpu", max_batch=1, max_length=512)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert line.startswith(f"{folder}: bfloat16 on cpu; packed weights; exact shapes: ")
+    assert line.startswith(f"{folder}: bfloat16 on cpu; packed weights; batch-invariant shapes: ")
     assert line.endswith(
-        "steps not compiled; no CUDA graphs; ragged passes where they save 241 rows beyond 8"
+        "layers not compiled; no CUDA graphs; ragged passes where they save 241 rows beyond 8"
         "; no kernels: for a test"
     )
 
@@ -330,7 +332,7 @@ def test_loading_logs_that_kernels_run(tmp_path: Path, caplog: pytest.LogCapture
     folder = save_checkpoint(tmp_path)
     with caplog.at_level("INFO", "foredraft.loading.runners"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
-    assert caplog.messages == [f"{folder}: float32 on cpu; C kernels, exact at any shape"]
+    assert caplog.messages == [f"{folder}: float32 on cpu; C kernels, batch-invariant at any shape"]
 
 
 def test_the_log_says_why_weights_are_not_packed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,16 +352,19 @@ def test_the_log_says_why_weights_are_not_packed(case: Case, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("shapes", "expected"),
     [
-        (INEXACT, "any shape, not deterministic"),
+        (ANY_SHAPE, "any shape, not deterministic"),
         (
             FALLBACK,
             "one shape for all passes, because no two agree: 8 columns, 8 to 8 rows by 8, lengths by 1024,"
             " attention row by row",
         ),
-        (ExactShapes((1, 8), 1, 64, 256), "exact shapes: 1, 8 columns, 1 to 64 rows, lengths by 256"),
+        (
+            InvariantShapes((1, 8), 1, 64, 256),
+            "batch-invariant shapes: 1, 8 columns, 1 to 64 rows, lengths by 256",
+        ),
     ],
 )
-def test_shapes_are_described_for_the_log(shapes: ExactShapes, expected: str) -> None:
+def test_shapes_are_described_for_the_log(shapes: InvariantShapes, expected: str) -> None:
     assert str(shapes) == expected
 
 
@@ -370,11 +375,11 @@ def test_an_all_idle_batch_is_refused(case: Case) -> None:
 
 def test_inexact_passes_are_close_to_exact_ones(case: Case) -> None:
     full = logits(case.full())
-    loose = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, exact=False)
+    loose = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, invariant=False)
     torch.testing.assert_close(logits(loose), full, rtol=1e-4, atol=1e-4)
 
 
-def test_a_runner_without_exact_shapes_is_close(case: Case) -> None:
+def test_a_runner_without_batch_invariant_shapes_is_close(case: Case) -> None:
     runner = Runner(case.runner.decoder, deterministic=False)
     cache = runner.new_cache(3, 200)
     for row in range(3):
@@ -412,10 +417,12 @@ def test_a_pass_may_end_in_the_slack_and_not_beyond(case: Case) -> None:
 
 def test_too_many_columns_are_refused(case: Case) -> None:
     tokens = case.ids.repeat(1, 5)[:1]
-    with pytest.raises(ValueError, match=f"exceed the widest exact pass \\({case.runner.max_queries}\\)"):
+    with pytest.raises(
+        ValueError, match=f"exceed the widest batch-invariant pass \\({case.runner.max_queries}\\)"
+    ):
         case.runner.forward(case.cache, tokens[:, : case.runner.max_queries + 1], [0])
     with pytest.raises(ValueError, match="slack of 256"):
-        case.runner.forward(case.cache, tokens[:, :257], [0], exact=False)
+        case.runner.forward(case.cache, tokens[:, :257], [0], invariant=False)
 
 
 def test_float16_gives_the_same_ids_with_and_without_drafts(tmp_path: Path) -> None:

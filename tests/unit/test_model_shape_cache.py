@@ -1,4 +1,4 @@
-"""The cache of exact shapes: which circumstances share a result, and which files are not believed.
+"""The cache of batch-invariant shapes: which circumstances share a result, and which files are not believed.
 
 These tests fail where the key lacks the threads, the dtype or the code, where shapes are accepted that probing
 cannot find, and where the fallback is kept.
@@ -18,14 +18,14 @@ import torch
 import foredraft
 from foredraft import loading
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner import ExactShapes, cached_shapes, probe_shapes, shape_cache
-from foredraft.model.runner.shapes import FALLBACK
+from foredraft.model.runner import InvariantShapes, cached_shapes, probe_shapes, shape_cache
+from foredraft.model.runner.invariant_shapes import FALLBACK
 from foredraft.model.weights import load_decoder
 from tests.support.cache_files import replace_document
 from tests.support.checkpoints import save_checkpoint
 
 CPU = torch.device("cpu")
-FOUND = ExactShapes((1, 2, 8, 64), row_low=4, row_high=64, length_quantum=256, row_step=4, apart=True)
+FOUND = InvariantShapes((1, 2, 8, 64), row_low=4, row_high=64, length_quantum=256, row_step=4, apart=True)
 
 
 @pytest.fixture
@@ -40,15 +40,15 @@ def outline(tmp_path: Path) -> Decoder:
 
 
 class Probe:
-    def __init__(self, finds: ExactShapes = FOUND) -> None:
+    def __init__(self, finds: InvariantShapes = FOUND) -> None:
         self.finds, self.calls = finds, 0
 
-    def __call__(self, outline: Decoder, device: torch.device) -> ExactShapes:
+    def __call__(self, outline: Decoder, device: torch.device) -> InvariantShapes:
         self.calls += 1
         return self.finds
 
 
-def shapes_and_probes(outline: Decoder, finds: ExactShapes = FOUND) -> tuple[ExactShapes, int]:
+def shapes_and_probes(outline: Decoder, finds: InvariantShapes = FOUND) -> tuple[InvariantShapes, int]:
     """Return the cached shapes, and how often they were probed."""
     probe = Probe(finds)
     return cached_shapes(outline, CPU, probe), probe.calls
@@ -177,14 +177,14 @@ def test_the_fallback_is_not_kept(outline: Decoder, folder: Path) -> None:
 def test_loading_twice_probes_once_and_confirms_twice(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from foredraft.model.runner import shapes
+    from foredraft.model.runner import invariant_shapes
 
     probes: list[Any] = []
     confirmed: list[Any] = []
-    confirm = shapes._confirmed_buckets
+    confirm = invariant_shapes._confirmed_buckets
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(loading.runners, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
-    monkeypatch.setattr(shapes, "_confirmed_buckets", lambda *a: confirmed.append(a) or confirm(*a))
+    monkeypatch.setattr(invariant_shapes, "_confirmed_buckets", lambda *a: confirmed.append(a) or confirm(*a))
     model = save_checkpoint(tmp_path / "model")
     found = [
         foredraft.load(model, device="cpu", max_batch=1, max_length=512).loaded.runner.shapes

@@ -1,4 +1,4 @@
-"""Exact shapes: a column's bits do not depend on its pass, and the self-check keeps only shapes that agree.
+"""Batch-invariant shapes: a column's bits do not depend on its pass, and the self-check keeps only shapes that agree.
 
 These tests fail where the row span, the length quantum or the query bucket (float32) is not applied; where the
 self-check keeps every shape; where it probes ordinary products though the model's are packed, a transposed shape,
@@ -24,11 +24,17 @@ from foredraft.errors import CheckpointError
 from foredraft.model import attention
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear, Product, RowSpan, product
-from foredraft.model.runner import ExactShapes, Runner
-from foredraft.model.runner import shapes as shapes_module
+from foredraft.model.runner import InvariantShapes, Runner
+from foredraft.model.runner import invariant_shapes as shapes_module
+from foredraft.model.runner.invariant_shapes import (
+    ANY_SHAPE,
+    FALLBACK,
+    QUERY_COUNTS,
+    find_shapes,
+    probe_shapes,
+)
 from foredraft.model.runner.packed import PackedLinear, _packed, pack
 from foredraft.model.runner.probes import ProductProbe
-from foredraft.model.runner.shapes import FALLBACK, INEXACT, QUERY_COUNTS, find_shapes, probe_shapes
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint, save_variant
 
@@ -144,7 +150,7 @@ def test_prefill_has_the_same_bits_in_any_row(runner: Runner) -> None:
     assert torch.equal(kept[0], kept[1])
 
 
-def test_this_machine_has_exact_shapes(runner: Runner) -> None:
+def test_this_machine_has_batch_invariant_shapes(runner: Runner) -> None:
     """The other tests prove little on a machine where only the fallback holds."""
     found = runner.shapes
     assert found.found
@@ -154,14 +160,14 @@ def test_this_machine_has_exact_shapes(runner: Runner) -> None:
 
 
 def test_passes_are_padded_to_buckets_and_quanta() -> None:
-    shapes = ExactShapes((4, 8, 16), row_low=4, row_high=16, length_quantum=512)
+    shapes = InvariantShapes((4, 8, 16), row_low=4, row_high=16, length_quantum=512)
     assert [shapes.queries(width, 1) for width in (1, 4, 5, 16)] == [4, 4, 8, 16]
     assert [shapes.length(positions) for positions in (1, 512, 513)] == [512, 512, 1024]
     assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # 1 x 2 rows are below row_low
     assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 4) == 1
     assert replace(shapes, query_buckets=(1, 2), row_low=9).queries(1, 1) == 1  # the products pad the row
-    assert INEXACT.queries(37, 1) == 37
-    assert INEXACT.span is None
+    assert ANY_SHAPE.queries(37, 1) == 37
+    assert ANY_SHAPE.span is None
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9, 15, 16, 17, 40])
@@ -381,7 +387,7 @@ def test_layers_that_differ_in_batches_attend_row_by_row(
 def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[torch.device] = []
 
-    def watching(outline: Decoder, device: torch.device) -> ExactShapes:
+    def watching(outline: Decoder, device: torch.device) -> InvariantShapes:
         assert outline.device.type == "meta"
         probed.append(device)
         return probe_shapes(outline, device)

@@ -20,7 +20,8 @@ from foredraft.bench.records import Spread
 from foredraft.cli.tune import lines
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
+from foredraft.model.runner import DraftInputs
 from foredraft.ngrams import repeated
 from foredraft.pages import drawing
 from foredraft.pages.tuning import tuning_page as page
@@ -328,14 +329,14 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
 
 @pytest.mark.parametrize("exit", [1, 2])
 def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps run the layers below the exit, in one call of the kernels or each at an exact shape; the verifying
+    """The steps run the layers below the exit, in one call of the kernels or each at a batch-invariant shape; the verifying
     pass resumes there and knows the states of all columns but the last."""
     runner = llm.loaded.runner
     forward, calls = runner.forward, []
 
     def seen(cache: Any, tokens: Any, starts: Any, *, resume: Any = None, **options: Any) -> Any:
         known = None if resume is None else (resume.depth, resume.known, resume.hidden.shape[1])
-        calls.append((tokens.shape[1], known, options.get("plan"), options.get("exact", True)))
+        calls.append((tokens.shape[1], known, options.get("plan"), options.get("invariant", True)))
         return forward(cache, tokens, starts, resume=resume, **options)
 
     monkeypatch.setattr(runner, "forward", seen)
@@ -367,22 +368,14 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     steps = 0
     forward = runner.forward
 
-    def draft(
-        cache: Any,
-        tokens: Any,
-        starts: Any,
-        most: list[int],
-        sampling_inputs: Any = None,
-        *_: Any,
-        **more: Any,
-    ) -> Any:
-        calls.append((most, sampling_inputs is not None))
+    def draft(cache: Any, inputs: DraftInputs, **more: Any) -> Any:
+        calls.append((inputs.lengths, inputs.sampling is not None))
         return object() if fused else None
 
-    def stepped(*given: Any, exact: bool = True, **options: Any) -> Any:
+    def stepped(*given: Any, invariant: bool = True, **options: Any) -> Any:
         nonlocal steps
-        steps += not exact
-        return forward(*given, exact=exact, **options)
+        steps += not invariant
+        return forward(*given, invariant=invariant, **options)
 
     monkeypatch.setattr(runner, "draft", draft)
     monkeypatch.setattr(runner, "forward", stepped)

@@ -33,12 +33,12 @@ from foredraft.verify import DistributionTest, Options, Report, run, verify
 from foredraft.verify.always import DraftsAlways
 from foredraft.verify.cells import Cells
 from foredraft.verify.defects import DEFECTS as PLANTED
-from foredraft.verify.distribution_tests import DistributionPlan, run_test
+from foredraft.verify.distribution_tests import DistributionCheck, run_test
 from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.planting import planted
 from foredraft.verify.prompt_choice import PROBES, choose_cases
 from foredraft.verify.records import TextRun
-from foredraft.verify.run import FAMILY_LEVEL, _affordable, _plans
+from foredraft.verify.run import FAMILY_LEVEL, _affordable, _checks
 from foredraft.verify.sampler import BATCH, TARGET, TREE_WIDTHS, Sampler, SamplingCase
 from foredraft.verify.settings import SETTINGS
 from tests.support.checkpoints import save_checkpoint
@@ -158,8 +158,8 @@ def test_without_a_seed_each_run_draws_one_and_reports_it(llm: LLM) -> None:
 def test_without_a_distance_the_tests_detect_what_a_few_minutes_can(seconds: float, distance: float) -> None:
     """The time of the samples that chose the prompts decides: about 47,000 samples detect 0.03, 4,300 0.1."""
     case = SamplingCase(0, PROMPTS[0], SamplingParams(drafter="draft-model"))
-    plans = _plans([case] * len(SETTINGS), "draft-model", Options())
-    assert _affordable(plans, seconds) == distance
+    checks = _checks([case] * len(SETTINGS), "draft-model", Options())
+    assert _affordable(checks, seconds) == distance
 
 
 def test_the_users_number_of_samples_does_not_lower_what_they_must_detect(
@@ -175,7 +175,7 @@ def test_nothing_of_a_single_sample_is_kept(llm: LLM) -> None:
     """What stays of each sample would pin memory between the tables over a large vocabulary."""
     plain = PlainTarget(llm.loaded, 60)
     params = SamplingParams(drafter="draft-model", acceptance="speculative")
-    plan = DistributionPlan(
+    check = DistributionCheck(
         SamplingCase(0, PROMPTS[0], params),
         "speculative",
         SETTINGS[0],
@@ -189,7 +189,7 @@ def test_nothing_of_a_single_sample_is_kept(llm: LLM) -> None:
         gc.collect()
         alive.append(sum(type(each) is Stats for each in gc.get_objects()))
 
-    run_test(Sampler(llm, 3), plain, plan, lambda cells: 3 * BATCH, progress)
+    run_test(Sampler(llm, 3), plain, check, lambda cells: 3 * BATCH, progress)
     assert alive[-1] - alive[0] <= BATCH + 1  # those of the last call, and their sum
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.decoder import Plan
-from foredraft.model.runner import Forward, FusedDraft, Resume, Runner, SamplingInputs
+from foredraft.model.plan import Plan
+from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
 
 __all__ = ["DraftPass", "Drafter", "Guesser", "Peek", "Stepper"]
 
@@ -44,7 +44,7 @@ class DraftPass:
         runner: Runs the passes.
         plan: Sub-layers to run; None runs all of them.
         tap: The depth from which the verifying pass resumes. The passes then return the states that enter it,
-            and keep to exact shapes. None: it does not resume.
+            and keep to batch-invariant shapes. None: it does not resume.
     """
 
     runner: Runner
@@ -65,22 +65,12 @@ class DraftPass:
         """Run one draft step; arguments as `Runner.forward`."""
         return self.runner.forward(
             cache, tokens, starts, first_row=first_row, idle=idle, counts=counts, at=at, plan=self.plan,
-            taps=() if self.tap is None else (self.tap,), exact=self.tap is not None,
+            taps=() if self.tap is None else (self.tap,), invariant=self.tap is not None,
         )  # fmt: skip
 
-    def fused(
-        self,
-        cache: CacheLayers,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling: SamplingInputs | None = None,
-        allowed: Seq[Tensor | None] | None = None,
-    ) -> FusedDraft | None:
+    def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
         """Run all steps of a draft in one call, as `Runner.draft`; None where the steps have to be single."""
-        return self.runner.draft(
-            cache, tokens, starts, lengths, sampling, allowed=allowed, plan=self.plan, tap=self.tap
-        )
+        return self.runner.draft(cache, inputs, plan=self.plan, tap=self.tap)
 
 
 class Drafter:
@@ -170,22 +160,8 @@ class Stepper(Drafter):
         """
         raise NotImplementedError
 
-    def fused_draft(
-        self,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling: SamplingInputs | None,
-        allowed: Seq[Tensor | None] | None = None,
-    ) -> FusedDraft | None:
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
         """Take all steps of a round in one call: the same draws as the draft loop, by the same noise.
-
-        Args:
-            tokens: Tokens that each row reads first.
-            starts: Position of each row's first token.
-            lengths: [B] tokens to draft; 0 in rows that do not draft.
-            sampling: Parameters and noise of the draws; None drafts the argmax.
-            allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
 
         Returns:
             The draft, or None where this drafter has to take single steps.
@@ -193,7 +169,10 @@ class Stepper(Drafter):
         return None
 
     def resume(self) -> Resume | None:
-        """Return, once, the target's states that the steps of a draft computed at exact shapes, if any."""
+        """Return, once, the states of the target that the steps of a draft computed, if these resume.
+
+        The steps then keep to batch-invariant shapes.
+        """
         return None
 
 

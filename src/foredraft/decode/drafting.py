@@ -25,7 +25,7 @@ from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import distribution_of
 from foredraft.model.device import upload
-from foredraft.model.runner import Resume
+from foredraft.model.runner import DraftInputs, Resume
 
 __all__ = ["DraftTools", "propose"]
 
@@ -153,7 +153,8 @@ def _fused_draft(
             return None
         if tools.temperature != 1:
             sampling = replace(sampling, temperature=sampling.temperature * tools.temperature)
-    fused = FusedDrafting(drafter, first_inputs, starts, budgets, sampling, _walks(budgets, inputs))
+    own = DraftInputs(first_inputs, starts, budgets, sampling)
+    fused = FusedDrafting(drafter, own, _walks(budgets, inputs))
     return fused.all_steps() or fused.single_steps()
 
 

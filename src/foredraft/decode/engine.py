@@ -1,6 +1,6 @@
 """The engine: the round, over a batch.
 
-    plan → draft → one forward over [pending, *draft] of every row → accept → commit
+    choose → draft → one forward over [pending, *draft] of every row → accept → commit
 
 Batch 1 is B = 1 and plain decoding is K = 0; neither is another path. Before each round the cache of every
 sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting a length. The host reads the
@@ -22,13 +22,13 @@ import torch
 from foredraft.decode.accept import SurpriseLimit, Verdict, accept
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.draft_choice import choose_drafts, has_drafters
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.faults import nonfinite_message, reset_drafter
 from foredraft.decode.jump_forward import JUMP_FORWARD, JumpForward
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.observer import SILENT, Observer
-from foredraft.decode.planning import has_drafters, plan_drafts
 from foredraft.decode.policy import ByRequest, Policy
 from foredraft.decode.prefill import prefill_chunk
 from foredraft.decode.prefix_cache import PrefixCache
@@ -220,7 +220,7 @@ class Engine:
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends, self.vocab_ops)
-        budgets, drafters = plan_drafts(sequences, idle, self.drafters, policy, self.target.max_queries)
+        budgets, drafters = choose_drafts(sequences, idle, self.drafters, policy, self.target.max_queries)
         return self.round_inputs(
             sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device
         )

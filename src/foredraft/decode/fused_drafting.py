@@ -6,7 +6,7 @@ one call turns out to be what masks at every step would have given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from foredraft.decode.constraint import Walks
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, lengths_tensor, pad_rows
 from foredraft.decode.drafter import Stepper
-from foredraft.model.runner import SamplingInputs
+from foredraft.model.runner import DraftInputs
 
 __all__ = ["FusedDrafting"]
 
@@ -28,40 +28,36 @@ class FusedDrafting:
 
     Attributes:
         drafter: The drafter.
-        first_inputs: Tokens that each row reads first.
-        starts: The position of the first of them.
-        budgets: [B] tokens to draft at most.
-        sampling: Parameters and noise of the draws; None drafts the argmax.
+        inputs: What each row reads first, and drafts at most; no token is masked.
         walks: Constraints along the drafts; None without any.
     """
 
     drafter: Stepper
-    first_inputs: list[list[int]]
-    starts: list[int]
-    budgets: list[int]
-    sampling: SamplingInputs | None
+    inputs: DraftInputs
     walks: Walks | None
 
     def all_steps(self) -> Draft | None:
         """Return the draft by one call; None also where a mask of a later step would change a draw."""
-        walks, masks = self.walks, None
+        walks, inputs = self.walks, self.inputs
+        budgets, samples = inputs.lengths, inputs.sampling is not None
         if walks is not None:
             if walks.narrow:
                 return None
             masks = walks.allowed()
-            if self.sampling is not None and any(mask is not None for mask in masks):
+            if samples and any(mask is not None for mask in masks):
                 return None
-        fused = self.drafter.fused_draft(self.first_inputs, self.starts, self.budgets, self.sampling, masks)
+            inputs = replace(inputs, allowed=masks)
+        fused = self.drafter.fused_draft(inputs)
         if fused is None:
             return None
         lengths, nonfinite = list[int](), list[bool]()
         for row, (tokens, finite, budget) in enumerate(
-            zip(fused.tokens.tolist(), fused.finite.tolist(), self.budgets, strict=True)
+            zip(fused.tokens.tolist(), fused.finite.tolist(), budgets, strict=True)
         ):
             length, goes_on = 0, True
             while goes_on and length < budget and finite[length] and tokens[length] >= 0:
                 mask = None if walks is None else walks.mask(row)
-                if mask is not None and (self.sampling is not None or not bool(mask[tokens[length]])):
+                if mask is not None and (samples or not bool(mask[tokens[length]])):
                     assert walks is not None
                     walks.undo()
                     self.drafter.resume()  # of a draft that is taken back
@@ -73,24 +69,25 @@ class FusedDrafting:
         if walks is not None:
             walks.undo()
         tokens = fused.tokens[:, : max(lengths)]
-        if lengths != self.budgets:
+        if lengths != budgets:
             beyond = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
             tokens = tokens.masked_fill(beyond, 0)
         return self._draft(tokens, fused.probs, lengths, nonfinite)
 
     def single_steps(self) -> Draft | None:
         """Return the draft by one call a step."""
-        walks = self.walks
+        walks, inputs, budgets = self.walks, self.inputs, self.inputs.lengths
         if walks is None:
             return None
-        drafts: list[list[int]] = [[] for _ in self.budgets]
-        nonfinite = [False] * len(self.budgets)
+        drafts: list[list[int]] = [[] for _ in budgets]
+        nonfinite = [False] * len(budgets)
         columns: list[Tensor] = []
-        going = [budget > 0 for budget in self.budgets]
-        tokens, starts = self.first_inputs, self.starts
-        for j in range(max(self.budgets)):
-            sampling = None if self.sampling is None else self.sampling.step(j)
-            fused = self.drafter.fused_draft(tokens, starts, list(map(int, going)), sampling, walks.allowed())
+        going = [budget > 0 for budget in budgets]
+        tokens, starts = inputs.tokens, inputs.starts
+        for j in range(max(budgets)):
+            sampling = None if inputs.sampling is None else inputs.sampling.step(j)
+            step = DraftInputs(tokens, starts, list(map(int, going)), sampling, walks.allowed())
+            fused = self.drafter.fused_draft(step)
             if fused is None:
                 walks.undo()
                 return None
@@ -102,7 +99,7 @@ class FusedDrafting:
                     nonfinite[row] = not finite
                     drawn = finite and token >= 0
                     drafts[row] += [token] * drawn
-                    going[row] = drawn and j + 1 < self.budgets[row] and walks.goes_on(row, token)
+                    going[row] = drawn and j + 1 < budgets[row] and walks.goes_on(row, token)
             if not any(going):
                 break
             starts = [start + len(own) for start, own in zip(starts, tokens, strict=True)]

@@ -4,9 +4,9 @@ A library may fail in a constraint, and in the tokenizer while it decodes the te
 the error as `failed` and answer without the library from then on. The engine discards what the round decided
 for the row, and ends the sequence with the error. What is no fault, such as Ctrl-C, passes through.
 
-The round asks constraints in many places: while it plans, drafts, verifies and commits. So `Guarded` catches
-their errors in one place. A constraint that has failed forces nothing, goes no further along a draft, and
-masks nothing, so that every distribution of the round stays finite.
+The round asks constraints in many places: while it chooses, drafts, verifies and commits. So `Guarded`
+catches their errors in one place. A constraint that has failed forces nothing, goes no further along a draft,
+and masks nothing, so that every distribution of the round stays finite.
 """
 
 from __future__ import annotations

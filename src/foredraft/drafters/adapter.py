@@ -22,7 +22,7 @@ from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes, NativeLinear, pack_native
+from foredraft.model.runner.native import is_native, pack_native
 from foredraft.model.runner.packed import pack
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.spec import ModelSpec
@@ -60,7 +60,7 @@ class Adapter:
         if self.vocabulary is not None:
             spec = replace(spec, vocab_size=len(self.vocabulary))
             ids = torch.tensor(self.vocabulary, device=whole.device)
-            if isinstance(head, NativeLinear | NativeCodes):
+            if is_native(head):
                 rows = head.rows(ids)
             elif spec.tied:  # a head that oneDNN packs is copied to be read
                 rows = whole.embedding_rows(ids)

@@ -8,14 +8,12 @@ translates ids both ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.vocabulary import VocabularyMap
-from foredraft.model.runner import FusedDraft, Runner, SamplingInputs, next_chunk
+from foredraft.model.runner import DraftInputs, FusedDraft, Runner, next_chunk
 
 __all__ = ["DraftModel"]
 
@@ -81,19 +79,13 @@ class DraftModel(Stepper):
         logits = forward.logits[:, 0]
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 
-    def fused_draft(
-        self,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling: SamplingInputs | None,
-        allowed: Seq[Tensor | None] | None = None,
-    ) -> FusedDraft | None:
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
         if self.vocabulary is not None:
             return None
-        draft = self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling, allowed)
+        draft = self.draft_pass.fused(self.cache, inputs)
         if draft is not None:
-            for row, (start, own, length) in enumerate(zip(starts, tokens, lengths, strict=True)):
+            rows = zip(inputs.starts, inputs.tokens, inputs.lengths, strict=True)
+            for row, (start, own, length) in enumerate(rows):
                 if length:
                     self._stepped[row] = start + len(own) + length - 1
         return draft

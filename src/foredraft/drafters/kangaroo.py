@@ -14,7 +14,6 @@ the next draft, which reads those of all rows together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +25,7 @@ from foredraft.drafters.adapter import Adapter, adapter_spec
 from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs
+from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
 
 __all__ = ["Kangaroo"]
 
@@ -99,21 +98,15 @@ class Kangaroo(Stepper):
         logits = forward.logits[:, 0]
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 
-    def fused_draft(
-        self,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling: SamplingInputs | None,
-        allowed: Seq[Tensor | None] | None = None,
-    ) -> FusedDraft | None:
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
         if self.vocabulary is not None:
             return None
+        lengths = inputs.lengths
         self._read_waiting(waiting for waiting in self._waiting.values() if lengths[waiting.sequence.row])
-        draft = self.draft_pass.fused(self._layers, tokens, starts, lengths, sampling, allowed)
+        draft = self.draft_pass.fused(self._layers, inputs)
         if draft is not None:
             self._known.add_fused(draft, lengths)
-            steps = enumerate(zip(starts, lengths, strict=True))
+            steps = enumerate(zip(inputs.starts, lengths, strict=True))
             self._stepped |= {row: start + length for row, (start, length) in steps if length}
         return draft
 
@@ -175,7 +168,7 @@ class Kangaroo(Stepper):
             counts=counts,
             resume=Resume(self.adapter.depth, hidden, counts),
             want_logits=False,
-            exact=False,
+            invariant=False,
         )
         for row, each in by_row.items():
             self.cache.lengths[row] = each.start + each.count

@@ -6,12 +6,11 @@ length, where the verifying pass overwrites them in every layer before any layer
 
 Early exit (LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710) runs the first layers whole, then norm and
 head. The verifying pass computes the same states there, so it resumes from the draft's: only the last drafted
-token, which no step read, still goes through these layers. For that the draft's passes keep to exact shapes.
+token, which no step read, still goes through these layers. For that the draft's passes keep to
+batch-invariant shapes.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from foredraft.decode.sequence import Sequence
 from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.skips import Skips
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs
+from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
 
 __all__ = ["LayerSkip"]
 
@@ -61,17 +60,10 @@ class LayerSkip(Stepper):
         assert forward.logits is not None
         return forward.logits[:, 0]
 
-    def fused_draft(
-        self,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling: SamplingInputs | None,
-        allowed: Seq[Tensor | None] | None = None,
-    ) -> FusedDraft | None:
-        draft = self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling, allowed)
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
+        draft = self.draft_pass.fused(self.cache, inputs)
         if draft is not None and self._known is not None:
-            self._known.add_fused(draft, lengths)
+            self._known.add_fused(draft, inputs.lengths)
         return draft
 
     def resume(self) -> Resume | None:

@@ -11,7 +11,6 @@ overwrites them in every layer before any layer attends there. Sub-layers can be
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from torch import Tensor
@@ -23,7 +22,7 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Product
-from foredraft.model.runner import FusedDraft, Runner, SamplingInputs
+from foredraft.model.runner import DraftInputs, FusedDraft, Runner
 from foredraft.model.runner.native import code_native
 
 __all__ = ["LowBit", "low_bit_copy"]
@@ -66,15 +65,8 @@ class LowBit(Stepper):
         assert logits is not None
         return logits[:, 0]
 
-    def fused_draft(
-        self,
-        tokens: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        sampling: SamplingInputs | None,
-        allowed: Seq[Tensor | None] | None = None,
-    ) -> FusedDraft | None:
-        return self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling, allowed)
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
+        return self.draft_pass.fused(self.cache, inputs)
 
 
 def low_bit_copy(target: Runner, bits: int) -> Runner:

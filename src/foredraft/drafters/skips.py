@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foredraft.errors import ConfigError
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 
 __all__ = ["Skips", "is_skips"]
 

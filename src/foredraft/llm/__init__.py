@@ -51,7 +51,7 @@ class LLM:
         default_params: The parameters of requests without their own, from generation_config.json.
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
         max_length: Prompt and new tokens of one request together, at most.
-        deterministic: Whether the target's forwards keep to exact shapes.
+        deterministic: Whether the target's forwards keep to batch-invariant shapes.
         profile_seconds: What measuring the costs of this machine took while loading; 0 where they were known.
     """
 

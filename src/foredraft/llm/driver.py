@@ -23,8 +23,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from foredraft.decode.draft_choice import has_drafters
 from foredraft.decode.engine import Engine
-from foredraft.decode.planning import has_drafters
 from foredraft.decode.sequence import Sequence, State
 from foredraft.errors import RequestError
 from foredraft.forks import check_process

@@ -87,7 +87,8 @@ def make_runner(
 ) -> Runner:
     """Load the weights of one model.
 
-    The probes for exact shapes end before the weights are read, so their memory is never held at once.
+    The probes for batch-invariant shapes end before the weights are read, so their memory is never held at
+    once.
     """
     folder, dtype = checkpoint.folder, checkpoint.dtype
     outline = load_decoder(folder, "meta", dtype)  # checks names and shapes, and reads no value

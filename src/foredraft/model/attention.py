@@ -1,9 +1,8 @@
 """Grouped-query attention over the KV cache, with causal and sliding-window masks.
 
-Contract: a frozen `Pass` holds everything that a forward needs besides the weights; rotations and masks are
-computed once per pass, not once per layer. Query heads that share a key head are folded into the query axis,
-so keys are read once and never expanded. The query at position i sees the keys at positions up to i and, in a
-layer with window w, only the last w of them.
+Contract: a `ForwardContext` holds everything that attention needs besides queries, keys and values. Query
+heads that share a key head are folded into the query axis, so keys are read once and never expanded. The
+query at position i sees the keys at positions up to i and, in a layer with window w, only the last w of them.
 
 Soft-capped scores (Gemma 2, arXiv:2408.00118) are computed step by step; all others use PyTorch's
 `scaled_dot_product_attention`. On CPUs the weighted sum of soft-capped attention is taken in pieces of a
@@ -13,134 +12,54 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.cache import CacheLayers
-from foredraft.model.layers import RowSpan, soft_cap
+from foredraft.model.forward_context import ForwardContext, at_columns
+from foredraft.model.layers import soft_cap
 from foredraft.model.spec import ModelSpec
 
 PIECE = 256  # positions of one product in a weighted sum; attended lengths are multiples of it
-Rotation = tuple[Tensor, ...]  # cosines and signed sines of every column, [N, 1, D] each
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """The inputs of one forward that all its layers share.
-
-    The forward has B rows of T queries. It computes N columns: all B * T, or only the `real` ones of a ragged
-    batch.
-
-    Attributes:
-        cache: The cache that holds the keys and values.
-        first_row: The first of the B cache rows.
-        batch: B.
-        queries: T.
-        length: L, the positions that are attended.
-        rotary: The rotation of every column, by the window of the layer.
-        masks: The additive mask [B, 1, T * G, L] of 0 and -inf, by the window of the layer.
-        write: Where a layer stores keys and values: flat indices, or the slice of positions of a single row.
-        real: The columns b * T + t that are computed, [N]; None computes all.
-        span: The row counts at which products are exact; None allows any.
-        apart: Attend row by row, because the attention kernel's bits depend on the batch size.
-    """
-
-    cache: CacheLayers
-    first_row: int
-    batch: int
-    queries: int
-    length: int
-    rotary: Mapping[int | None, Rotation]
-    masks: Mapping[int | None, Tensor]
-    write: Tensor | slice
-    real: Tensor | None
-    span: RowSpan | None
-    apart: bool
-
-
-def causal_masks(
-    spec: ModelSpec, positions: Tensor, length: int, dtype: torch.dtype
-) -> dict[int | None, Tensor]:
-    """Return the additive attention masks of a pass, one per distinct window.
-
-    A query past the attended length (padding, an idle row) is treated as the last position. So every query
-    sees at least one key: the softmax of a row of -inf would be NaN, and NaN in the cache outlives the pass.
-
-    Args:
-        spec: The model.
-        positions: The position of every query, [B, T].
-        length: L, the positions that are attended.
-        dtype: The dtype of the masks.
-
-    Returns:
-        Masks [B, 1, T * G, L] of 0 and -inf, by window; None is the window of full attention.
-    """
-    keys = torch.arange(length, device=positions.device)
-    last = positions.clamp(max=length - 1)[:, :, None]  # [B, T, 1]
-    causal = keys <= last  # [B, T, L]
-    built: dict[int | None, Tensor] = {}
-    masks: dict[int | None, Tensor] = {}
-    for window in dict.fromkeys(spec.windows):
-        reach = None if window is None or window >= length else window  # a window that hides no key is none
-        if reach not in built:
-            visible = causal if reach is None else causal & (keys > last - reach)
-            built[reach] = _additive(visible, spec.groups, dtype)
-        masks[window] = built[reach]
-    return masks
-
-
-def _additive(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Turn visibility [B, T, L] into an additive mask for folded query heads."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, float("-inf")
-    )
-    batch, queries, length = mask.shape
-    folded = mask[:, :, None].expand(batch, queries, groups, length)
-    return folded.reshape(batch, 1, queries * groups, length)  # [B, 1, T * G, L]
-
-
-def attend(spec: ModelSpec, layer: int, qkv: Tensor, pass_: Pass) -> Tensor:
+def attend(spec: ModelSpec, layer: int, qkv: Tensor, context: ForwardContext) -> Tensor:
     """Rotate queries and keys, store keys and values in the cache, and attend.
 
     Args:
         spec: The model.
         layer: The index of the layer.
         qkv: Queries, keys and values, [N, H + 2 * Hk, D]; queries and keys are rotated in place.
-        pass_: The shared inputs of the forward.
+        context: What all layers of the pass share.
 
     Returns:
         The output of all heads, [N, H * D].
     """
     heads, kv_heads, dim, groups = spec.heads, spec.kv_heads, spec.head_dim, spec.groups
-    batch, queries, window = pass_.batch, pass_.queries, spec.windows[layer]
-    cos, sin = pass_.rotary[window]
+    shape, window = context.shape, spec.windows[layer]
+    batch, queries = shape.batch, shape.queries
+    cos, sin = context.rotary[window]
     qk = qkv[:, : heads + kv_heads]
     torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin, out=qk)
-    _store(qkv[:, heads:], layer, kv_heads, pass_)
-    q = qkv[:, :heads]
-    if pass_.real is not None:  # scatter into [B * T]; the other queries are zero
-        q = q.new_zeros(batch * queries, heads, dim).index_copy_(0, pass_.real, q)
+    _store(qkv[:, heads:], layer, kv_heads, context)
+    q = at_columns(qkv[:, :heads], context.real, batch * queries)
     q = q.view(batch, queries, kv_heads, groups, dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(batch, kv_heads, queries * groups, dim)  # [B, Hk, T * G, D]
-    k, v = pass_.cache.read(layer, pass_.first_row, batch, pass_.length)  # [B, Hk, L, D]
-    out = masked_attention(spec, q, k, v, pass_.masks[window], pass_.apart)
+    k, v = context.cache.read(layer, shape.first_row, batch, shape.length)  # [B, Hk, L, D]
+    out = masked_attention(spec, q, k, v, context.masks[window], shape.apart)
     out = out.view(batch, kv_heads, queries, groups, dim).permute(0, 2, 1, 3, 4)
     out = out.reshape(batch * queries, heads * dim)
-    return out if pass_.real is None else out[pass_.real]
+    return out if context.real is None else out[context.real]
 
 
-def _store(kv: Tensor, layer: int, kv_heads: int, pass_: Pass) -> None:
+def _store(kv: Tensor, layer: int, kv_heads: int, context: ForwardContext) -> None:
     """Store keys and values [N, 2 * Hk, D] in the cache."""
-    store = pass_.cache.layer(layer)  # [2, R, Hk, P, D]
-    if isinstance(pass_.write, slice):
-        target = store[:, pass_.first_row, :, pass_.write]  # [2, Hk, T, D]
-        target.copy_(kv.view(pass_.queries, 2, kv_heads, -1).permute(1, 2, 0, 3))
+    store, write = context.cache.layer(layer), context.write  # [2, R, Hk, P, D]
+    if isinstance(write, slice):
+        target = store[:, context.shape.first_row, :, write]  # [2, Hk, T, D]
+        target.copy_(kv.view(context.shape.queries, 2, kv_heads, -1).permute(1, 2, 0, 3))
     else:
-        store.view(-1, kv.shape[-1]).index_copy_(0, pass_.write, kv.reshape(-1, kv.shape[-1]))
+        store.view(-1, kv.shape[-1]).index_copy_(0, write, kv.reshape(-1, kv.shape[-1]))
 
 
 def masked_attention(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, apart: bool) -> Tensor:

@@ -1,60 +1,24 @@
 """The decoder: embedding, any range of layers with any subset of sub-layers, and the head.
 
-Contract: a `Decoder` is weights and their arithmetic. It holds no cache, no mode and no state of a forward:
-the `Plan` argument says which sub-layers run, the `Pass` argument what they attend to. The same object with
-skipped sub-layers is the self-drafter of Draft & Verify (arXiv:2309.08168); run in two ranges of layers, it
+Contract: a `Decoder` is weights and their arithmetic. It holds no cache, no mode and no state of a pass: the
+`ForwardContext` argument says which sub-layers run and what they attend to. The same object with skipped
+sub-layers is the self-drafter of Draft & Verify (arXiv:2309.08168); run in two ranges of layers, it
 gives the early exits of LayerSkip (arXiv:2404.16710) and Kangaroo (arXiv:2404.18911).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.attention import Pass, attend
+from foredraft.model.attention import attend
+from foredraft.model.forward_context import ForwardContext
 from foredraft.model.layers import Product, RMSNorm, RowSource, RowSpan, gate, product, soft_cap
 from foredraft.model.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The sub-layers that a forward runs, by layer.
-
-    Attributes:
-        attention: Whether each layer's attention runs.
-        mlp: Whether each layer's MLP runs.
-    """
-
-    attention: tuple[bool, ...]
-    mlp: tuple[bool, ...]
-
-    @classmethod
-    def full(cls, layers: int) -> Plan:
-        """Return the plan that runs every sub-layer of a model with `layers` layers."""
-        return cls((True,) * layers, (True,) * layers)
-
-    def without(self, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> Plan:
-        """Return this plan without the attention and the MLP of the given layers.
-
-        Args:
-            attention: Indices of the layers whose attention is skipped.
-            mlp: Indices of the layers whose MLP is skipped.
-
-        Raises:
-            ValueError: An index is not a layer of the model.
-        """
-        return Plan(_cleared(self.attention, attention), _cleared(self.mlp, mlp))
-
-
-def _cleared(runs: tuple[bool, ...], skip: Iterable[int]) -> tuple[bool, ...]:
-    skipped = frozenset(skip)
-    if not skipped <= frozenset(range(len(runs))):
-        raise ValueError(f"cannot skip layers {sorted(skipped)}: the model has layers 0 to {len(runs) - 1}")
-    return tuple(run and layer not in skipped for layer, run in enumerate(runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +64,7 @@ def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None
         spec: The model.
         weights: The attention sub-layer.
         x: The hidden states that enter the layer, [N, hidden].
-        span: The row counts at which products are exact.
+        span: The row counts at which products are batch-invariant.
 
     Returns:
         Queries, keys and values side by side, [N, H + 2 * Hk, D].
@@ -124,7 +88,7 @@ def finish(
         x: The hidden states that enter the layer, [N, hidden].
         attended: The output of the attention heads, [N, H * D]; None skips the attention sub-layer.
         mlp: Whether the MLP sub-layer runs.
-        span: The row counts at which products are exact.
+        span: The row counts at which products are batch-invariant.
 
     Returns:
         Hidden states, [N, hidden].
@@ -140,17 +104,17 @@ def finish(
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """The two position-wise parts of a layer, before and after attention; `torch.compile` replaces them."""
+class LayerParts:
+    """The two position-wise parts of a layer, before and after its attention, eager or compiled."""
 
     project: Callable[[ModelSpec, Attention, Tensor, RowSpan | None], Tensor]
     finish: Callable[[ModelSpec, Layer, Tensor, Tensor | None, bool, RowSpan | None], Tensor]
 
 
-STEPS = Steps(project, finish)  # the eager implementation
+EAGER_PARTS = LayerParts(project, finish)  # the eager implementation
 
 
-RunLayers = Callable[[Tensor, Pass, Plan, int, int], Tensor]  # the signature of `Decoder.run`
+RunLayers = Callable[[Tensor, ForwardContext, int, int], Tensor]  # the signature of `Decoder.run`
 
 
 class Decoder:
@@ -201,29 +165,33 @@ class Decoder:
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
     def run(
-        self, hidden: Tensor, pass_: Pass, plan: Plan, start: int, stop: int, steps: Steps | None = None
+        self,
+        hidden: Tensor,
+        context: ForwardContext,
+        start: int,
+        stop: int,
+        parts: LayerParts = EAGER_PARTS,
     ) -> Tensor:
-        """Run the layers `start` up to, not including, `stop`.
+        """Run the layers `start` up to, not including, `stop`, of the sub-layers in the plan of the pass.
 
         Args:
             hidden: The hidden states that enter layer `start`, [B, T, hidden] or [N, hidden].
-            pass_: The shared inputs of the forward.
-            plan: The sub-layers to run.
+            context: What all layers of the pass share.
             start: The first layer.
             stop: The layer after the last.
-            steps: Another implementation of the position-wise parts; None runs this module's.
+            parts: The implementation of the position-wise parts.
 
         Returns:
             The hidden states that enter layer `stop`, in the shape of `hidden`.
         """
-        spec, span, steps = self.spec, pass_.span, steps or STEPS
+        spec, span, plan = self.spec, context.shape.span, context.shape.plan
         x = hidden.reshape(-1, hidden.shape[-1])  # [N, hidden]
         for index in range(start, stop):
             layer = self.layers[index]
             attended = None
             if plan.attention[index]:
-                attended = attend(spec, index, steps.project(spec, layer.attention, x, span), pass_)
-            x = steps.finish(spec, layer, x, attended, plan.mlp[index], span)
+                attended = attend(spec, index, parts.project(spec, layer.attention, x, span), context)
+            x = parts.finish(spec, layer, x, attended, plan.mlp[index], span)
         return x.view(hidden.shape)
 
     def head(self, hidden: Tensor, span: RowSpan | None = None) -> Tensor:
@@ -231,7 +199,7 @@ class Decoder:
 
         Args:
             hidden: The hidden states that leave the last layer, [..., hidden].
-            span: The row counts at which products are exact.
+            span: The row counts at which products are batch-invariant.
 
         Returns:
             Logits [..., V] in float32, soft-capped where the model is.

@@ -19,7 +19,7 @@ from foredraft.model.quantisation.activations import ActivationFormat
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """The row counts at which a product gives each row the same bits: multiples of `step` in [low, high].
+    """The row counts at which a product is batch-invariant: multiples of `step` in [low, high].
 
     BLAS chooses its kernel by the number of rows, so a row alone and the same row in a batch may differ in
     bits. Within a span they do not.
@@ -116,7 +116,8 @@ def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:
     Args:
         linear: The linear layer.
         x: The input rows, [N, K].
-        span: The allowed row counts: too few rows are padded, too many are split. None allows any.
+        span: The row counts at which the product is batch-invariant: too few rows are padded, too many are
+            split. None allows any.
 
     Returns:
         The product, [N, M].

@@ -41,8 +41,8 @@ from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, Ro
 from foredraft.model.quantisation import Coding, quantise
 from foredraft.model.runner.native import (
     NativeCodes,
-    NativeLinear,
     coded_bytes,
+    is_native,
     pack_codes,
     pack_native,
     pack_pieces,
@@ -320,14 +320,14 @@ class _Builder:
         if spec.embedding_copies and isinstance(head, NativeCodes):
             return head
         if spec.tied:
-            if isinstance(head, NativeLinear | NativeCodes):
+            if is_native(head):
                 return head
             if not self.packs or self.native:  # native on "meta", where only sizes count
                 return head.dense()  # an ordinary weight itself
         coded = self.bits is not None and Coding(self.bits).holds(columns)
         if self.native and (coded or (quantised is not None and quantised.embedding)):
             product = self.linear({EMBEDDING: rows}, columns)
-            return product if isinstance(product, NativeLinear | NativeCodes) else product.dense()
+            return product if is_native(product) else product.dense()
         weight = self.tensors.load({f"{EMBEDDING}.weight": (rows, columns)})
         if self.bits is not None and coded and not weight.is_meta:
             return quantise(weight, self.bits).expand(weight.dtype)
@@ -339,7 +339,7 @@ class _Builder:
         inputs = inputs_of(names, columns, self.spec.quantisation)
         if inputs is None:
             return product
-        if isinstance(product, NativeLinear | NativeCodes):
+        if is_native(product):
             return replace(product, inputs=inputs)
         return QuantisedInputs(product, inputs)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import Drafter, DraftPass
-from foredraft.model.runner import Resume, SamplingInputs
+from foredraft.model.runner import DraftInputs, Resume, SamplingInputs
 from foredraft.profiling.timing import Turns, Work
 
 __all__ = ["SETTLE", "BareForwards", "Draws", "ForwardMeter", "draft_seconds", "in_sequence", "reading"]
@@ -72,7 +72,7 @@ class BareForwards:
         def draft() -> None:
             how = draws()
             starts, lengths = [context - 1] * batch, [length] * batch
-            if draft_pass.fused(cache, [[0]] * batch, starts, lengths, how.sampling) is not None:
+            if draft_pass.fused(cache, DraftInputs([[0]] * batch, starts, lengths, how.sampling)) is not None:
                 return
             for column in range(length):
                 logits = draft_pass(cache, tokens, [context - 1 + column] * batch).logits

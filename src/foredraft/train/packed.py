@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.decoder import Layer, finish, project
+from foredraft.model.forward_context import rope_tables
 from foredraft.model.layers import soft_cap
 from foredraft.model.rope import Rope
-from foredraft.model.runner.passes import rope_tables
 from foredraft.model.spec import ModelSpec
 
 __all__ = ["Document", "Packed", "PackedPass"]

@@ -1,8 +1,8 @@
 """The cost of an early exit, by its layer, in plain steps.
 
 Contract: only the exits after the first layer and before the last are timed; the others lie on the line
-between them. The steps of an exit keep to exact shapes, and the verifying pass resumes from their states
-(`drafters.layer_skip`). So an exit has other costs than a plan that skips the same layers.
+between them. The steps of an exit keep to batch-invariant shapes, and the verifying pass resumes from
+their states (`drafters.layer_skip`). So an exit has other costs than a plan that skips the same layers.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
 from foredraft.llm.loaded import Loaded
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 from foredraft.model.runner import Runner
 from foredraft.profiling.forwards import BareForwards, Draws, draft_seconds, in_sequence
 from foredraft.profiling.timing import Work, interleaved

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 
 __all__ = ["TrieNode", "build_trie"]
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.skips import Skips
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 from foredraft.model.runner import Resume
 from foredraft.tune.teacher_forced import TeacherForced
 
@@ -116,7 +116,7 @@ class _Sample:
         known = [self.tokens.shape[1]] * len(self.starts)
         return self.runner.forward(
             self.cache, self.tokens, self.starts, counts=self.counts, plan=plan, stop=stop,
-            resume=Resume(start, hidden, known), want_logits=False, exact=False,
+            resume=Resume(start, hidden, known), want_logits=False, invariant=False,
         ).hidden  # fmt: skip
 
     def run_sub_layer(self, hidden: Tensor, number: int) -> Tensor:

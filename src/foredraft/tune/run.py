@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,6 @@ from foredraft.loading.policies import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.prompt_form import AS_IT_IS, PromptForm
 from foredraft.model.runner import Runner
-from foredraft.profiling.timing import replaced
 from foredraft.tune.calibration import (
     CalibrationTexts,
     calibration_prompt_count,
@@ -215,7 +214,7 @@ class _Run:
     def _run_trials(self, search: Search) -> bool:
         """Run the trials; return False if Ctrl-C ended them, and raise it if no trial is complete."""
         try:
-            with _no_graph_capture(self.target.runner):
+            with self.target.runner.uncaptured():
                 with self.stages("rank"):
                     search.find_seed_plans(self.progress)
                 with self.stages("search"):
@@ -410,11 +409,6 @@ def _winner(finalists: Sequence[Finalist]) -> int | None:
     """Return the index of the fastest finalist without an objection."""
     eligible = [index for index, finalist in enumerate(finalists) if finalist.objection is None]
     return max(eligible, key=lambda index: finalists[index].speedup.median, default=None)
-
-
-def _no_graph_capture(runner: Runner) -> AbstractContextManager[None]:
-    """Switch CUDA graphs off: the passes of a trial have shapes that no later pass has."""
-    return nullcontext() if runner.graphs is None else replaced(runner, "graphs", None)
 
 
 class _Stages:

@@ -18,7 +18,7 @@ import numpy as np
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
-from foredraft.model.decoder import Plan
+from foredraft.model.plan import Plan
 from foredraft.tune.expected_rounds import Floats
 from foredraft.tune.options import Options
 from foredraft.tune.plan_costs import PlanCosts

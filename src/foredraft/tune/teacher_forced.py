@@ -2,7 +2,8 @@
 
 The probabilities equal those of real drafts on the same texts, because every column attends to what it
 would attend to in decoding: the target's keys and values before the first column of its draft, and the
-draft's own from there on. Where the runner's passes are exact at any shape, they are equal bit for bit.
+draft's own from there on. Where the runner's passes are batch-invariant at any shape, they are equal bit for
+bit.
 
 The texts are cut into drafts of K columns, at a different offset in each text, and a pass computes one
 draft of each of several texts. A draft overwrites the target's keys and values. Therefore passes go from
@@ -32,8 +33,8 @@ from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.memory import free_memory
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Plan
 from foredraft.model.device import upload
+from foredraft.model.plan import Plan
 from foredraft.model.runner import Resume, Runner, next_chunk
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.expected_rounds import ExpectedRounds, Floats
@@ -226,7 +227,7 @@ class TeacherForced:
         known = [tokens.shape[1]] * len(blocks)
         hidden = self.drafting.forward(
             self.cache, tokens, starts, first_row=blocks[0].row, idle=[not count for count in counts],
-            counts=counts, plan=node.plan, stop=node.stop, want_logits=False, exact=False,
+            counts=counts, plan=node.plan, stop=node.stop, want_logits=False, invariant=False,
             resume=None if entering is None else Resume(node.start, entering, known),
         ).hidden  # fmt: skip
         if not node.children:

@@ -20,13 +20,13 @@ from foredraft.verify.records import DistributionTest
 from foredraft.verify.sampler import TREE_WIDTHS, WIDTHS, Sampler, SamplingCase
 from foredraft.verify.settings import Rule, Setting
 
-__all__ = ["POWER", "DistributionPlan", "run_test"]
+__all__ = ["POWER", "DistributionCheck", "run_test"]
 
 POWER = 0.9  # probability of detection that a test's `detectable` distance has
 
 
 @dataclass(frozen=True, slots=True)
-class DistributionPlan:
+class DistributionCheck:
     """What one test samples, and how strictly it judges.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Counts:
 def run_test(
     sampler: Sampler,
     plain: PlainTarget,
-    plan: DistributionPlan,
+    check: DistributionCheck,
     sample_count: Callable[[int], int],
     progress: Callable[[int, int], None],
 ) -> DistributionTest:
@@ -93,43 +93,43 @@ def run_test(
     Args:
         sampler: Draws the samples.
         plain: Computes the exact probabilities.
-        plan: What is tested.
+        check: What is tested.
         sample_count: Number of cells -> number of samples.
         progress: Called as (samples done, samples in all).
     """
-    case = plan.case
+    case = check.case
     next_token = plain.next_token(case.prompt, case.params)
     cells = Cells.of(next_token, WIDTHS)
-    tree = Cells.of(next_token, TREE_WIDTHS) if plan.by_position else cells
+    tree = Cells.of(next_token, TREE_WIDTHS) if check.by_position else cells
     size = sample_count(len(cells.probabilities))
     counts = _Counts(cells, PositionCounts(tree, len(WIDTHS) - 1))
     progress(0, size)
-    for outputs in sampler.draw(case, size, trace=plan.by_position):
+    for outputs in sampler.draw(case, size, trace=check.by_position):
         counts.add(outputs)
         progress(counts.samples, size)
     result = chi_square.pearson(counts.by_cell, cells.probabilities, size)
     if len(cells.probabilities) == 1:
         detectable = chi_square.detectable_probability(size, POWER)
     else:
-        detectable = chi_square.detectable_distance(size, result.cells - 1, plan.level, POWER)
+        detectable = chi_square.detectable_distance(size, result.cells - 1, check.level, POWER)
     return DistributionTest(
         prompt=case.number,
         drafter=case.params.drafter or "none",
-        acceptance=plan.rule,
-        setting=plan.setting,
+        acceptance=check.rule,
+        setting=check.setting,
         draft_temperature=case.draft_temperature,
-        full=plan.full,
+        full=check.full,
         samples=size,
         tokens=len(WIDTHS),
         cells=result.cells,
         statistic=result.statistic,
         p_value=0.0 if counts.impossible else result.p_value,
-        level=plan.level,
+        level=check.level,
         detectable=detectable,
         impossible=counts.impossible,
         drafted=counts.stats.drafted,
         accepted=counts.stats.accepted,
         drafted_at=tuple(counts.stats.drafted_at),
-        positions=tuple(counts.positions.tests(plan.level, POWER)) if plan.by_position else (),
+        positions=tuple(counts.positions.tests(check.level, POWER)) if check.by_position else (),
         errors=tuple(sorted(counts.errors)),
     )

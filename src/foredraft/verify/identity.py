@@ -20,11 +20,11 @@ from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.records import Divergence, Identity, TextRun
 from foredraft.verify.settings import Setting
 
-__all__ = ["TextPlan", "compare_tokens", "text_runs"]
+__all__ = ["TextCheck", "compare_tokens", "text_runs"]
 
 
 @dataclass(frozen=True, slots=True)
-class TextPlan:
+class TextCheck:
     """The texts of one comparison.
 
     Attributes:
@@ -63,23 +63,23 @@ def text_runs(drafter: str, *, chooses: bool) -> tuple[TextRun, ...]:
 
 
 def compare_tokens(
-    llm: LLM, plain: PlainTarget, plan: TextPlan, drafter: str, progress: Callable[[int, int], None]
+    llm: LLM, plain: PlainTarget, check: TextCheck, drafter: str, progress: Callable[[int, int], None]
 ) -> Identity:
     """Compare outputs with plain decoding's.
 
     Args:
         llm: The loaded models.
         plain: Computes the target's logits where an output diverges.
-        plan: The texts.
+        check: The texts.
         drafter: Name of the drafter.
         progress: Called as (outputs done, outputs in all).
     """
     runs = text_runs(drafter, chooses=llm.loaded.engine.policy.uses_costs)
-    done, total = 0, len(plan.prompts) * (1 + len(runs))
+    done, total = 0, len(check.prompts) * (1 + len(runs))
 
     def generate(run: TextRun) -> list[Output]:
         nonlocal done
-        requests = list(zip(plan.prompts, plan.params(run.drafter), strict=True))
+        requests = list(zip(check.prompts, check.params(run.drafter), strict=True))
         outputs: list[Output] = []
         for group in [requests] if run.batched else [[request] for request in requests]:
             # A single prompt runs beside a copy of itself, so that the batch has two rows.
@@ -101,11 +101,11 @@ def compare_tokens(
             if got.error:
                 errors.append(f"prompt {i}, {run.drafter}: {got.error}")
             elif not want.error and got.token_ids != want.token_ids:
-                divergences.append(_divergence(plain, plan, i, run, want, got))
+                divergences.append(_divergence(plain, check, i, run, want, got))
     return Identity(
-        setting=plan.setting,
-        acceptance=None if plan.seeds is None else "coupled",
-        prompts=len(plan.prompts),
+        setting=check.setting,
+        acceptance=None if check.seeds is None else "coupled",
+        prompts=len(check.prompts),
         tokens=sum(len(output.token_ids) for output in expected),
         runs=runs,
         drafted=drafted,
@@ -115,16 +115,16 @@ def compare_tokens(
 
 
 def _divergence(
-    plain: PlainTarget, plan: TextPlan, i: int, run: TextRun, want: Output, got: Output
+    plain: PlainTarget, check: TextCheck, i: int, run: TextRun, want: Output, got: Output
 ) -> Divergence:
     """Return the first difference of a run's output of prompt `i` from the expected one."""
     at = _first_difference(want.token_ids, got.token_ids)
-    logits = plain.logits(plan.prompts[i], want.token_ids[:at])
+    logits = plain.logits(check.prompts[i], want.token_ids[:at])
     first, second = likeliest(logits, 2).tolist()
     return Divergence(
         prompt=i,
         run=run,
-        seed=None if plan.seeds is None else plan.seeds[i],
+        seed=None if check.seeds is None else check.seeds[i],
         position=at,
         expected=want.token_ids[at] if at < len(want.token_ids) else None,
         found=got.token_ids[at] if at < len(got.token_ids) else None,

@@ -20,8 +20,8 @@ from foredraft.model.device import dtype_name
 from foredraft.verify.always import drafting_always
 from foredraft.verify.cells import most_cells
 from foredraft.verify.chi_square import samples_needed
-from foredraft.verify.distribution_tests import POWER, DistributionPlan, run_test
-from foredraft.verify.identity import TextPlan, compare_tokens
+from foredraft.verify.distribution_tests import POWER, DistributionCheck, run_test
+from foredraft.verify.identity import TextCheck, compare_tokens
 from foredraft.verify.options import DISTANCES, Options, no_drafter
 from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.planting import planted
@@ -134,13 +134,13 @@ class _Task:
 def _compare_texts(task: _Task) -> list[Identity]:
     """Compare texts token for token: greedy ones, and seeded ones where the `coupled` rule is tested."""
     prompts, options = task.prompts, task.options
-    plans = [
-        TextPlan(prompts, GREEDY, None, options.tokens),
-        TextPlan(prompts[:TEXTS], GREEDY_PENALISED, None, options.tokens),
+    checks = [
+        TextCheck(prompts, GREEDY, None, options.tokens),
+        TextCheck(prompts[:TEXTS], GREEDY_PENALISED, None, options.tokens),
     ]
     if "coupled" in options.rules:
-        plans += [
-            TextPlan(
+        checks += [
+            TextCheck(
                 prompts[:TEXTS], setting, [task.sampler.next_seed() for _ in prompts[:TEXTS]], options.tokens
             )
             for setting in (SETTINGS[0], PENALISED)
@@ -149,11 +149,11 @@ def _compare_texts(task: _Task) -> list[Identity]:
         compare_tokens(
             task.sampler.llm,
             task.plain,
-            plan,
+            check,
             task.drafter,
-            partial(task.progress, f"Texts {number} of {len(plans)}"),
+            partial(task.progress, f"Texts {number} of {len(checks)}"),
         )
-        for number, plan in enumerate(plans, start=1)
+        for number, check in enumerate(checks, start=1)
     ]
 
 
@@ -163,17 +163,17 @@ def _run_tests(task: _Task) -> tuple[list[DistributionTest], float]:
     Returns:
         The tests, and the distance that the full ones must detect.
     """
-    plans = _plans(_choose(task), task.drafter, task.options)
+    checks = _checks(_choose(task), task.drafter, task.options)
     detect = task.options.detect
     if detect is None:  # the user's own number of samples says nothing of what they are to detect
         given = task.options.samples is not None
-        detect = DISTANCES[0] if given else _affordable(plans, task.sampler.seconds_per_sample)
+        detect = DISTANCES[0] if given else _affordable(checks, task.sampler.seconds_per_sample)
     tests = [
         run_test(
-            task.sampler, task.plain, plan, partial(_sample_count, task.options.samples, detect, plan),
-            partial(task.progress, f"Chi-square test {number} of {len(plans)}"),
+            task.sampler, task.plain, check, partial(_sample_count, task.options.samples, detect, check),
+            partial(task.progress, f"Chi-square test {number} of {len(checks)}"),
         )
-        for number, plan in enumerate(plans, start=1)
+        for number, check in enumerate(checks, start=1)
     ]  # fmt: skip
     return tests, detect
 
@@ -191,12 +191,12 @@ def _choose(task: _Task) -> list[SamplingCase]:
     return cases
 
 
-def _plans(cases: Sequence[SamplingCase], drafter: str, options: Options) -> list[DistributionPlan]:
+def _checks(cases: Sequence[SamplingCase], drafter: str, options: Options) -> list[DistributionCheck]:
     """Return the chi-square tests: one for each rule and setting, and a control for each setting."""
     kinds = [*((rule, False) for rule in options.rules), (options.rules[0], True)]
     positions = len(SETTINGS) * len(WIDTHS) if "speculative" in options.rules else 0
     level = FAMILY_LEVEL / (len(kinds) * len(SETTINGS) + positions)
-    plans: list[DistributionPlan] = []
+    checks: list[DistributionCheck] = []
     for rule, is_control in kinds:
         judged = rule == "speculative" and not is_control
         for case, setting in zip(cases, SETTINGS, strict=True):
@@ -204,8 +204,8 @@ def _plans(cases: Sequence[SamplingCase], drafter: str, options: Options) -> lis
             name = "none" if is_control else case.params.drafter if judged else drafter
             params = SamplingParams(**setting.options, acceptance=rule, drafter=name)
             temperature = case.draft_temperature if judged else 1.0
-            plans.append(
-                DistributionPlan(
+            checks.append(
+                DistributionCheck(
                     replace(case, params=params, draft_temperature=temperature),
                     rule,
                     setting,
@@ -214,10 +214,10 @@ def _plans(cases: Sequence[SamplingCase], drafter: str, options: Options) -> lis
                     level=level,
                 )
             )
-    return plans
+    return checks
 
 
-def _affordable(plans: Sequence[DistributionPlan], seconds_per_sample: float) -> float:
+def _affordable(checks: Sequence[DistributionCheck], seconds_per_sample: float) -> float:
     """Return the smallest distance whose samples take `SECONDS` at most, or else the largest.
 
     The time of the samples that chose the prompts says so, before any test, so the result biases none.
@@ -225,28 +225,28 @@ def _affordable(plans: Sequence[DistributionPlan], seconds_per_sample: float) ->
 
     def seconds(detect: float) -> float:
         cells = most_cells(WIDTHS)
-        return seconds_per_sample * sum(_sample_count(None, detect, plan, cells) for plan in plans)
+        return seconds_per_sample * sum(_sample_count(None, detect, check, cells) for check in checks)
 
     return next((detect for detect in DISTANCES if seconds(detect) <= SECONDS), DISTANCES[-1])
 
 
-def _sample_count(samples: int | None, detect: float, plan: DistributionPlan, cells: int) -> int:
+def _sample_count(samples: int | None, detect: float, check: DistributionCheck, cells: int) -> int:
     """Return the samples of a test; samples: those that the user asks for in a full one."""
-    share = 1 if plan.full else REDUCED_SHARE
+    share = 1 if check.full else REDUCED_SHARE
     if samples is not None:
         return max(1, samples // share)
-    return -(-samples_needed(detect, cells - 1, plan.level, POWER) // share)
+    return -(-samples_needed(detect, cells - 1, check.level, POWER) // share)
 
 
 def _about(llm: LLM, drafter: str) -> dict[str, Any]:
     """Return what is tested, and on which machine."""
     engine = llm.loaded.engine
     drafters = llm.requests.drafters(SamplingParams(drafter=drafter))
-    plans = [engine.drafters[name] for name in drafters]
+    own = [engine.drafters[name] for name in drafters]
     return {
         "drafter": drafter,
         "drafters": list(drafters),
-        "plan": next((str(each.skips) for each in plans if isinstance(each, LayerSkip)), None),
+        "plan": next((str(each.skips) for each in own if isinstance(each, LayerSkip)), None),
         "policy": engine.policy.name,
         "greedy_drafts": engine.greedy_drafts,
         "dtype": dtype_name(engine.cache.dtype),

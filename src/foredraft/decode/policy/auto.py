@@ -272,7 +272,7 @@ class Auto(Policy):
     def _try_another(
         self, rows: Seq[Candidates], choices: list[HeldDecision], left: float, plain: float
     ) -> int:
-        """Plan a trial of a drafter that was not chosen, if one is due; return its rounds, 0 where none is.
+        """Start a trial of a drafter that was not chosen, if one is due; return its rounds, 0 where none is.
 
         One row tries it; if it was never judged, for so many rounds that it is, beyond a first that reads a
         text. Where no row drafts and the drafter is unknown, as many rows try it as the cap bears, because

@@ -131,7 +131,7 @@ class Policy:
         """
 
     def took(self, seconds: float) -> None:
-        """Learn what the round took, from its plan to its commit, after `learn` of its rows."""
+        """Learn what the round took, from its first decision to its commit, after `learn` of its rows."""
 
     def why_plain(self, sequence: Sequence) -> str:
         """Return why a sequence that has drafters was decoded without drafts, in a few words."""

@@ -1,17 +1,18 @@
-"""The runner: one `forward` over a ragged batch, and the exact shapes and packed weights behind it."""
+"""The runner: one `forward` over a ragged batch, and the two back ends behind it."""
 
-from foredraft.model.runner.body import Forward
 from foredraft.model.runner.compiled import check_compiler
-from foredraft.model.runner.job import FusedDraft, Resume, SamplingInputs
+from foredraft.model.runner.fused import DraftInputs, FusedDraft, SamplingInputs
+from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
 from foredraft.model.runner.native import unserved_because
+from foredraft.model.runner.passes import Forward, Resume
 from foredraft.model.runner.runner import Runner, next_chunk
 from foredraft.model.runner.shape_cache import cached_shapes
-from foredraft.model.runner.shapes import ExactShapes, probe_shapes
 
 __all__ = [
-    "ExactShapes",
+    "DraftInputs",
     "Forward",
     "FusedDraft",
+    "InvariantShapes",
     "Resume",
     "Runner",
     "SamplingInputs",

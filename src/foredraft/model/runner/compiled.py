@@ -1,9 +1,9 @@
-"""The steps of a layer, compiled by torch.compile.
+"""The position-wise parts of a layer, compiled by torch.compile.
 
 Contract: torch.compile fuses the operators between a layer's products into a few kernels. Rows are padded and
-cut to the `RowSpan` outside the compiled code, so each step compiles once for any number of rows and once for
+cut to the `RowSpan` outside the compiled code, so each part compiles once for any number of rows and once for
 a single row: at loading and at the start of the first text, and not again. Fused kernels round differently
-from the operators that they replace, so the self-check confirms shapes with the same compiled steps that
+from the operators that they replace, so the self-check confirms shapes with the same compiled parts that
 passes run.
 """
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.errors import ConfigError, Option
-from foredraft.model.decoder import STEPS, Attention, Layer, Steps
+from foredraft.model.decoder import EAGER_PARTS, Attention, Layer, LayerParts
 from foredraft.model.layers import RowSpan
 from foredraft.model.spec import ModelSpec
 
@@ -48,9 +48,9 @@ def check_compiler(device: torch.device) -> None:
         ) from error
 
 
-def compiled_steps() -> Steps:
-    """Return steps of a layer that compile themselves when they first run."""
-    compiled_project, compiled_finish = _compiled(STEPS.project), _compiled(STEPS.finish)
+def compiled_parts() -> LayerParts:
+    """Return parts of a layer that compile themselves when they first run."""
+    compiled_project, compiled_finish = _compiled(EAGER_PARTS.project), _compiled(EAGER_PARTS.finish)
 
     def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None) -> Tensor:
         return _joined([compiled_project(spec, weights, rows, None) for rows in _pieces(x, span)], x.shape[0])
@@ -64,14 +64,14 @@ def compiled_steps() -> Steps:
         done = [compiled_finish(spec, layer, *rows, mlp, None) for rows in pairs]
         return _joined(done, x.shape[0])
 
-    return Steps(project, finish)
+    return LayerParts(project, finish)
 
 
-def _compiled(step: Any) -> Callable[..., Tensor]:
-    """Return a compiled copy of a step; it raises an error where it would run uncompiled, to other bits."""
+def _compiled(part: Any) -> Callable[..., Tensor]:
+    """Return a compiled copy of a part; it raises an error where it would run uncompiled, to other bits."""
     # torch.compile keeps its results with the code object; a copy keeps models of other shapes apart
-    code: Any = step.__code__
-    copy = FunctionType(code.replace(), step.__globals__, step.__name__)
+    code: Any = part.__code__
+    copy = FunctionType(code.replace(), part.__globals__, part.__name__)
     return torch.compile(copy, fullgraph=True, dynamic=False)
 
 

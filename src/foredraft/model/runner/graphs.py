@@ -1,6 +1,6 @@
 """CUDA graphs: a pass over a few rows spends its time on kernel launches, and a graph replay is one launch.
 
-Contract: a pass is captured once per bucket and cache, when the bucket occurs for the second time, on input
+Contract: a pass is captured once per shape and cache, when the shape occurs for the second time, on input
 buffers of its own. A replay copies the inputs in and a copy of the outputs out, so no result in a caller's
 hands is overwritten. Each cache has a bounded number of graphs, the least recently used go first, and all go
 with their cache. Where a capture fails, passes run uncaptured from then on, and the log says so once.
@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
-from foredraft.model.rope import Rope
-from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
+from foredraft.model.forward_context import PassInputs, PassShape
+from foredraft.model.runner.passes import Forward
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64  # per cache: the widths and attended lengths of a few requests
 WARM_UP = 2  # runs before the capture, in which libraries choose kernels and allocate workspaces
 LENGTHS_PER_DOUBLING = 4  # attended lengths of graphs; a graph for every length would be too many
+
+
+# computes a pass of a shape over a cache, and reads no other values than the inputs
+Compute: TypeAlias = Callable[[CacheLayers, PassShape, PassInputs], Forward]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class CapturedGraph:
 class GraphCapturer(Protocol):
     """The maker of graphs."""
 
-    def capture(self, body: Callable[[], Forward]) -> CapturedGraph:
+    def capture(self, compute: Callable[[], Forward]) -> CapturedGraph:
         """Capture a pass.
 
         Raises:
@@ -77,53 +80,65 @@ class Graphs:
     def __init__(self, capturer: GraphCapturer, bound: int = MAX_GRAPHS) -> None:
         self.capturer: GraphCapturer | None = capturer
         self.bound = bound
-        # by cache, in the order of use; None: the bucket has occurred once
+        # by cache, in the order of use; None: the shape has occurred once
         self._kept: WeakKeyDictionary[CacheLayers, OrderedDict[_Key, _Entry | None]] = WeakKeyDictionary()
 
-    def run(self, body: Body, bucket: Bucket, inputs: Inputs) -> Forward:
-        """Return body(bucket, inputs), by replaying a graph where there is one."""
+    def run(
+        self, compute: Compute, cache: CacheLayers, shape: PassShape, inputs: PassInputs, alive: object
+    ) -> Forward:
+        """Return compute(cache, shape, inputs), by replaying a graph where there is one.
+
+        Args:
+            compute: The pass.
+            cache: Its KV cache.
+            shape: Its shape.
+            inputs: Its inputs.
+            alive: What a graph reads besides its buffers and the cache; it is kept alive with the graph.
+        """
         if self.capturer is None:
-            return body(bucket, inputs)
-        kept = self._kept.setdefault(body.cache, OrderedDict())
-        key = (bucket, inputs.signature())
+            return compute(cache, shape, inputs)
+        kept = self._kept.setdefault(cache, OrderedDict())
+        key = (shape, inputs.signature())
         if key not in kept:
             kept[key] = None
             if len(kept) > self.bound:
                 kept.popitem(last=False)
-            return body(bucket, inputs)
+            return compute(cache, shape, inputs)
         kept.move_to_end(key)
         entry = kept[key]
         if entry is None:
-            entry = kept[key] = self._capture(body, bucket, inputs)
+            entry = kept[key] = self._capture(compute, cache, shape, inputs, alive)
         if entry is None:
-            return body(bucket, inputs)
+            return compute(cache, shape, inputs)
         return entry.run(inputs)
 
-    def _capture(self, body: Body, bucket: Bucket, inputs: Inputs) -> _Entry | None:
+    def _capture(
+        self, compute: Compute, cache: CacheLayers, shape: PassShape, inputs: PassInputs, alive: object
+    ) -> _Entry | None:
         """Capture a pass; None: captures fail here, and no further one is tried."""
         assert self.capturer is not None
         buffers = inputs.copied()
         try:
-            graph = self.capturer.capture(lambda: body(bucket, buffers))
+            graph = self.capturer.capture(lambda: compute(cache, shape, buffers))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             logger.warning("CUDA graphs cannot be captured here (%s); passes launch every kernel", reason)
             self.capturer = None
             self._kept.clear()
             return None
-        return _Entry(buffers, graph, body.tables)
+        return _Entry(buffers, graph, alive)
 
 
-_Key = tuple[Bucket, tuple[object, ...]]
+_Key = tuple[PassShape, tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    buffers: Inputs
+    buffers: PassInputs
     graph: CapturedGraph
-    tables: Mapping[Rope, Tensor]  # read by the graph; kept alive, because the runner may replace its own
+    alive: object  # read by the graph, while the runner may have replaced its own
 
-    def run(self, inputs: Inputs) -> Forward:
+    def run(self, inputs: PassInputs) -> Forward:
         self.buffers.fill(inputs)
         self.graph.replay()
         return self.graph.output.copied()
@@ -137,7 +152,7 @@ class CudaGraphCapturer:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, body: Callable[[], Forward]) -> CapturedGraph:
+    def capture(self, compute: Callable[[], Forward]) -> CapturedGraph:
         """Run a pass a few times, then capture it; see `GraphCapturer`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
@@ -146,13 +161,13 @@ class CudaGraphCapturer:
                 self.stream.wait_stream(current)
                 with torch.cuda.stream(self.stream):
                     for _ in range(WARM_UP):
-                        body()
+                        compute()
                 current.wait_stream(self.stream)
                 # thread_local: other threads may use the device meanwhile
                 with torch.cuda.graph(
                     graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
                 ):
-                    output = body()
+                    output = compute()
             finally:
                 # after a failed capture, torch.cuda.graph leaves its own stream as the current one
                 torch.cuda.set_stream(current)

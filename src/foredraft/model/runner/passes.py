@@ -1,103 +1,135 @@
-"""Build the `Pass` of one forward: positions, rotary rows, masks and write indices, on the device.
+"""A pass: what a back end is asked to compute, and its result.
 
-Contract: the host reads no device value. The mask of a row depends on the row's start, never on the batch.
+Contract: a `Pass` is on the host, but for its tokens and states, and is complete: all that a back end needs
+besides the weights. Both back ends (`backend`) give the real columns of a pass the same meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.attention import Pass, causal_masks
 from foredraft.model.cache import CacheLayers
-from foredraft.model.layers import RowSpan
-from foredraft.model.rope import Rope, rope_table
-from foredraft.model.spec import ModelSpec
+from foredraft.model.plan import Plan
+
+__all__ = ["Forward", "Pass", "Resume"]
 
 
 @dataclass(frozen=True, slots=True)
-class PassShape:
-    """The part of a pass that does not depend on its inputs.
+class Resume:
+    """Hidden states of a verifying pass that a drafter has already computed.
 
     Attributes:
-        first_row: The cache row of row 0.
-        batch: B.
-        queries: T, padding included.
-        length: L, the positions that are attended.
-        span: The row counts at which products are exact; None allows any.
-        apart: Attend row by row.
+        depth: The layer that the states enter. The pass runs the layers below it only for unknown columns.
+        hidden: The states, [B, T, D]; columns past `known` are ignored.
+        known: The leading columns of each row whose state is known, [B], 0 to T.
     """
 
-    first_row: int
-    batch: int
-    queries: int
-    length: int
-    span: RowSpan | None
-    apart: bool
+    depth: int
+    hidden: Tensor
+    known: list[int]
+
+    def fit(self, width: int) -> Resume:
+        """Return the same for a pass of `width` columns per row."""
+        missing = width - self.hidden.shape[1]  # a negative number cuts
+        return self if not missing else replace(self, hidden=F.pad(self.hidden, (0, 0, 0, missing)))
 
 
-def build_pass(
-    spec: ModelSpec,
-    tables: Mapping[Rope, Tensor],
-    cache: CacheLayers,
-    shape: PassShape,
-    starts: Tensor | int,
-    real: Tensor | None = None,
-) -> Pass:
-    """Return the pass of the columns at positions starts[b] + t.
+@dataclass(slots=True)
+class Pass:
+    """One pass: column t of row b is position starts[b] + t of the cache row first_row + b.
 
-    Args:
-        spec: The model.
-        tables: The rotary tables, [P, 2, D] each.
+    Attributes:
         cache: The KV cache.
-        shape: The shape of the pass.
-        starts: The position of each row's first column, [B], or the number of a single row.
-        real: The columns b * T + t that a ragged pass computes, [N]; None computes all.
+        tokens: Token ids, [B, T].
+        starts: The position of each row's first column, [B].
+        first_row: The cache row of row 0.
+        active: The rows that are not idle.
+        real: The columns of each row that are computed, [B]; the others are padding.
+        plan: The sub-layers that run.
+        start: The first layer.
+        stop: The layer after the last.
+        taps: The depths whose entering states are returned.
+        head: Compute logits.
+        hidden: States that enter layer `start`, [B, T, D]; None embeds the tokens.
+        at: The column of each row whose logits are wanted, [B]; None wants all.
+        invariant: Keep to batch-invariant shapes.
+        prefill: The pass reads a chunk of a prompt, which always has the same shape.
     """
-    columns = torch.arange(shape.queries, device=cache.device)
-    if isinstance(starts, int):
-        positions = (columns + starts)[None]  # [1, T]
-        rows: Tensor | slice = slice(starts, starts + shape.queries)  # of the rotary tables
-        write: Tensor | slice = rows
-    else:
-        positions = starts[:, None] + columns  # [B, T]
-        rows = positions.view(-1)
-        lanes = _lanes(cache, spec.kv_heads, positions, shape.first_row)
-        if real is not None:
-            rows, lanes = rows[real], lanes[real]
-        write = lanes.view(-1)
-    rotations = {rope: table[rows].chunk(2, 1) for rope, table in tables.items()}
-    return Pass(
-        cache=cache,
-        first_row=shape.first_row,
-        batch=shape.batch,
-        queries=shape.queries,
-        length=shape.length,
-        rotary={window: rotations[spec.rope_of(window)] for window in dict.fromkeys(spec.windows)},
-        masks=causal_masks(spec, positions, shape.length, cache.dtype),
-        write=write,
-        real=real,
-        span=shape.span,
-        apart=shape.apart,
-    )
+
+    cache: CacheLayers
+    tokens: Tensor
+    starts: list[int]
+    first_row: int
+    active: list[int]
+    real: list[range]
+    plan: Plan
+    start: int
+    stop: int
+    taps: tuple[int, ...]
+    head: bool
+    hidden: Tensor | None = None
+    at: Tensor | None = None
+    invariant: bool = True
+    prefill: bool = False
+
+    def check(self, queries: int) -> int:
+        """Check that `queries` columns per row fit into the cache, and return the largest start of a row.
+
+        Raises:
+            ValueError: The columns pass the end of a cache row, or its slack.
+        """
+        cache, last = self.cache, max(self.starts[b] for b in self.active)
+        if last + queries > cache.scratch:
+            raise ValueError(
+                f"{queries} columns at position {last} overrun a cache row of {cache.positions} positions"
+            )
+        if queries > cache.slack:
+            raise ValueError(f"{queries} columns exceed the cache's slack of {cache.slack} positions")
+        return last
+
+    def real_columns(self, queries: int) -> list[int]:
+        """Return the indices of the real columns among [B, queries] columns, in row-major order."""
+        return [b * queries + t for b, columns in enumerate(self.real) for t in columns]
+
+    def below(self, resume: Resume) -> Pass | None:
+        """Return the pass below `resume.depth` over the columns of unknown state; None: all are known."""
+        unknown = [
+            range(max(real.start, known), real.stop)
+            for real, known in zip(self.real, resume.known, strict=True)
+        ]
+        first = min((columns.start for columns in unknown if columns), default=None)
+        if first is None:
+            return None
+        return replace(
+            self,
+            tokens=self.tokens[:, first:],
+            starts=[start + first for start in self.starts],
+            real=[range(columns.start - first, columns.stop - first) for columns in unknown],
+            stop=resume.depth,
+            taps=(),
+            head=False,
+            at=None,
+        )
 
 
-def rope_tables(
-    spec: ModelSpec, positions: int, device: torch.device, dtype: torch.dtype
-) -> dict[Rope, Tensor]:
-    """Return the rotary table [P, 2, D] of every rope that a layer of the model uses."""
-    ropes = dict.fromkeys(spec.rope_of(window) for window in spec.windows)
-    return {rope: rope_table(rope, spec.head_dim, positions, device, dtype) for rope in ropes}
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The result of a forward. Padding columns mean nothing, and are finite where the row's real ones are.
 
+    Attributes:
+        logits: [B, T, V] float32, or [B, 1, V] where `at` chose a column; None where no logits were wanted.
+        hidden: States that leave the last layer of the pass, [B, T, D].
+        taps: By depth, the states that enter the layer, [B, T, D].
+    """
 
-def _lanes(cache: CacheLayers, kv_heads: int, positions: Tensor, first_row: int) -> Tensor:
-    """Return where the keys and values of every column go in a layer [2 * R * Hk * P, D]: [B * T, 2 * Hk]."""
-    batch = positions.shape[0]
-    heads = torch.arange(kv_heads, device=positions.device)
-    rows = torch.arange(first_row, first_row + batch, device=positions.device)
-    lanes = (rows[:, None] * kv_heads + heads) * cache.stored  # [B, Hk]
-    pair = torch.stack([lanes, lanes + cache.rows * kv_heads * cache.stored], 1)  # [B, 2, Hk]
-    return (positions[:, :, None, None] + pair[:, None]).flatten(0, 1).flatten(1)
+    logits: Tensor | None
+    hidden: Tensor
+    taps: dict[int, Tensor]
+
+    def copied(self) -> Forward:
+        """Return a result with tensors of its own."""
+        logits = None if self.logits is None else self.logits.clone()
+        return Forward(logits, self.hidden.clone(), {d: tap.clone() for d, tap in self.taps.items()})

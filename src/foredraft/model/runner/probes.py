@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.model.attention import causal_masks, masked_attention
+from foredraft.model.attention import masked_attention
 from foredraft.model.cache import KVCache
+from foredraft.model.forward_context import causal_masks
 from foredraft.model.layers import Product
 from foredraft.model.spec import ModelSpec
 

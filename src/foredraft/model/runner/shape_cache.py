@@ -1,8 +1,8 @@
-"""The result of probing for exact shapes, kept in the user's cache between runs.
+"""The result of probing for batch-invariant shapes, kept in the user's cache between runs.
 
 Contract: the result of probing depends on shapes, machine and code alone, and the cache key holds all of
 these. The confirmation on the model's own layers also depends on their weights; it is short, and runs at
-every load. A result without exact shapes is not kept.
+every load. A result without such shapes is not kept.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ import torch
 
 from foredraft import user_cache
 from foredraft.kernels.machine import describe_cpu
-from foredraft.model import attention, layers
+from foredraft.model import attention, forward_context, layers
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner import packed, probes, shapes
+from foredraft.model.runner import invariant_shapes, packed, probes
+from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.runner.packed import packs
-from foredraft.model.runner.shapes import ExactShapes
 
 KIND = "shapes"  # of the user's cache
-CODE = (attention, layers, packed, probes, shapes)  # the probing code, and the code that it probes
+# the probing code, and the code that it probes
+CODE = (attention, forward_context, invariant_shapes, layers, packed, probes)
 # prefixes of the variables by which the libraries below PyTorch choose their kernels
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 
 
 def cached_shapes(
-    outline: Decoder, device: torch.device, probe: Callable[[Decoder, torch.device], ExactShapes]
-) -> ExactShapes:
+    outline: Decoder, device: torch.device, probe: Callable[[Decoder, torch.device], InvariantShapes]
+) -> InvariantShapes:
     """Return the shapes that `probe` finds, from the cache where it holds them.
 
     Args:
@@ -93,26 +94,27 @@ def _hash_of(file: str | None) -> str:
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _parsed(document: Any) -> ExactShapes | None:
+def _parsed(document: Any) -> InvariantShapes | None:
     """Return the shapes in a document of the cache; None where probing could not have written them."""
     try:
-        found = ExactShapes(**document | {"query_buckets": tuple(document["query_buckets"])})
+        found = InvariantShapes(**document | {"query_buckets": tuple(document["query_buckets"])})
         return found if _plausible(found) else None
     except (LookupError, TypeError):
         return None
 
 
-def _plausible(found: ExactShapes) -> bool:
+def _plausible(found: InvariantShapes) -> bool:
     """Return whether probing can find these shapes."""
     numbers = (*found.query_buckets, found.row_low, found.row_high, found.length_quantum, found.row_step)
     return (
         all(type(number) is int for number in numbers)
         and found.found is True
         and type(found.apart) is bool
-        and found.length_quantum in shapes.LENGTH_QUANTA
+        and found.length_quantum in invariant_shapes.LENGTH_QUANTA
         and len(found.query_buckets) > 1
-        and list(found.query_buckets) == [n for n in shapes.QUERY_COUNTS if n in found.query_buckets]
-        and {found.row_low, found.row_high} <= set(shapes.ROW_COUNTS)
-        and found.row_low <= shapes.REFERENCE <= found.row_high
-        and found.row_step in shapes.ROW_STEPS
+        and list(found.query_buckets)
+        == [n for n in invariant_shapes.QUERY_COUNTS if n in found.query_buckets]
+        and {found.row_low, found.row_high} <= set(invariant_shapes.ROW_COUNTS)
+        and found.row_low <= invariant_shapes.REFERENCE <= found.row_high
+        and found.row_step in invariant_shapes.ROW_STEPS
     )

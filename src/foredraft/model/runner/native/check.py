@@ -20,7 +20,7 @@ from foredraft.model.device import dtype_name
 from foredraft.model.quantisation.codes import SUPER, Codes, Coding, codebook_values
 from foredraft.model.runner.native.codes import pack_codes
 from foredraft.model.runner.native.linear import WORD, fits, pack_native, suffix
-from foredraft.model.runner.native.passes import MAX_HEAD_DIM, CLayer, CModel, CPass, pass_struct
+from foredraft.model.runner.native.structs import MAX_HEAD_DIM, CLayer, CModel, CPass, pass_struct
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 from foredraft.model.spec import ModelSpec
 

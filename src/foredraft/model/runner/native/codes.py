@@ -11,14 +11,14 @@ import functools
 from collections.abc import Iterable
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import declare
 from foredraft.kernels.huge_pages import Arena
-from foredraft.model.layers import Product
+from foredraft.model.layers import Product, RowSource
 from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import CODEBOOKS, GROUP, SUPER, Codes, Coding, codebook_values
 from foredraft.model.quantisation.quantise import quantise
@@ -35,7 +35,15 @@ from foredraft.model.runner.native.linear import (
     weight_rows,
 )
 
-__all__ = ["NativeCodes", "code_native", "coded_bytes", "pack_codes", "pack_pieces"]
+__all__ = [
+    "NativeCodes",
+    "NativeProduct",
+    "code_native",
+    "coded_bytes",
+    "is_native",
+    "pack_codes",
+    "pack_pieces",
+]
 
 # numbers of the dtypes of scales in kernels.c; int8 are nested ones
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
@@ -136,6 +144,14 @@ class NativeCodes:
         return self.codes().expand(self.dtype)
 
 
+NativeProduct: TypeAlias = NativeLinear | NativeCodes  # a linear layer that the kernels run
+
+
+def is_native(product: Product | RowSource) -> TypeGuard[NativeProduct]:
+    """Return whether a linear layer, or the rows of an embedding, is packed for the kernels."""
+    return isinstance(product, NativeLinear | NativeCodes)
+
+
 def _numbers(packed: Tensor, bits: int) -> Tensor:
     """Return the numbers [..., halves, 32] of 16-bit lanes [..., bytes], the lowest bits first."""
     lanes = packed.contiguous().view(torch.int16).to(torch.int32).view(*packed.shape[:-1], -1, BLOCK)
@@ -221,7 +237,7 @@ def _pack(piece: Codes, coding: Coding, packed: Tensor) -> None:
 
 def code_native(product: Product, bits: int, arena: Arena) -> Product:
     """Return a native product with its weight coded; itself where it has no more bits, or no whole groups."""
-    assert isinstance(product, NativeLinear | NativeCodes)
+    assert is_native(product)
     rows, columns = product.shape
     if not Coding(bits).holds(columns) or (isinstance(product, NativeCodes) and product.coding.bits <= bits):
         return product

@@ -1,4 +1,4 @@
-"""Draft planning: which drafter drafts for each row in a round, and how many tokens at most.
+"""The choice of drafts: which drafter drafts for each row in a round, and how many tokens at most.
 
 The policy decides, but where a constraint forces more tokens than the policy would draft: those are no bet.
 """
@@ -12,18 +12,18 @@ from foredraft.decode.jump_forward import JUMP_FORWARD, forced_length
 from foredraft.decode.policy import Candidates, Policy
 from foredraft.decode.sequence import Sequence
 
-__all__ = ["has_drafters", "plan_drafts"]
+__all__ = ["choose_drafts", "has_drafters"]
 
 
 def has_drafters(sequences: Iterable[Sequence]) -> bool:
     """Return whether any sequence has a drafter.
 
-    Without one, the policy neither plans nor learns.
+    Without one, the policy neither decides nor learns.
     """
     return any(sequence.drafters for sequence in sequences)
 
 
-def plan_drafts(
+def choose_drafts(
     sequences: list[Sequence],
     idle: list[bool],
     drafters: Mapping[str, Drafter],
@@ -60,7 +60,7 @@ def _ask_policy(
     budgets: list[int],
     chosen: list[str | None],
 ) -> None:
-    """Write the policy's decisions into budgets [B] and drafters [B]; other arguments as `plan_drafts`."""
+    """Write the policy's decisions into budgets [B] and drafters [B]; other arguments as `choose_drafts`."""
     rows = [
         Candidates(sequence, {}, idle=True)
         if is_idle

@@ -1,8 +1,8 @@
-"""Exact shapes: the shapes of a pass at which a model's operators give every row the same bits.
+"""Batch-invariant shapes: the shapes of a pass at which a model's operators give every row the same bits.
 
-Contract: exact shapes are measured, never assumed. Libraries choose the kernel of a product by its row count,
-and that of attention by query count and length, so a position's last bits can differ between passes of
-different shapes (docs/losslessness.md). The self-check runs the model's operators at many shapes on
+Contract: batch invariance is measured, never assumed. Libraries choose the kernel of a product by its row
+count, and that of attention by query count and length, so a position's last bits can differ between passes
+of different shapes (docs/losslessness.md). The self-check runs the model's operators at many shapes on
 cancelling probes (`probes`), compares them bit for bit with a reference shape, and keeps the shapes that
 agree; two layers of the loaded decoder confirm them. Passes are then padded, and products cut, to these
 shapes.
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Decoder, Plan, RunLayers
+from foredraft.model.decoder import Decoder, RunLayers
+from foredraft.model.forward_context import PassShape, build_context, rope_tables
 from foredraft.model.layers import RowSpan
+from foredraft.model.plan import Plan
 from foredraft.model.runner.packed import pack
-from foredraft.model.runner.passes import PassShape, build_pass, rope_tables
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ TRIAL_START = 150  # first position of the confirmed row, whose context lies wit
 
 
 @dataclass(frozen=True, slots=True)
-class ExactShapes:
-    """Shapes that passes may have.
+class InvariantShapes:
+    """Shapes that passes may have: at all of them, a row has the same bits.
 
     Attributes:
         query_buckets: The columns per row that a pass is padded to; empty allows any number.
@@ -65,7 +66,7 @@ class ExactShapes:
     def __str__(self) -> str:
         if not self.query_buckets:
             return "any shape, not deterministic"
-        kind = "exact shapes" if self.found else "one shape for all passes, because no two agree"
+        kind = "batch-invariant shapes" if self.found else "one shape for all passes, because no two agree"
         columns = ", ".join(map(str, self.query_buckets))
         step = "" if self.row_step == 1 else f" by {self.row_step}"
         apart = ", attention row by row" if self.apart else ""
@@ -91,14 +92,14 @@ class ExactShapes:
         fitting = [bucket for bucket in self.query_buckets if bucket >= width]
         if not fitting:
             most = self.query_buckets[-1]
-            raise ValueError(f"{width} columns exceed the widest exact pass ({most})")
+            raise ValueError(f"{width} columns exceed the widest batch-invariant pass ({most})")
         return next((bucket for bucket in fitting if bucket * batch >= self.row_low), fitting[0])
 
     def length(self, positions: int) -> int:
         """Return the attended length that covers `positions`."""
         return math.ceil(positions / self.length_quantum) * self.length_quantum
 
-    def for_prefill(self, buckets: tuple[int, ...]) -> ExactShapes:
+    def for_prefill(self, buckets: tuple[int, ...]) -> InvariantShapes:
         """Return shapes for prefill: the same lengths, other buckets, and products of any row count.
 
         A chunk of a prompt always has the same shape, so its passes need not agree with others.
@@ -109,11 +110,11 @@ class ExactShapes:
 ONE_SHAPE = "every pass uses one fixed shape"  # what FALLBACK means, for the log
 
 # any shape, without a promise about bits
-INEXACT = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
-# for the C kernels, which are exact at any shape
-KERNEL_SHAPES = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
+ANY_SHAPE = InvariantShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
+# for the C kernels, which are batch-invariant at any shape
+KERNEL_SHAPES = InvariantShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
 # one shape for every pass: libraries then choose the same kernels for all
-FALLBACK = ExactShapes(
+FALLBACK = InvariantShapes(
     query_buckets=(REFERENCE,),
     row_low=REFERENCE,
     row_high=REFERENCE,
@@ -125,7 +126,7 @@ FALLBACK = ExactShapes(
 
 
 @torch.inference_mode()
-def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
+def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
     """Return the shapes at which probes of a decoder's operators agree, for `find_shapes` to confirm.
 
     Args:
@@ -147,7 +148,7 @@ def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
         for quantum in LENGTH_QUANTA:
             kept = _agreeing_queries(probe, long_probe, quantum, apart)
             if len(kept) > len(best):
-                best, shapes = kept, ExactShapes(kept, span.low, span.high, quantum, span.step, apart)
+                best, shapes = kept, InvariantShapes(kept, span.low, span.high, quantum, span.step, apart)
             if 2 * len(kept) > len(QUERY_COUNTS):
                 break  # a longer quantum costs more than the few buckets that it may add
         if len(best) > 1:
@@ -158,9 +159,9 @@ def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
 
 @torch.inference_mode()
 def find_shapes(
-    decoder: Decoder, probed: ExactShapes | None = None, run: RunLayers | None = None
-) -> ExactShapes:
-    """Return the exact shapes of a decoder on its device, in its dtype.
+    decoder: Decoder, probed: InvariantShapes | None = None, run: RunLayers | None = None
+) -> InvariantShapes:
+    """Return the batch-invariant shapes of a decoder on its device, in its dtype.
 
     Args:
         decoder: The decoder, with its weights.
@@ -250,7 +251,7 @@ def _agreeing_queries(
     return tuple(kept)
 
 
-def _confirmed_buckets(decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> tuple[int, ...]:
+def _confirmed_buckets(decoder: Decoder, shapes: InvariantShapes, run: RunLayers) -> tuple[int, ...]:
     """Return the query buckets at which two whole layers of the decoder agree, too."""
     trial = _Trial(decoder, shapes, run)
     alone = trial.states(1, REFERENCE, 0)
@@ -265,7 +266,7 @@ def _confirmed_buckets(decoder: Decoder, shapes: ExactShapes, run: RunLayers) ->
 class _Trial:
     """Passes of the first two layers of a decoder over a small cache of random values."""
 
-    def __init__(self, decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> None:
+    def __init__(self, decoder: Decoder, shapes: InvariantShapes, run: RunLayers) -> None:
         depth = min(2, decoder.spec.layers)
         self.spec = replace(decoder.spec, layers=depth, windows=decoder.spec.windows[:depth])
         self.run, self.shapes = run, shapes
@@ -283,9 +284,12 @@ class _Trial:
         hidden = self.hidden[:queries].flip(0).repeat(batch, 1, 1)
         hidden[place] = self.hidden[:queries]
         length = self.shapes.length(TRIAL_START + queries)
-        shape = PassShape(0, batch, queries, length, self.shapes.span, self.shapes.apart)
+        span, layers = self.shapes.span, self.spec.layers
+        shape = PassShape(
+            0, batch, queries, queries, length, span, self.shapes.apart, Plan.full(layers), 0, layers
+        )
         starts = [TRIAL_START - 7 * abs(row - place) for row in range(batch)]
-        pass_ = build_pass(
+        context = build_context(
             self.spec, self.tables, self.cache, shape, torch.tensor(starts, device=hidden.device)
         )
-        return self.run(hidden, pass_, Plan.full(self.spec.layers), 0, self.spec.layers)[place]
+        return self.run(hidden, context, 0, layers)[place]

@@ -1,8 +1,8 @@
-"""Ranges of layers, the head and fused drafts by the C kernels.
+"""The back end of the project's own C kernels: passes, the head and fused drafts.
 
-Contract: a pass computes the real columns of a ragged batch and no padding. A column's bits do not depend on
-the pass, because the order of no sum does (kernels.c). The weights stay in the decoder; `NativePasses` holds
-their addresses, and the decoder, so that these stay valid.
+Contract: a pass computes the real columns of a ragged batch and no padding, however few they are. A column's
+bits do not depend on the pass, because the order of no sum does (kernels.c). The weights stay in the decoder;
+`NativeBackend` holds their addresses, and the decoder, so that these stay valid.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
-from itertools import accumulate
+from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_char_p, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -19,87 +19,48 @@ from torch import Tensor
 from foredraft.kernels import pool
 from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import CacheLayers
-from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.layers import Product, RMSNorm, RowSource
+from foredraft.model.decoder import Decoder
+from foredraft.model.device import upload
+from foredraft.model.forward_context import at_columns
+from foredraft.model.plan import Plan
 from foredraft.model.rope import Rope
-from foredraft.model.runner.job import FusedDraft, SamplingInputs
-from foredraft.model.runner.native.codes import NativeCodes
-from foredraft.model.runner.native.linear import CLinear, NativeLinear, pointer, suffix
+from foredraft.model.runner.fused import DraftInputs, FusedDraft
+from foredraft.model.runner.invariant_shapes import KERNEL_SHAPES
+from foredraft.model.runner.native.codes import NativeCodes, is_native
+from foredraft.model.runner.native.linear import CLinear, pointer, suffix
+from foredraft.model.runner.native.structs import (
+    MAX_HEAD_DIM,
+    NORMS,
+    PRODUCTS,
+    SAMPLING,
+    CDraft,
+    CLayer,
+    CModel,
+    CSampling,
+    Groups,
+    linear_struct_of,
+    norm_struct,
+    pass_struct,
+)
+from foredraft.model.runner.passes import Forward, Pass
 
-__all__ = ["Groups", "NativePasses"]
-
-MAX_HEAD_DIM = 512  # the head dimension that buffers in kernels.c have room for
-Groups = Sequence[tuple[int, int, int]]  # runs of columns: (cache row, first position, number of columns)
-
-# The structures below mirror those of kernels.c, field by field.
-
-
-class CNorm(ctypes.Structure):
-    _fields_ = (("weight", c_void_p), ("eps", c_float), ("offset", c_int32))
-
-
-NORMS = ("before", "after", "q", "k", "mlp_before", "mlp_after")
-PRODUCTS = ("qkv", "output", "gate_up", "down")
-
-
-class CLayer(ctypes.Structure):
-    _fields_ = (
-        *((name, CNorm) for name in NORMS),
-        *((name, CLinear) for name in PRODUCTS),
-        ("window", c_int64),
-        ("rope", c_int64),
-    )
+__all__ = ["NativeBackend"]
 
 
-class CModel(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "gelu")),
-        *((name, c_float) for name in ("scale", "softcap", "logit_softcap")),
-        ("embedding", c_void_p),
-        ("tied", CLinear),
-        ("embedding_scale", c_float),
-        ("norm", CNorm),
-        ("head", CLinear),
-        ("layer", ctypes.POINTER(CLayer)),
-    )
+class NativeBackend:
+    """Runs the passes of one decoder by the C kernels.
 
+    Attributes:
+        shapes: Any, because no sum has another order at another shape.
+    """
 
-class CPass(ctypes.Structure):
-    _fields_ = (
-        ("groups", c_int64),
-        *((name, c_void_p) for name in ("first", "count", "start", "row")),
-        ("rotary", ctypes.POINTER(c_void_p)),
-        ("cache", c_void_p),
-        ("rows", c_int64),
-        ("positions", c_int64),
-    )
-
-
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "cut")
-
-
-class CSampling(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in SAMPLING)
-
-
-class CDraft(ctypes.Structure):
-    _fields_ = (
-        ("tokens", c_void_p),
-        *((name, c_int64) for name in ("columns", "steps")),
-        *((name, c_void_p) for name in ("slot", "length", "sampling", "keys", "allowed")),
-        *((name, c_void_p) for name in ("drawn", "finite", "probs")),
-        ("tap", c_int64),
-        ("states", c_void_p),
-    )
-
-
-class NativePasses:
-    """The passes of one decoder by the C kernels."""
+    native = True
+    shapes = KERNEL_SHAPES
 
     @classmethod
-    def of(cls, decoder: Decoder) -> NativePasses | None:
-        """Return the passes of a decoder; None where one of its weights is not packed for the kernels."""
-        packed = all(isinstance(product, NativeLinear | NativeCodes) for product in decoder.products)
+    def of(cls, decoder: Decoder) -> NativeBackend | None:
+        """Return the back end of a decoder; None where one of its weights is not packed for the kernels."""
+        packed = all(map(is_native, decoder.products))
         return cls(decoder) if packed and decoder.spec.head_dim <= MAX_HEAD_DIM else None
 
     def __init__(self, decoder: Decoder) -> None:
@@ -122,10 +83,10 @@ class NativePasses:
             spec.attention_softcap or 0.0,
             spec.logit_softcap or 0.0,
             pointer(self._embedding),
-            CLinear() if isinstance(embedding, Tensor) else _linear_struct(embedding),
+            CLinear() if isinstance(embedding, Tensor) else linear_struct_of(embedding),
             decoder.embedding_scale or 0.0,
-            _norm_struct(decoder.norm),
-            _linear_struct(decoder.output),
+            norm_struct(decoder.norm),
+            linear_struct_of(decoder.output),
             self._layers,
         )
         inner = spec.intermediate_size
@@ -150,10 +111,55 @@ class NativePasses:
             allocates=True,
         )
 
+    @property
+    def choices(self) -> list[str]:
+        head = self.decoder.output
+        few = [f"a head of {head.coding.bits} bits"] if isinstance(head, NativeCodes) else []
+        return ["C kernels, batch-invariant at any shape", *few]
+
+    def uncaptured(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def use_rotary_tables(self, tables: Mapping[Rope, Tensor]) -> None:
-        """Set the rotary tables of all further passes, [P, 2, D] each."""
         self._tables = tables  # kept alive for their addresses
         self._rotary = [tables[rope].data_ptr() for rope in self.ropes]
+
+    def run(self, pass_: Pass) -> Forward:
+        batch, width = pass_.tokens.shape
+        pass_.check(width)
+        rows = enumerate(zip(pass_.starts, pass_.real, strict=True), start=pass_.first_row)
+        groups = [(row, first + columns.start, len(columns)) for row, (first, columns) in rows if columns]
+        count = sum(columns for _, _, columns in groups)
+        indices = None if count == batch * width else pass_.real_columns(width)
+        real = None if indices is None else upload(indices, pass_.tokens.device)
+
+        def asked(computed: Tensor) -> Tensor:
+            """[N, ...] -> [B, T, ...]"""
+            return at_columns(computed, real, batch * width).view(batch, width, -1)
+
+        tokens: Tensor | None = None
+        if pass_.hidden is None:
+            flat = pass_.tokens.flatten().contiguous()
+            tokens = flat if real is None else flat[real]
+            x = torch.empty(count, self.decoder.spec.hidden_size, dtype=self.decoder.dtype)
+        else:
+            x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
+            x = x.clone() if real is None else x[real]
+        taps: dict[int, Tensor] = {}
+        logits: Tensor | None = None
+        start = pass_.start
+        for depth in sorted({*pass_.taps, pass_.stop}):
+            head = pass_.head and pass_.at is None and depth == pass_.stop
+            logits = self.forward(tokens, x, pass_.cache, groups, pass_.plan, start, depth, head=head)
+            start, tokens = depth, None
+            if depth in pass_.taps:
+                taps[depth] = asked(x.clone())
+        out = asked(x)
+        if logits is not None:
+            logits = asked(logits)
+        elif pass_.head:
+            logits = self.head(out[torch.arange(batch), pass_.at])[:, None]
+        return Forward(logits, out, taps)
 
     def forward(
         self,
@@ -204,20 +210,9 @@ class NativePasses:
             pool.keep(self, self._tables, hidden, cache, scratch)
         return logits
 
-    def draft(
-        self,
-        cache: CacheLayers,
-        tokens: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        plan: Plan,
-        sampling_inputs: SamplingInputs | None,
-        allowed: Sequence[Tensor | None] | None,
-        tap: int | None,
-    ) -> FusedDraft:
-        """Run all steps of a draft in one call; see `Runner.draft` for the arguments."""
+    def draft(self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, tap: int | None) -> FusedDraft:
+        tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
         rows, steps, vocabulary = len(lengths), max(lengths), self.decoder.spec.vocab_size
-        active = [row for row, length in enumerate(lengths) if length]
         read = [token for row in active for token in tokens[row]]
         pass_ = pass_struct(cache, [(row, starts[row], len(tokens[row])) for row in active], self._rotary)
         numbers = array("q", (*read, *active, *(lengths[row] for row in active)))
@@ -226,14 +221,14 @@ class NativePasses:
         drawn = torch.zeros(rows, steps, dtype=torch.int64)
         finite = torch.zeros(rows, steps, dtype=torch.bool)
         sampling, keys, probs = CSampling(), None, None
-        if sampling_inputs is not None:
-            sampling = CSampling(*(pointer(getattr(sampling_inputs, name)) for name in SAMPLING))
-            keys, probs = sampling_inputs.keys, torch.zeros(rows, steps, vocabulary)
+        if inputs.sampling is not None:
+            sampling = CSampling(*(pointer(getattr(inputs.sampling, name)) for name in SAMPLING))
+            keys, probs = inputs.sampling.keys, torch.zeros(rows, steps, vocabulary)
         states = None
         if tap is not None:
             hidden_size = self.decoder.spec.hidden_size
             states = torch.zeros(rows, steps, hidden_size, dtype=self.decoder.dtype)
-        masks = None if allowed is None else (c_void_p * rows)(*map(pointer, allowed))
+        masks = None if inputs.allowed is None else (c_void_p * rows)(*map(pointer, inputs.allowed))
         draft = CDraft(
             tokens=address,
             columns=len(read),
@@ -272,15 +267,10 @@ class NativePasses:
             self._scratch_memory = torch.empty(values, dtype=self.decoder.dtype)
         return self._scratch_memory
 
-    def new_states(self, count: int) -> Tensor:
-        """Return an uninitialised tensor for the states of `count` columns, [N, D]."""
-        return torch.empty(count, self.decoder.spec.hidden_size, dtype=self.decoder.dtype)
-
     def _logits(self, hidden: Tensor) -> Tensor:
         return hidden.new_empty(len(hidden), self.decoder.spec.vocab_size, dtype=torch.float32)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits [N, V] in float32, soft-capped, of states [N, D] after the last layer."""
         logits, scratch = self._logits(hidden), torch.empty_like(hidden)
         self._head(
             ctypes.addressof(self._model),
@@ -299,41 +289,7 @@ class NativePasses:
         norms += [None, None] if mlp is None else [mlp.norm, mlp.post_norm]
         made = CLayer(window=window or 0, rope=self.ropes.index(spec.rope_of(window)))
         for name, norm in zip(NORMS, norms, strict=True):
-            setattr(made, name, _norm_struct(norm))
+            setattr(made, name, norm_struct(norm))
         for name, product in zip(PRODUCTS, layer.products, strict=False):  # an adapter may have no MLP
-            setattr(made, name, _linear_struct(product))
+            setattr(made, name, linear_struct_of(product))
         return made
-
-
-def pass_struct(cache: CacheLayers, groups: Groups, rotary: Sequence[int]) -> CPass:
-    """Return the C struct of a pass.
-
-    Args:
-        cache: The cache, with keys in blocks.
-        groups: The rows and positions of the columns, in the order of the columns.
-        rotary: The addresses of the rotary tables.
-    """
-    assert cache.blocked, "the kernels read keys in blocks"
-    rows, starts, counts = zip(*groups, strict=True)
-    numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows))
-    address, _ = numbers.buffer_info()
-    size = numbers.itemsize * len(groups)  # bytes of each of the four arrays
-    pass_ = CPass(
-        len(groups),
-        *range(address, address + 4 * size, size),
-        (c_void_p * len(rotary))(*rotary),
-        cache.pointers,
-        cache.rows,
-        cache.stored,
-    )
-    pass_.numbers = numbers  # kept alive for their addresses
-    return pass_
-
-
-def _norm_struct(norm: RMSNorm | None) -> CNorm:
-    return CNorm(None, 0.0, 0) if norm is None else CNorm(norm.weight.data_ptr(), norm.eps, norm.offset)
-
-
-def _linear_struct(product: Product | RowSource) -> CLinear:
-    assert isinstance(product, NativeLinear | NativeCodes)
-    return product.as_struct()

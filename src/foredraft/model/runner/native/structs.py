@@ -1,0 +1,131 @@
+"""The C structures of a model, a pass and a fused draft, field by field as in kernels.c."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from itertools import accumulate
+from typing import TypeAlias
+
+from foredraft.model.cache import CacheLayers
+from foredraft.model.layers import Product, RMSNorm, RowSource
+from foredraft.model.runner.native.codes import is_native
+from foredraft.model.runner.native.linear import CLinear
+
+__all__ = [
+    "MAX_HEAD_DIM",
+    "NORMS",
+    "PRODUCTS",
+    "SAMPLING",
+    "CDraft",
+    "CLayer",
+    "CModel",
+    "CPass",
+    "CSampling",
+    "Groups",
+    "linear_struct_of",
+    "norm_struct",
+    "pass_struct",
+]
+
+MAX_HEAD_DIM = 512  # the head dimension that buffers in kernels.c have room for
+Groups: TypeAlias = Sequence[
+    tuple[int, int, int]
+]  # runs of columns: (cache row, first position, number of columns)
+
+
+class CNorm(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("offset", c_int32))
+
+
+NORMS = ("before", "after", "q", "k", "mlp_before", "mlp_after")
+PRODUCTS = ("qkv", "output", "gate_up", "down")
+
+
+class CLayer(ctypes.Structure):
+    _fields_ = (
+        *((name, CNorm) for name in NORMS),
+        *((name, CLinear) for name in PRODUCTS),
+        ("window", c_int64),
+        ("rope", c_int64),
+    )
+
+
+class CModel(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "gelu")),
+        *((name, c_float) for name in ("scale", "softcap", "logit_softcap")),
+        ("embedding", c_void_p),
+        ("tied", CLinear),
+        ("embedding_scale", c_float),
+        ("norm", CNorm),
+        ("head", CLinear),
+        ("layer", ctypes.POINTER(CLayer)),
+    )
+
+
+class CPass(ctypes.Structure):
+    _fields_ = (
+        ("groups", c_int64),
+        *((name, c_void_p) for name in ("first", "count", "start", "row")),
+        ("rotary", ctypes.POINTER(c_void_p)),
+        ("cache", c_void_p),
+        ("rows", c_int64),
+        ("positions", c_int64),
+    )
+
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "cut")
+
+
+class CSampling(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in SAMPLING)
+
+
+class CDraft(ctypes.Structure):
+    _fields_ = (
+        ("tokens", c_void_p),
+        *((name, c_int64) for name in ("columns", "steps")),
+        *((name, c_void_p) for name in ("slot", "length", "sampling", "keys", "allowed")),
+        *((name, c_void_p) for name in ("drawn", "finite", "probs")),
+        ("tap", c_int64),
+        ("states", c_void_p),
+    )
+
+
+def pass_struct(cache: CacheLayers, groups: Groups, rotary: Sequence[int]) -> CPass:
+    """Return the C struct of a pass.
+
+    Args:
+        cache: The cache, with keys in blocks.
+        groups: The rows and positions of the columns, in the order of the columns.
+        rotary: The addresses of the rotary tables.
+    """
+    assert cache.blocked, "the kernels read keys in blocks"
+    rows, starts, counts = zip(*groups, strict=True)
+    numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows))
+    address, _ = numbers.buffer_info()
+    size = numbers.itemsize * len(groups)  # bytes of each of the four arrays
+    pass_ = CPass(
+        len(groups),
+        *range(address, address + 4 * size, size),
+        (c_void_p * len(rotary))(*rotary),
+        cache.pointers,
+        cache.rows,
+        cache.stored,
+    )
+    pass_.numbers = numbers  # kept alive for their addresses
+    return pass_
+
+
+def norm_struct(norm: RMSNorm | None) -> CNorm:
+    """Return the C struct of a norm; that of None is empty."""
+    return CNorm(None, 0.0, 0) if norm is None else CNorm(norm.weight.data_ptr(), norm.eps, norm.offset)
+
+
+def linear_struct_of(product: Product | RowSource) -> CLinear:
+    """Return the C struct of a product that is packed for the kernels."""
+    assert is_native(product)
+    return product.as_struct()
