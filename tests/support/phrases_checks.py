@@ -1,0 +1,181 @@
+"""Everything that takes drafters takes `phrases`, with its line in the table: `test_kinds_new_drafter` runs this."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import ConfigError, SamplingParams
+from foredraft.bench import forward_costs, machine
+from foredraft.cli import main
+from foredraft.loading import capacity
+from foredraft.loading.inspection import inspect_models
+from foredraft.model.spec import ModelSpec
+from tests.support.checkpoints import save_pair
+from tests.support.phrases import BYTES_PER_TOKEN, FILE
+from tests.support.serving import serving
+
+WORDS = 384
+LENGTH = 4  # tokens of a phrase
+GREEDY = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
+DOCUMENT = ["--json", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`big` and `small` are models, `phrases` holds phrases of `big`, half of them right, `foreign` holds others."""
+    folder = save_pair(tmp_path_factory.mktemp("models"))
+    with foredraft.load(folder / "big", device="cpu", drafter="none", max_length=64) as llm:
+        phrases = [
+            [word, *llm.generate([word], GREEDY.replace(max_new_tokens=LENGTH - 1))[0].token_ids]
+            if word % 2
+            else [(word + i) % WORDS for i in range(LENGTH)]
+            for word in range(WORDS)
+        ]
+    for name, content in (("phrases", phrases), ("foreign", [[1, WORDS]])):
+        (folder / name).mkdir()
+        (folder / name / FILE).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
+    """Run a command in this process, and return its code, its JSON document and what it wrote on stderr."""
+
+    def run(*words: object) -> tuple[int, Any, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            raise SystemExit(main([*map(str, words)]))
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), json.loads(out) if out.startswith("{") else out, err
+
+    return run
+
+
+def load(models: Path, **options: Any) -> foredraft.LLM:
+    return foredraft.load(models / "big", device="cpu", max_length=128, **options)
+
+
+def test_load_takes_it(models: Path) -> None:
+    with load(models, draft=models / "phrases", policy="fixed") as llm:
+        assert llm.default_drafter == "phrases"
+        assert llm._engine.policy.max_draft == LENGTH - 1  # type: ignore[attr-defined]
+        plain, drafted = (
+            llm.generate(["a b c", "x"], GREEDY.replace(drafter=name)) for name in ("none", "phrases")
+        )
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert all(output.stats.drafted > output.stats.accepted for output in drafted)
+    assert sum(output.stats.accepted for output in drafted) > 0 and all(o.lossless for o in drafted)
+    with load(models, draft=models / "phrases") as llm:
+        assert llm.default_drafter == "auto" and "phrases" in llm._engine.drafters
+        assert llm._requests.drafters(SamplingParams())[-1] == "phrases"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafter": "phrases"}, "phrases has no phrases for this model; give draft, a folder with phrases.json$"),
+        (
+            {"draft": "phrases", "drafter": "draft-model"},
+            "drafter is 'draft-model', but .*phrases is what drafter phrases reads; give drafter='phrases', or",
+        ),
+        ({"draft": "foreign"}, "draft is '.*foreign', whose phrases have token 384, but the model has 384 words"),
+        ({"draft": "phrases", "policy": "confidence"}, "but no loaded drafter has them; give another one"),
+    ],
+)  # fmt: skip
+def test_load_refuses_what_does_not_fit(models: Path, options: dict[str, Any], message: str) -> None:
+    given = {**options, "draft": models / options["draft"]} if "draft" in options else options
+    with pytest.raises(ConfigError, match=message):
+        load(models, **given)
+
+
+def test_the_memory_plan_counts_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    big = models / "big"
+    weights = inspect_models(big, device="cpu").models[0].weight_bytes[32]
+    spec = ModelSpec.from_folder(big)
+    row = 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim  # of a position in float32
+    monkeypatch.setattr(capacity, "free_memory", lambda device: weights + 2 * 1500 * row)
+    [without, own] = (
+        inspect_models(big, device="cpu", **given).context.longest
+        for given in ({}, {"draft": models / "phrases"})
+    )
+    assert without is not None and own is not None
+    assert 0 < own < without - BYTES_PER_TOKEN * LENGTH * WORDS // (2 * row) + 1
+
+
+def test_info_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
+    code, found, _ = run("info", models / "big", "--draft", models / "phrases", *DOCUMENT)
+    assert code == 0 and found["pair"] is None and len(found["models"]) == 1
+    notes = {each["name"]: (each["at_hand"], each["note"]) for each in found["drafters"]}
+    assert notes["phrases"] == (True, f"the phrases of {models / 'phrases'}")
+    code, text, _ = run("info", models / "big", "--device", "cpu")
+    assert code == 0
+    [line] = [line for line in text.splitlines() if line.startswith("phrases")]
+    assert " ".join(line.split()).startswith(
+        "phrases no phrases has no phrases for this model; give --draft,"
+    )
+
+
+def test_generate_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
+    code, text, _ = run("generate", "--help-all")
+    assert code == 0 and "phrases: known phrases, word for word" in " ".join(text.split())
+    own = ["generate", "--model", models / "big", "--draft", models / "phrases", "--temperature", "0"]
+    code, found, _ = run(*own, "--drafter", "phrases", *DOCUMENT, "a b c")
+    assert code == 0 and found["stats"]["drafted"] > 0
+    code, _, error = run(*own, "--drafter", "phrases", "--plan", "exit:1", "a b c")
+    assert code == 2 and "--plan has no effect with drafter phrases; leave it out" in error
+    code, _, error = run("generate", "--model", models / "big", "--drafter", "phrase", "a b c")
+    assert code == 2 and "phrases" in error
+
+
+def test_bench_takes_it(
+    models: Path, tmp_path: Path, run: Callable[..., tuple[int, Any, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "BYTES", 2**20)
+    monkeypatch.setattr(machine, "TRIES", 2)
+    monkeypatch.setattr(forward_costs, "REPEATS", 2)
+    (tmp_path / "words.jsonl").write_text('{"prompt": "def accept(draft, p):"}\n')
+    own = ["bench", "--model", models / "big", "--workload", tmp_path / "words.jsonl", "--new-tokens", "4"]
+    quick = [*own, "--repeats", "1", "--methods", "phrases", *DOCUMENT]
+    code, found, _ = run(*quick, "--draft", models / "phrases")
+    assert code == 0 and [row["contender"] for row in found["rows"]] == ["plain", "phrases"]
+    assert [model["role"] for model in found["models"]] == ["target"], "it is no whole model"
+    code, _, error = run(*quick)
+    assert code == 2 and "phrases has no phrases for this model; give --draft" in error
+
+
+def test_verify_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
+    code, found, _ = run(
+        "verify", "--model", models / "big", "--draft", models / "phrases", "--drafter", "phrases", "--tokens", "6",
+        "--samples", "40", "--seed", "3", "--max-batch", "8", *DOCUMENT, "a b c", "x",
+    )  # fmt: skip
+    assert code == 3 and found["verdict"] == "inconclusive", "so few samples are weak evidence"
+    assert found["about"]["drafters"] == ["phrases"]
+    assert all(not identity["divergences"] for identity in found["identities"])
+    assert any(test["drafted"] > test["accepted"] > 0 for test in found["tests"])
+
+
+def test_a_server_takes_it(models: Path) -> None:
+    with (
+        load(models, draft=models / "phrases", policy="fixed", drafter="lookup") as llm,
+        serving(llm) as served,
+    ):
+        [model] = served.client.get("/v1/models").json()["data"]
+        assert model["foredraft"]["drafters"]["phrases"] == {"lossless": True}
+        body = {
+            "model": model["id"],
+            "prompt": "a b c",
+            "max_tokens": 8,
+            "temperature": 0,
+            "drafter": "phrases",
+        }
+        reply = served.client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        [plain] = llm.generate("a b c", GREEDY.replace(max_new_tokens=8, drafter="none"))
+        assert reply.json()["choices"][0]["text"] == plain.text
+        assert reply.json()["foredraft"]["drafted"] > 0
