@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import foredraft
 from foredraft import ConfigError, SamplingParams
@@ -15,6 +16,7 @@ from foredraft.bench import forward_costs, machine
 from foredraft.cli import main
 from foredraft.loading import capacity
 from foredraft.loading.inspection import inspect_models
+from foredraft.model.cache import KVCache
 from foredraft.model.spec import ModelSpec
 from tests.support.checkpoints import save_pair
 from tests.support.phrases import BYTES_PER_TOKEN, FILE
@@ -22,21 +24,20 @@ from tests.support.serving import serving
 
 WORDS = 384
 LENGTH = 4  # tokens of a phrase
+PROMPT = "a b c"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
 DOCUMENT = ["--json", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`big` and `small` are models, `phrases` holds phrases of `big`, half of them right, `foreign` holds others."""
+    """`big` is a model, `phrases` holds phrases for it, those of one text and wrong ones, `foreign` has others."""
     folder = save_pair(tmp_path_factory.mktemp("models"))
     with foredraft.load(folder / "big", device="cpu", drafter="none", max_length=64) as llm:
-        phrases = [
-            [word, *llm.generate([word], GREEDY.replace(max_new_tokens=LENGTH - 1))[0].token_ids]
-            if word % 2
-            else [(word + i) % WORDS for i in range(LENGTH)]
-            for word in range(WORDS)
-        ]
+        [output] = llm.generate(PROMPT, GREEDY)
+    text = output.token_ids
+    phrases = [text[at : at + LENGTH] for at in range(len(text) - LENGTH)]
+    phrases += [[(word + i) % WORDS for i in range(LENGTH)] for word in range(WORDS)]
     for name, content in (("phrases", phrases), ("foreign", [[1, WORDS]])):
         (folder / name).mkdir()
         (folder / name / FILE).write_text(json.dumps(content))
@@ -66,11 +67,12 @@ def test_load_takes_it(models: Path) -> None:
         assert llm.default_drafter == "phrases"
         assert llm._engine.policy.max_draft == LENGTH - 1  # type: ignore[attr-defined]
         plain, drafted = (
-            llm.generate(["a b c", "x"], GREEDY.replace(drafter=name)) for name in ("none", "phrases")
+            llm.generate([PROMPT, "x"], GREEDY.replace(drafter=name)) for name in ("none", "phrases")
         )
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
-    assert all(output.stats.drafted > output.stats.accepted for output in drafted)
-    assert sum(output.stats.accepted for output in drafted) > 0 and all(o.lossless for o in drafted)
+    stats = [output.stats for output in drafted]
+    assert stats[0].accepted > 0 and stats[1].drafted > stats[1].accepted
+    assert all(output.lossless for output in drafted)
     with load(models, draft=models / "phrases") as llm:
         assert llm.default_drafter == "auto" and "phrases" in llm._engine.drafters
         assert llm._requests.drafters(SamplingParams())[-1] == "phrases"
@@ -97,15 +99,20 @@ def test_load_refuses_what_does_not_fit(models: Path, options: dict[str, Any], m
 def test_the_memory_plan_counts_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     big = models / "big"
     weights = inspect_models(big, device="cpu").models[0].weight_bytes[32]
-    spec = ModelSpec.from_folder(big)
-    row = 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim  # of a position in float32
-    monkeypatch.setattr(capacity, "free_memory", lambda device: weights + 2 * 1500 * row)
-    [without, own] = (
-        inspect_models(big, device="cpu", **given).context.longest
-        for given in ({}, {"draft": models / "phrases"})
-    )
-    assert without is not None and own is not None
-    assert 0 < own < without - BYTES_PER_TOKEN * LENGTH * WORDS // (2 * row) + 1
+    caches = KVCache.bytes_per_row(ModelSpec.from_folder(big), 900, torch.float32)
+
+    def longest(beside: int, **given: Any) -> int | None:
+        """Return the longest sequence, with so much memory beside what a sequence of 900 tokens needs."""
+        monkeypatch.setattr(capacity, "free_memory", lambda device: weights + 2 * caches + beside)
+        return inspect_models(big, device="cpu", **given).context.longest
+
+    without, phrases = longest(0), json.loads((models / "phrases" / FILE).read_text())
+    assert without is not None and without >= 900
+    own = (
+        BYTES_PER_TOKEN * sum(map(len, phrases)) + 2 * without
+    )  # half of what is beside the weights is for caches
+    assert longest(own, draft=models / "phrases") == without
+    assert (longest(own // 2, draft=models / "phrases") or 0) < without
 
 
 def test_info_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
@@ -165,17 +172,18 @@ def test_a_server_takes_it(models: Path) -> None:
         load(models, draft=models / "phrases", policy="fixed", drafter="lookup") as llm,
         serving(llm) as served,
     ):
+        assert served.client.get("/v1/capabilities").json()["drafters"]["phrases"] == {"lossless": True}
         [model] = served.client.get("/v1/models").json()["data"]
-        assert model["foredraft"]["drafters"]["phrases"] == {"lossless": True}
-        body = {
-            "model": model["id"],
-            "prompt": "a b c",
+        asked = {
+            "prompt": PROMPT,
             "max_tokens": 8,
             "temperature": 0,
+            "provenance": True,
             "drafter": "phrases",
         }
-        reply = served.client.post("/v1/completions", json=body)
+        reply = served.client.post("/v1/completions", json={"model": model["id"], **asked})
         assert reply.status_code == 200, reply.text
-        [plain] = llm.generate("a b c", GREEDY.replace(max_new_tokens=8, drafter="none"))
-        assert reply.json()["choices"][0]["text"] == plain.text
-        assert reply.json()["foredraft"]["drafted"] > 0
+        [choice] = reply.json()["choices"]
+        [plain] = llm.generate(PROMPT, GREEDY.replace(max_new_tokens=8, drafter="none"))
+        assert choice["text"] == plain.text
+        assert "drafter" in {each["origin"] for each in choice["provenance"]}

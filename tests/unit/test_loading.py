@@ -232,6 +232,19 @@ def test_a_drafter_that_does_not_fit_the_tokenizer_is_refused_with_the_one_that_
     assert "\n" not in str(caught.value)
 
 
+def test_an_adapter_given_as_a_draft_model_is_refused_with_its_own_option(
+    models: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(models / "big", tmp_path / "adapter")
+    for options in ({}, {"drafter": "kangaroo"}, {"drafter": "draft-model"}):
+        with pytest.raises(ConfigError) as caught:
+            load(models, draft=adapter, **options)
+        assert str(caught.value) == (
+            f"draft is {str(adapter)!r}, which is what drafter kangaroo reads; give adapter={str(adapter)!r} in its"
+            " place"
+        )
+
+
 @pytest.mark.parametrize("without", [["big"], ["draft"], ["big", "draft"]])
 def test_missing_tokenizers_are_refused_where_vocabulary_sizes_differ(
     models: Path, tmp_path: Path, without: list[str]

@@ -248,7 +248,8 @@ class AdapterAsset(Asset):
                 raise
             logger.warning("%s", error)
             return self.missing
-        about = f"the kept adapter: {config}, predicted {config.predicted:.2f} x"
+        kept = "kept " if given is None else ""
+        about = f"the {kept}adapter: {config}, predicted {config.predicted:.2f} x"
         if given is None and not search.needed and config.predicted <= 1:
             use = Option("drafter", Kangaroo.name)
             return replace(self.missing, why=lambda: (f"{about}, so only ", use, " uses it"))

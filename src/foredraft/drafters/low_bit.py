@@ -215,8 +215,9 @@ def _is_ample(search: Search, bits: int) -> bool:
         return False
     models = [target, *(model for found in search.found for model in found.models)]
     sizes = [weight_bytes(model.spec, search.device, model.dtype) for model in models]
-    room = search.free_memory() - sum(sizes)
-    return sizes[0] >= LEAST and SHARE * coded_copy_bytes(target.spec, bits) <= room
+    if sizes[0] < LEAST:
+        return False
+    return SHARE * coded_copy_bytes(target.spec, bits) <= search.free_memory() - sum(sizes)
 
 
 def _unfit_because(search: Search, bits: int) -> str | None:

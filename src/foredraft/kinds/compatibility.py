@@ -92,8 +92,8 @@ def default_drafter(policy: str, given: Collection[str] = (), missing: Collectio
         return choosing
     by_option: dict[str, str] = {}
     for name, kind in DRAFTERS.items():
-        if kind.given_by in given and name not in missing:
-            by_option.setdefault(str(kind.given_by), name)
+        if kind.given_by is not None and kind.given_by in given and name not in missing:
+            by_option.setdefault(kind.given_by, name)
     if by_option:
         return [*by_option.values()][-1]
     simple = (

@@ -53,7 +53,12 @@ class ChosenDrafting:
 
 
 def choose_drafting(
-    options: LoadOptions, target: Checkpoint, device: torch.device, *, weights_here: bool = True
+    options: LoadOptions,
+    target: Checkpoint,
+    device: torch.device,
+    *,
+    fetch: bool = True,
+    weights_here: bool = True,
 ) -> ChosenDrafting:
     """Choose the default drafter, find all assets, and check that drafter, policy and models fit together.
 
@@ -61,34 +66,43 @@ def choose_drafting(
         options: The options of `load`.
         target: The target.
         device: The device that will run it.
+        fetch: Fetch the weights of a draft model that is a hub id.
         weights_here: The target's weights are on this machine.
 
     Raises:
         ForedraftError: They do not fit, or an asset cannot be used.
     """
     assets = {name: kind.asset() for name, kind in DRAFTERS.items() if kind.asset is not None}
-    draft = find_draft(options, weights=weights_here)
+    draft = find_draft(options, weights=fetch)
     owner = None if draft is None else _owner(draft, options, assets)
     drafter = options.drafter or default_drafter(options.policy, options.assets)
-    search = Search(
-        target=target,
-        device=device,
-        options={name: getattr(options, name) for name in asset_options()},
-        choosing=DRAFTERS[drafter].chooses,
-        kernels=options.allows_kernels,
-        weights_here=weights_here,
-        read_draft=cache(lambda: read_draft(options, _given(draft), target)),
-        shipped=(demo.adapter_path(),) if target.folder == demo.target_path() else (),
-        free_memory=partial(free_memory, device),
-    )
+
+    @cache
+    def read() -> Checkpoint:
+        assert draft is not None, "no asset reads a draft model that is not there"
+        return read_draft(options, draft, target)
+
     found: dict[str, Found] = {}
     missing: dict[str, Missing] = {}
     for name, asset in assets.items():
-        own = draft if owner in (None, name) else None
-        one = asset.find(replace(search, needed=name == drafter, draft=own, found=[*found.values()]))
+        search = Search(
+            target=target,
+            device=device,
+            options={option: getattr(options, option) for option in asset_options()},
+            needed=name == drafter,
+            choosing=DRAFTERS[drafter].chooses,
+            kernels=options.allows_kernels,
+            weights_here=weights_here,
+            draft=draft if owner in (None, name) else None,
+            read_draft=read,
+            shipped=(demo.adapter_path(),) if target.folder == demo.target_path() else (),
+            free_memory=partial(free_memory, device),
+            found=tuple(found.values()),
+        )
+        one = asset.find(search)
         if isinstance(one, Found):
             found[name] = one
-        elif owner is not None and DRAFTERS[name].given_by == DRAFTERS[owner].given_by:
+        elif search.draft != draft and DRAFTERS[name].given_by == "draft":
             missing[name] = replace(one, unfit=f"{draft} is what drafter {owner} reads")
         else:
             missing[name] = one
@@ -105,14 +119,10 @@ def _owner(draft: Path, options: LoadOptions, assets: Mapping[str, Asset]) -> st
         ConfigError: The drafter takes its asset by another option.
     """
     owner = next((name for name, asset in assets.items() if asset.knows(draft)), None)
-    if owner is not None and (option := DRAFTERS[owner].given_by) not in (None, "draft"):
+    option = None if owner is None else DRAFTERS[owner].given_by
+    if option not in (None, "draft"):
         raise ConfigError(
             f"which is what drafter {owner} reads", option="draft", value=str(options.draft),
             remedy=("give ", Option(str(option), str(options.draft)), " in its place"),
         )  # fmt: skip
     return owner
-
-
-def _given(draft: Path | None) -> Path:
-    assert draft is not None, "an asset reads the draft model only where there is one"
-    return draft

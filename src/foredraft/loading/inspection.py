@@ -206,7 +206,7 @@ def inspect_models(
     device = find_device(given.device)
     target = find_target(given, weights=False)
     weights_here = _check(target, device)
-    drafting = choose_drafting(given, target, device, weights_here=weights_here)
+    drafting = choose_drafting(given, target, device, fetch=False, weights_here=weights_here)
     checked = [weights_here, *(_check(model, device) for model in drafting.models)]
     names = (path, options.get("draft"))
     models = tuple(
