@@ -13,6 +13,7 @@ import torch
 import foredraft
 from foredraft import ConfigError, SamplingParams
 from foredraft.bench import forward_costs, machine
+from foredraft.bench import run as bench_run
 from foredraft.cli import main
 from foredraft.loading import capacity
 from foredraft.loading.inspection import inspect_models
@@ -149,9 +150,14 @@ def test_bench_takes_it(
     (tmp_path / "words.jsonl").write_text('{"prompt": "def accept(draft, p):"}\n')
     own = ["bench", "--model", models / "big", "--workload", tmp_path / "words.jsonl", "--new-tokens", "4"]
     quick = [*own, "--repeats", "1", "--methods", "phrases", *DOCUMENT]
+    resolve, resolved = bench_run.resolve, list[str]()
+    monkeypatch.setattr(
+        bench_run, "resolve", lambda name, *more: resolved.append(name) or resolve(name, *more)
+    )
     code, found, _ = run(*quick, "--draft", models / "phrases")
     assert code == 0 and [row["contender"] for row in found["rows"]] == ["plain", "phrases"]
     assert [model["role"] for model in found["models"]] == ["target"], "it is no whole model"
+    assert resolved == [str(models / "big")], "other programs get no draft model"
     code, _, error = run(*quick)
     assert code == 2 and "phrases has no phrases for this model; give --draft" in error
 
