@@ -9,10 +9,15 @@ from typing import Any
 
 import foredraft
 from foredraft import LLM
+from foredraft.decode.drafter import Drafter
 from foredraft.decode.policy import Policy
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.low_bit import LowBit
-from foredraft.kinds import DRAFTERS
-from foredraft.kinds.tables import Parts
+from foredraft.drafters.prediction import Prediction
+from foredraft.drafters.retokenize import STRETCH, Retokenize
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.plain_target import PlainTarget
 from tests.exactness.test_bits import VOCABULARY, save_pair
@@ -93,19 +98,17 @@ def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) 
     """
     loaded: Any = engine_of(llm)
     cache = loaded.target.new_cache(rows, POSITIONS)
-    parts = Parts(
-        target=loaded.target,
-        cache=cache,
-        draft=loaded.drafters["draft-model"].draft_pass.runner,
-        rows=rows,
-        positions=POSITIONS,
-        tokenizers=tokenizers(WORDS),
-        skips=loaded.drafters["layer-skip"].skips,
-        adapter=loaded.drafters["kangaroo"].adapter,
-        low_bit=loaded.drafters["low-bit"].draft_pass.runner,
-    )
-    makes = {name: DRAFTERS[name].make for name in (*loaded.drafters, "retokenize")}
+    draft = loaded.drafters["draft-model"].draft_pass.runner
+    drafters: list[Drafter] = [
+        Lookup(),
+        Prediction(),
+        DraftModel(draft, rows, POSITIONS),
+        LayerSkip(loaded.target, cache, loaded.drafters["layer-skip"].skips),
+        Kangaroo(loaded.target, cache, loaded.drafters["kangaroo"].adapter),
+        LowBit(loaded.drafters["low-bit"].draft_pass.runner, cache),
+        Retokenize(draft, rows, STRETCH * POSITIONS, *tokenizers(WORDS)),
+    ]
     return ForkingEngine(
-        loaded.target, cache, policy, {name: make(parts) for name, make in makes.items() if make is not None},
+        loaded.target, cache, policy, {drafter.name: drafter for drafter in drafters},
         vocabulary=loaded.vocabulary, device=loaded.device, vocab_ops=loaded.vocab_ops, noise=noise,
     )  # fmt: skip

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from foredraft.decode.draft import Draft, RoundInputs
-from foredraft.decode.drafter import Stepper
+from foredraft.decode.drafter import Drafter, Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sequence import Sequence, State
+from foredraft.drafters.asset import Found, Parts, Search
 from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.prediction import Prediction
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
+from foredraft.kinds import DRAFTERS as KINDS
+from foredraft.kinds.compatibility import asset_options
 from foredraft.model.runner import Forward
+from foredraft.model.spec import ModelSpec
+from foredraft.model.unread import Checkpoint
 from tests.support.forking import PREDICTED, ForkingNoise
 from tests.support.parts import (
     ScriptedGuesser,
@@ -36,7 +43,8 @@ from tests.support.tabular import Table, Tabular, TokenCache
 from tests.support.vocab_ops_choice import PRESENT
 
 CPU = torch.device("cpu")
-DRAFTERS = (
+# The drafters of a tabular engine, and plain steps. Those that run models or parts of the target run tabular ones here.
+DOUBLES = (
     None,
     "draft-model",
     "looping",
@@ -49,6 +57,13 @@ DRAFTERS = (
     "early-exit",
     "low-bit",
 )
+DOUBLED = {*DOUBLES, "prediction", "kangaroo"}  # "tapping" does as "kangaroo" does
+TABLE = tuple(name for name, kind in KINDS.items() if kind.asset is not None and name not in DOUBLED)
+DRAFTERS = (*DOUBLES, *TABLE)
+CONFIG: dict[str, Any] = {  # of a model of the size of a table, for drafters that look at one
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 class ForkingEngine(Engine):
@@ -143,7 +158,7 @@ def make_engine(
     forgetful: bool = False,
     script: Callable[[Sequence, int], list[int]] | None = None,
 ) -> CheckedEngine:
-    """An engine with one drafter of each kind: all that `DRAFTERS` names."""
+    """An engine with one drafter of each kind: all that `DRAFTERS` names, and `Prediction`."""
     model = target if isinstance(target, Tabular) else Tabular(target)
     draft = draft or model.table
     model.skipping = draft
@@ -160,6 +175,7 @@ def make_engine(
         layer_skip(model, cache, Skips(attention=(0,))),
         layer_skip(model, cache, Skips(exit=1), "early-exit"),
         low_bit(model, cache, draft),
+        *(of_the_table(name, model, cache, rows, positions) for name in TABLE),
     ]
     return CheckedEngine(
         model,  # type: ignore[arg-type]
@@ -171,6 +187,25 @@ def make_engine(
         vocab_ops=PRESENT,
         noise=noise,
         greedy_drafts=greedy_drafts,
+    )
+
+
+def of_the_table(name: str, target: Tabular, cache: TokenCache, rows: int, positions: int) -> Drafter:
+    """Make a drafter by its asset, as `load` does where the user gives nothing."""
+    asset = KINDS[name].asset
+    assert asset is not None
+    spec = ModelSpec.from_hf({**CONFIG, "vocab_size": target.vocabulary})
+    search = Search(
+        target=Checkpoint(Path("tabular"), spec, None, torch.float32),
+        device=CPU,
+        options=dict.fromkeys(asset_options()),
+        read_draft=lambda: pytest.fail("there is no draft model"),
+        free_memory=lambda: 2**40,
+    )
+    found = asset().find(search)
+    assert isinstance(found, Found), f"{name} {found.problem}; give it a double in DOUBLES and `make_engine`"
+    return found.make(
+        Parts(target=target, cache=cache, rows=rows, positions=positions)  # type: ignore[arg-type]
     )
 
 

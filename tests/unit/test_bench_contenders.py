@@ -26,7 +26,7 @@ from foredraft.bench.records import DraftCost
 from foredraft.bench.weights import model_record
 from foredraft.decode.observer import SILENT
 from foredraft.decode.policy import CostTable, Policy
-from foredraft.kinds import DRAFTERS, POLICIES, suits
+from foredraft.kinds import POLICIES
 from foredraft.loading.policies import make_policy
 from foredraft.model.hub import resolve
 from foredraft.profiling import profile
@@ -370,20 +370,6 @@ def test_an_unknown_method_is_refused_with_the_known_names() -> None:
         ConfigError, match="methods is 'lookup,hope', but there is no 'hope'; give all, or some of plain, l"
     ):
         resolve_methods(("lookup", "hope"))
-
-
-def test_each_policy_suits_the_expected_drafters() -> None:
-    drafters = {name for name in DRAFTERS if name != "none"}
-    steppers = {"draft-model", "layer-skip", "kangaroo", "low-bit"}
-    assert {policy: {name for name in drafters if suits(name, policy)} for policy in POLICIES} == {
-        "auto": drafters,
-        "fixed": drafters - {"auto"},
-        "heuristic": drafters - {"auto"},
-        "target-confidence": drafters - {"auto"},
-        "confidence": steppers,
-        "adaptive-exit": steppers,
-        "fallback": steppers,
-    }
 
 
 def test_drafters_run_under_several_policies(context: BenchContext, texts: Any) -> None:

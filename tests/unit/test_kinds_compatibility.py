@@ -7,49 +7,37 @@ from typing import Any
 import pytest
 
 from foredraft import ConfigError, RequestError
+from foredraft.drafters.asset import Missing
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, compatibility, default_drafter, suits
-from foredraft.kinds.compatibility import ModelsGiven, PolicyTraits
-
-ALONE = ModelsGiven("big")
-PAIR = ModelsGiven("big", "small")
-FOREIGN = ModelsGiven("big", "foreign", other_tokenizer=True)
+from foredraft.kinds.compatibility import PolicyTraits
 
 
 @pytest.mark.parametrize(
-    ("given", "names", "default"),
+    ("given", "missing", "default"),
     [
-        (ALONE, "none lookup prediction auto", "lookup"),
-        (PAIR, "none lookup prediction draft-model auto", "draft-model"),
-        (FOREIGN, "none lookup prediction retokenize auto", "retokenize"),
-        (ModelsGiven("big", plan=True), "none lookup prediction layer-skip auto", "layer-skip"),
-        (
-            ModelsGiven("big", "small", plan=True),
-            "none lookup prediction draft-model layer-skip auto",
-            "layer-skip",
-        ),
-        (ModelsGiven("big", adapter=True), "none lookup prediction kangaroo auto", "kangaroo"),
-        (
-            ModelsGiven("big", plan=True, adapter=True),
-            "none lookup prediction layer-skip kangaroo auto",
-            "kangaroo",
-        ),
-        (ModelsGiven("big", copy=True), "none lookup prediction low-bit auto", "lookup"),
+        ("", "", "lookup"),
+        ("draft", "", "draft-model"),
+        ("draft", "draft-model", "retokenize"),
+        ("draft", "retokenize", "draft-model"),
+        ("plan", "", "layer-skip"),
+        ("draft plan", "", "layer-skip"),
+        ("adapter", "", "kangaroo"),
+        ("plan adapter draft", "", "kangaroo"),
+        ("draft_weights", "", "lookup"),
     ],
-    ids=str,
 )
-def test_the_models_decide_the_available_and_the_default_drafters(
-    given: ModelsGiven, names: str, default: str
-) -> None:
-    assert " ".join(compatibility.available_drafters(given)) == names
-    models = given.draft is not None, given.other_tokenizer
-    parts = {"plan_given": given.plan, "adapter_given": given.adapter}
-    assert default_drafter("fixed", *models, **parts) == default
-    assert default_drafter("auto", *models, **parts) == "auto"
+def test_what_the_user_gives_decides_the_default_drafter(given: str, missing: str, default: str) -> None:
+    assert default_drafter("fixed", given.split(), missing.split()) == default
+    assert default_drafter("auto", given.split(), missing.split()) == "auto"
+
+
+def test_the_default_drafter_suits_the_policy() -> None:
+    assert default_drafter("confidence") == "none"
 
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
-    fitting = {policy: [name for name in DRAFTERS if suits(name, policy)] for policy in POLICIES}
     alone = ["none", "lookup", "prediction", "draft-model", "retokenize", "layer-skip", "kangaroo", "low-bit"]
+    fitting = {policy: [name for name in (*alone, "auto") if suits(name, policy)] for policy in POLICIES}
     steppers = ["draft-model", "layer-skip", "kangaroo", "low-bit"]
     assert fitting == {
         "auto": [*alone, "auto"], "fixed": alone, "heuristic": alone, "target-confidence": alone,
@@ -59,17 +47,18 @@ def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
 
 def test_options_without_an_effect_are_known_for_every_drafter() -> None:
     policy, copy = ("policy", "policy_options", "max_draft"), "draft_weights"
-    assert {name: compatibility.unused_options(name) for name in DRAFTERS} == {
-        "none": ("draft", "draft_sampling", "plan", "adapter", copy, *policy),
-        "lookup": ("draft", "draft_sampling", "plan", "adapter", copy),
-        "prediction": ("draft", "draft_sampling", "plan", "adapter", copy),
+    unused = {
+        "none": ("draft", "plan", "adapter", copy, "draft_sampling", *policy),
+        "lookup": ("draft", "plan", "adapter", copy, "draft_sampling"),
+        "prediction": ("draft", "plan", "adapter", copy, "draft_sampling"),
         "draft-model": ("plan", "adapter", copy),
-        "retokenize": ("draft_sampling", "plan", "adapter", copy),
+        "retokenize": ("plan", "adapter", copy, "draft_sampling"),
         "layer-skip": ("draft", "adapter", copy),
         "kangaroo": ("draft", "plan", copy),
         "low-bit": ("draft", "adapter"),
         "auto": (),
     }
+    assert {name: compatibility.unused_options(name) for name in unused} == unused
 
 
 def test_a_lossy_rule_needs_a_drafter() -> None:
@@ -94,13 +83,26 @@ def test_output_is_lossless_by_rule_and_drafters(
     assert compatibility.is_lossless(rule, drafters) is lossless
 
 
+# Drafters that are at hand, and what others lack whose asset the user gave.
+SAME = "the draft model small has the tokenizer of the target big"
+OTHER = "the draft model foreign has another tokenizer than the target big"
+ALONE: tuple[list[str], dict[str, Missing]] = (["lookup"], {"draft-model": Missing("needs a draft model")})
+PAIR = ["lookup", "draft-model"], {"retokenize": Missing("needs another", unfit=SAME)}
+FOREIGN = ["lookup", "retokenize"], {"draft-model": Missing("needs another", unfit=OTHER)}
+
+
 @pytest.mark.parametrize(
-    ("drafter", "policy", "sampling", "given", "message"),
+    ("drafter", "policy", "sampling", "at_hand", "message"),
     [
         (
             "retokenize", "auto", "sampled", PAIR,
             "drafter is 'retokenize', but the draft model small has the tokenizer of the target big;"
             " give drafter='draft-model', or leave it out",
+        ),
+        ("draft-model", "auto", "sampled", ALONE, "draft-model needs a draft model"),
+        (
+            "draft-model", "auto", "sampled", (["lookup"], FOREIGN[1]),
+            f"drafter is 'draft-model', but {OTHER}; leave it out",
         ),
         (
             "none", "auto", "greedy", ALONE,
@@ -124,22 +126,22 @@ def test_output_is_lossless_by_rule_and_drafters(
     ],
 )  # fmt: skip
 def test_combinations_that_do_not_fit_are_refused(
-    drafter: str, policy: str, sampling: str, given: ModelsGiven, message: str
+    drafter: str, policy: str, sampling: str, at_hand: tuple[list[str], dict[str, Missing]], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        compatibility.check_fits_models(drafter, policy, sampling, given)
+        compatibility.check_fits_assets(drafter, policy, sampling, *at_hand)
     assert str(caught.value) == message
 
 
 def test_drafters_are_checked_before_any_file_is_read() -> None:
-    compatibility.check_named_drafter("draft-model", "fixed", draft_given=True)
-    compatibility.check_named_drafter("auto", "auto", draft_given=False)
+    compatibility.check_named_drafter("draft-model", "fixed", ["draft"])
+    compatibility.check_named_drafter("auto", "auto", [])
     with pytest.raises(ConfigError, match="which needs a draft model; give draft, its folder or hub id$"):
-        compatibility.check_named_drafter("draft-model", "auto", draft_given=False)
+        compatibility.check_named_drafter("draft-model", "auto", [])
     with pytest.raises(
         ConfigError, match="'auto', but policy='fixed' cannot choose among drafters; give policy"
     ):
-        compatibility.check_named_drafter("auto", "fixed", draft_given=True)
+        compatibility.check_named_drafter("auto", "fixed", ["draft"])
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ import torch
 
 import foredraft
 from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
+from foredraft.drafters.asset import Nothing
 from foredraft.drafters.lookup import Lookup
 from foredraft.kinds import DRAFTERS, POLICIES
 from foredraft.loading import load_for, options_for
-from foredraft.loading.checkpoints import find_checkpoints
+from foredraft.loading.checkpoints import find_target, read_draft
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from tests.support import alphabets, checkpoints
@@ -61,21 +62,13 @@ class Echo(Lookup):
 
 
 def test_a_drafter_added_to_the_table_is_loaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[kinds.Parts] = []
-
-    def make(parts: kinds.Parts) -> Echo:
-        seen.append(parts)
-        return Echo()
-
-    monkeypatch.setitem(DRAFTERS, "echo", kinds.DrafterKind("copies the text", make, lossless=False))
+    kind = kinds.DrafterKind("copies the text", lambda: Nothing(Echo), lossless=False)
+    monkeypatch.setitem(DRAFTERS, "echo", kind)
     llm = load(models, drafter="echo", max_batch=2, max_length=64)
     [output] = llm.generate("a b a b a b", GREEDY)
     assert output.stats.drafted > 0
     assert not output.lossless
     assert llm.generate("a b a b", SamplingParams(drafter="lookup", max_new_tokens=2))[0].lossless
-    [parts] = seen
-    assert (parts.rows, parts.positions, parts.draft) == (2, 64, None)
-    assert parts.target is llm.loaded.runner
 
 
 def test_a_policy_added_to_the_table_is_loaded_with_its_longest_draft(
@@ -94,11 +87,15 @@ def test_a_policy_added_to_the_table_is_loaded_with_its_longest_draft(
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_is_loaded_under_its_name(models: Path, name: str, tmp_path: Path) -> None:
-    kind = DRAFTERS[name]
-    draft = models / ("foreign" if kind.retokenizes else "small") if kind.needs_draft else None
-    plan = "exit:1" if kind.needs_plan else None
-    adapter = save_adapter(models / "big", tmp_path / "adapter") if kind.needs_adapter else None
-    llm = load(models, drafter=name, draft=draft, plan=plan, adapter=adapter, policy="auto")
+    given: dict[str, Any] = {}
+    match DRAFTERS[name].given_by:
+        case "draft":
+            given["draft"] = models / ("foreign" if name == "retokenize" else "small")
+        case "plan":
+            given["plan"] = "exit:1"
+        case "adapter":
+            given["adapter"] = save_adapter(models / "big", tmp_path / "adapter")
+    llm = load(models, drafter=name, policy="auto", **given)
     assert llm.default_drafter == (None if name == "none" else name)
     assert all(drafter.name == key for key, drafter in engine_of(llm).drafters.items())
     stepper = hasattr(engine_of(llm).drafters.get(name), "step")
@@ -130,8 +127,9 @@ def test_policy_options_must_be_a_table(models: Path, wrong: object) -> None:
     ],
 )  # fmt: skip
 def test_a_dtype_may_be_pytorchs_own_or_a_short_name(models: Path, given: Any, dtype: torch.dtype) -> None:
-    for model in find_checkpoints(options_for(models / "big", draft=models / "small", dtype=given)).all:
-        assert model.dtype == dtype
+    options = options_for(models / "big", draft=models / "small", dtype=given)
+    target = find_target(options)
+    assert target.dtype == read_draft(options, models / "small", target).dtype == dtype
     if dtype == torch.bfloat16:
         assert engine_of(load(models, dtype=given)).cache.dtype == dtype
 
@@ -233,6 +231,19 @@ def test_a_drafter_that_does_not_fit_the_tokenizer_is_refused_with_the_one_that_
     ) as caught:
         load(models, draft=models / draft, drafter=drafter)
     assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_given_as_a_draft_model_is_refused_with_its_own_option(
+    models: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(models / "big", tmp_path / "adapter")
+    for options in ({}, {"drafter": "kangaroo"}, {"drafter": "draft-model"}):
+        with pytest.raises(ConfigError) as caught:
+            load(models, draft=adapter, **options)
+        assert str(caught.value) == (
+            f"draft is {str(adapter)!r}, which is what drafter kangaroo reads; give adapter={str(adapter)!r} in its"
+            " place"
+        )
 
 
 @pytest.mark.parametrize("without", [["big"], ["draft"], ["big", "draft"]])

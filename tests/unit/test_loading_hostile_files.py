@@ -22,7 +22,7 @@ from foredraft.drafters import strict_records
 from foredraft.drafters.plan_files import PlanFile, read_plan, write_plan
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.loading.capacity import CacheLimits, cache_size
-from foredraft.loading.checkpoints import default_params, find_checkpoints
+from foredraft.loading.checkpoints import default_params, find_target
 from foredraft.loading.options import LoadOptions, checked
 from foredraft.model import checkpoint, config, spec
 from foredraft.model.config import MAX_DEPTH, MAX_KEY_WIDTH, MAX_WIDTH, MOST, parse_json
@@ -94,13 +94,13 @@ def copied(source: Path, target: Path) -> Path:
 def read(folder: Path) -> None:
     """Read all files of a checkpoint as `load` does, up to the values of the weights."""
     options = checked(LoadOptions(**DEFAULTS | {"model": folder, "needs": None, "device": "cpu"}))
-    found = find_checkpoints(options)
-    default_params(found.target)
-    cache_size(found.all, torch.device("cpu"), CacheLimits(1, 512), kernels=False)
+    target = find_target(options)
+    default_params(target)
+    cache_size(target, (), torch.device("cpu"), CacheLimits(1, 512), kernels=False)
     load_decoder(folder, "meta")
-    assert found.target.tokenizer is not None
-    if found.target.tokenizer.chat is not None:
-        found.target.tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    assert target.tokenizer is not None
+    if target.tokenizer.chat is not None:
+        target.tokenizer.encode_chat([{"role": "user", "content": "x"}])
 
 
 def check(folder: Path, file: str) -> None:

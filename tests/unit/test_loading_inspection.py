@@ -130,29 +130,35 @@ def test_a_draft_model_with_the_targets_tokenizer_fits(models: Path) -> None:
     target, draft = found.models
     assert found.pair is not None and found.pair.same_tokenizer and found.pair.drafter == "draft-model"
     assert found.pair.parameter_ratio == target.parameters / draft.parameters > 1
-    assert drafters(found) == {
-        "lookup": True,
-        "prediction": True,
-        "draft-model": True,
-        "retokenize": False,
-        "layer-skip": False,
-        "kangaroo": False,
-        "low-bit": False,
-    }
+    assert (
+        drafters(found).items()
+        >= {
+            "lookup": True,
+            "prediction": True,
+            "draft-model": True,
+            "retokenize": False,
+            "layer-skip": False,
+            "kangaroo": False,
+            "low-bit": False,
+        }.items()
+    )
 
 
 def test_a_draft_model_with_another_tokenizer_is_retokenized(models: Path) -> None:
     found = inspect_models(models / "big", draft=models / "other", device="cpu")
     assert found.pair is not None and not found.pair.same_tokenizer and found.pair.drafter == "retokenize"
-    assert drafters(found) == {
-        "lookup": True,
-        "prediction": True,
-        "draft-model": False,
-        "retokenize": True,
-        "layer-skip": False,
-        "kangaroo": False,
-        "low-bit": False,
-    }
+    assert (
+        drafters(found).items()
+        >= {
+            "lookup": True,
+            "prediction": True,
+            "draft-model": False,
+            "retokenize": True,
+            "layer-skip": False,
+            "kangaroo": False,
+            "low-bit": False,
+        }.items()
+    )
 
 
 def test_drafters_are_those_that_load_makes(models: Path) -> None:

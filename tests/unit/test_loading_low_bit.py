@@ -16,9 +16,10 @@ import pytest
 
 import foredraft
 from foredraft import SamplingParams
+from foredraft.drafters import low_bit
+from foredraft.drafters.offered_copy import OFFER
 from foredraft.kernels.compilation import library
-from foredraft.kinds.offered_copy import OFFER
-from foredraft.loading import low_bit
+from foredraft.loading import drafting
 from foredraft.loading.inspection import inspect_models
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
@@ -130,5 +131,5 @@ def test_no_copy_is_made_where_memory_is_scarce(
 ) -> None:
     target, _ = folders
     monkeypatch.setattr(low_bit, "LEAST", 1)
-    monkeypatch.setattr(low_bit, "free_memory", lambda device: 600_000)
+    monkeypatch.setattr(drafting, "free_memory", lambda device: 600_000)
     assert "low-bit" not in drafters(target)

@@ -104,6 +104,7 @@ def test_a_plan_of_the_copy_is_searched_kept_and_used(
         drafter = engine_of(llm).drafters["low-bit"]
         assert drafter.skips is None, "the plan is of another copy"
     with foredraft.load(model, drafter="low-bit", plan=out, **options) as llm:
+        assert "layer-skip" not in engine_of(llm).drafters, "it is a plan of the copy alone"
         drafter = engine_of(llm).drafters["low-bit"]
         assert drafter.skips == plan.skips
     for other in ({}, {"drafter": "layer-skip"}, {"drafter": "low-bit", "draft_weights": "int8"}):

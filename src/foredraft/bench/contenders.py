@@ -105,13 +105,13 @@ PROGRAMS: dict[str, Program] = {
 
 def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) -> Contender:
     kind, policy = DRAFTERS[drafter], llm.loaded.engine.policy.name
-    if kind.make is not None and drafter not in context.drafters:
+    if kind.asset is not None and drafter not in context.drafters:
         raise missing_part(drafter, name)
     if kind.chooses and not suits(drafter, policy):
         raise ConfigError(
             f"{name} needs a policy that chooses among drafters", remedy=("give ", Option("policy", "auto"))
         )
-    if kind.make is not None and not suits(drafter, policy):
+    if kind.asset is not None and not suits(drafter, policy):
         raise ConfigError(
             (f"{name} cannot follow ", Option("policy", policy)), remedy=("give another ", Option("policy"))
         )

@@ -27,7 +27,6 @@ from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
-from foredraft.loading.low_bit import DEFAULT_COPY
 from foredraft.loading.policies import check_settings
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
@@ -71,11 +70,11 @@ def bench(
         KeyboardInterrupt: The benchmark was interrupted before the first row was finished.
     """
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
-    if any(name in DRAFTERS and DRAFTERS[name].needs_copy for name in options.methods or ()):
-        loading = {**loading, "draft_weights": loading.get("draft_weights") or DEFAULT_COPY}
+    for kind in (DRAFTERS[name] for name in options.methods or () if name in DRAFTERS):
+        loading |= {option: loading.get(option) or value for option, value in kind.wanted_by.items()}
     llm, loaded_bytes = _load(workloads, form, options, {"model": model} | loading, progress)
     prompts = {w.name: _encoded(llm, w, form, options.new_tokens, truncate) for w in workloads}
-    folders = _folders(model, loading)
+    folders = _folders(llm, model, loading)
     context = _context(llm, folders, prompts, options, loading)
     models = _models(llm.loaded, folders)
     lineup = LineUp(spelling)
@@ -252,9 +251,11 @@ def _encoded(
     return [llm.requests.truncated(ids, new_tokens, truncate) for ids in llm.encode(applied)]
 
 
-def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
+def _folders(llm: LLM, model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
     """Return the checkpoint folders of the target and of the draft model, as `load` found them."""
     target = demo.target_path() if model is None else resolve(model, loading.get("revision"))
+    if not any(drafter.whole_model for drafter in llm.loaded.engine.drafters.values()):
+        return target, None
     if loading.get("draft") is not None:
         return target, resolve(loading["draft"], loading.get("draft_revision"))
     return target, demo.draft_path() if model is None else None
@@ -263,7 +264,7 @@ def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path 
 def _models(loaded: Loaded, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
     """Return the records of the target and of the draft model."""
     models = [model_record("target", source_of(folders[0]).name, loaded.runner, loaded.weights)]
-    for name, drafter in loaded.engine.drafters.items():
-        if DRAFTERS[name].needs_draft and drafter.draft_pass is not None and folders[1] is not None:
+    for drafter in loaded.engine.drafters.values():
+        if drafter.whole_model and drafter.draft_pass is not None and folders[1] is not None:
             models.append(model_record("draft", source_of(folders[1]).name, drafter.draft_pass.runner))
     return tuple(models)

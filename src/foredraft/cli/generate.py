@@ -34,7 +34,7 @@ from foredraft.cli.repl import Repl
 from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds import RULES, default_drafter, unused_options
-from foredraft.kinds.compatibility import check_effects
+from foredraft.kinds.compatibility import asset_options, check_effects
 from foredraft.model.prompt_form import PromptForm
 from foredraft.unicode import invalid_at
 
@@ -256,13 +256,10 @@ def refuse_lossy(drafting: DraftingOptions) -> None:
 
 def drafter_name(drafting: DraftOptions, model: ModelOptions) -> str:
     """Return --drafter, or the default drafter for the other options."""
-    draft_given = drafting.draft is not None or model.model is None
-    return drafting.drafter or default_drafter(
-        drafting.policy or "auto",
-        draft_given,
-        plan_given=drafting.plan is not None,
-        adapter_given=drafting.adapter is not None,
-    )
+    given = {option for option in asset_options() if getattr(drafting, option) is not None}
+    if model.model is None:
+        given.add("draft")  # of the demo models
+    return drafting.drafter or default_drafter(drafting.policy or "auto", given)
 
 
 def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None) -> int:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 
 from foredraft.cli.text_files import read_text
+from foredraft.drafters.offered_copy import DEFAULT_COPY, OFFER
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
-from foredraft.kinds.offered_copy import DEFAULT_COPY, OFFER
 
 if TYPE_CHECKING:
     DrafterName: TypeAlias = str
@@ -219,13 +219,13 @@ class DraftOptions(DraftingOptions):
         common(
             DRAFTING,
             show_choices=False,
-            help=f"Proposes tokens.\n\n{DRAFTER_HELP}\nDefault: {default_drafter('auto', True)}; under a"
+            help=f"Proposes tokens.\n\n{DRAFTER_HELP}\nDefault: {default_drafter('auto')}; under a"
             " policy that decides about one drafter,"
-            f" {default_drafter('fixed', False, adapter_given=True)} with --adapter,"
-            f" {default_drafter('fixed', False, plan_given=True)} with --plan, else"
-            f" {default_drafter('fixed', True)} if there is a draft model"
-            f" ({default_drafter('fixed', True, True)} if its tokenizer differs), else"
-            f" {default_drafter('fixed', False)} ({default_drafter('confidence', False)} if the policy needs"
+            f" {default_drafter('fixed', ['adapter'])} with --adapter,"
+            f" {default_drafter('fixed', ['plan'])} with --plan, else"
+            f" {default_drafter('fixed', ['draft'])} if there is a draft model"
+            f" ({default_drafter('fixed', ['draft'], ['draft-model'])} if its tokenizer differs), else"
+            f" {default_drafter('fixed')} ({default_drafter('confidence')} if the policy needs"
             " draft probabilities).",
         ),
     ] = None

@@ -67,9 +67,8 @@ def header(report: Report, names: Names) -> str:
 
 def described(drafter: str, plan: str | None, draft: str | None) -> str:
     """Return a drafter with the plan or the draft model that it drafts with."""
-    if DRAFTERS[drafter].needs_plan and plan is not None:
-        return f"{drafter} ({plan})"
-    return f"{drafter} ({draft})" if DRAFTERS[drafter].needs_draft and draft is not None else drafter
+    asset = {"plan": plan, "draft": draft}.get(DRAFTERS[drafter].given_by or "")
+    return drafter if asset is None else f"{drafter} ({asset})"
 
 
 def identity_lines(identity: Identity) -> list[str]:

@@ -83,6 +83,7 @@ class Drafter:
         planned: Draft length that it was made for, in tokens; None where it was made for none.
         caches: Caches whose rows follow the rows of the batch.
         draft_pass: The forward of one drafted token; None where drafts cost no forward.
+        whole_model: Its draft pass runs a whole model of its own.
         starts_late: A text may begin late for this drafter (`start_context`).
     """
 
@@ -92,6 +93,7 @@ class Drafter:
     planned: int | None = None
     caches: tuple[KVCache, ...] = ()
     draft_pass: DraftPass | None = None
+    whole_model: ClassVar[bool] = False
     starts_late: ClassVar[bool] = False
 
     def join(self, sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
 from foredraft.drafters.strict_records import Bound, Count, Record, is_date
-from foredraft.errors import ConfigError, shortened
+from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.config import read_json
@@ -32,6 +32,7 @@ __all__ = [
     "adapter_place",
     "adapters_kept",
     "find_adapter",
+    "is_adapter",
     "read_adapter",
     "target_hash",
     "write_adapter",
@@ -113,6 +114,14 @@ BOUNDS: dict[str, Bound] = {
     "steps": (lambda steps: steps <= MAX_STEPS, f"{MAX_STEPS} or less"),
     "date": (is_date, "a date as YYYY-MM-DD"),
 }
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter, sound or not: its config.json names a target by its hash."""
+    try:
+        return "target_hash" in read_json(folder / CONFIG)
+    except (CheckpointError, OSError):
+        return False
 
 
 def read_adapter(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> AdapterConfig:

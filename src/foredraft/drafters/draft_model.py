@@ -12,10 +12,12 @@ from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.asset import Parts
+from foredraft.drafters.draft_checkpoint import DraftCheckpoint, FoundModel
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner, next_chunk
 
-__all__ = ["DraftModel"]
+__all__ = ["ASSET", "DraftModel"]
 
 
 class DraftModel(Stepper):
@@ -30,6 +32,7 @@ class DraftModel(Stepper):
     """
 
     name = "draft-model"
+    whole_model = True
     starts_late = True
     draft_pass: DraftPass
 
@@ -100,3 +103,16 @@ class DraftModel(Stepper):
     def leave(self, sequence: Sequence) -> None:
         self._stepped.pop(sequence.row, None)
         self._starts.pop(sequence.id, None)
+
+
+def _build(parts: Parts, found: FoundModel) -> DraftModel:
+    [runner] = parts.models
+    target, draft = parts.tokenizer, found.draft.tokenizer
+    vocabulary: VocabularyMap | None = None
+    if target is not None and draft is not None:
+        sizes = found.target.spec.vocab_size, found.draft.spec.vocab_size
+        vocabulary = VocabularyMap.between(target, draft, sizes, runner.decoder.device)
+    return DraftModel(runner, parts.rows, parts.positions, vocabulary)
+
+
+ASSET = DraftCheckpoint(_build)

@@ -13,21 +13,36 @@ the next draft, which reads those of all rows together.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.adapter import Adapter, adapter_spec
+from foredraft.drafters.adapter import Adapter, adapter_bytes, adapter_spec, load_adapter
+from foredraft.drafters.adapter_files import (
+    AdapterConfig,
+    adapters_kept,
+    find_adapter,
+    is_adapter,
+    read_adapter,
+    target_hash,
+)
+from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
 from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.vocabulary import VocabularyMap
+from foredraft.errors import ConfigError, Option
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
+from foredraft.model.unread import Checkpoint
 
-__all__ = ["Kangaroo"]
+__all__ = ["ASSET", "Kangaroo"]
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING = 128  # states of a row that wait for a draft: bounds their memory, and one pass reads them
 
@@ -173,3 +188,75 @@ class Kangaroo(Stepper):
         for row, each in by_row.items():
             self.cache.lengths[row] = each.start + each.count
             del self._waiting[each.sequence.id]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundAdapter(Found):
+    """An adapter that fits the target.
+
+    Attributes:
+        folder: Holds it.
+        config: What it is.
+        target: The target.
+    """
+
+    folder: Path
+    config: AdapterConfig
+    target: Checkpoint
+
+    def row_bytes(self, positions: int) -> int:
+        return KVCache.bytes_per_row(adapter_spec(self.target.spec), positions, self.target.dtype)
+
+    def make(self, parts: Parts) -> Kangaroo:
+        return Kangaroo(parts.target, parts.cache, load_adapter(self.folder, self.config, parts.target))
+
+
+class AdapterAsset(Asset):
+    """An adapter: given, kept for the target by `foredraft train adapter`, or shipped with it.
+
+    A kept one that is predicted to lose serves only where its drafter is the default one. A shipped one is
+    looked for only there, because the draft model that ships with the same target drafts better.
+    """
+
+    missing = Missing(
+        "has no adapter for this model",
+        ("train one with `foredraft train adapter`, or give ", Option("adapter")),
+    )
+
+    def knows(self, place: Path) -> bool:
+        return is_adapter(place)
+
+    def find(self, search: Search) -> Found | Missing:
+        given, target = search.options["adapter"], search.target
+        if given is None and not search.weights_here:
+            return Missing("has a kept adapter or none: the weights that tell are not downloaded")
+        try:
+            folder = self._kept(search) if given is None else Path(given)
+            if folder is None:
+                return self.missing
+            config = read_adapter(folder)
+            config.check(target_hash(target.folder), str(target.source))
+        except ConfigError as error:
+            if search.needed or given is not None:
+                raise
+            logger.warning("%s", error)
+            return self.missing
+        kept = "kept " if given is None else ""
+        about = f"the {kept}adapter: {config}, predicted {config.predicted:.2f} x"
+        if given is None and not search.needed and config.predicted <= 1:
+            use = Option("drafter", Kangaroo.name)
+            return replace(self.missing, why=lambda: (f"{about}, so only ", use, " uses it"))
+        return FoundAdapter(
+            bytes=adapter_bytes(config, target.spec, target.dtype), planned=config.max_draft, about=about,
+            folder=folder, config=config, target=target,
+        )  # fmt: skip
+
+    def _kept(self, search: Search) -> Path | None:
+        """Return the folder of the adapter that is kept for the target, or else shipped with it."""
+        kept = find_adapter(target_hash(search.target.folder)) if adapters_kept() else None
+        if kept is None and search.needed:
+            return next(filter(self.knows, search.shipped), None)
+        return kept
+
+
+ASSET = AdapterAsset()

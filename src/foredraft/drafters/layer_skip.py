@@ -12,16 +12,22 @@ batch-invariant shapes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
 from foredraft.drafters.known_states import KnownStates
+from foredraft.drafters.plan_files import PlanFile
+from foredraft.drafters.plan_search import ChosenPlan, fitting_plan, given_plan, kept_plan
 from foredraft.drafters.skips import Skips
+from foredraft.errors import Option
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
 
-__all__ = ["LayerSkip"]
+__all__ = ["ASSET", "LayerSkip"]
 
 
 class LayerSkip(Stepper):
@@ -72,3 +78,36 @@ class LayerSkip(Stepper):
     def leave(self, sequence: Sequence) -> None:
         if self._known is not None:
             self._known.forget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPlan(Found):
+    """A plan of sub-layers that the target's own drafts skip."""
+
+    plan: ChosenPlan
+
+    def make(self, parts: Parts) -> LayerSkip:
+        return LayerSkip(parts.target, parts.cache, self.plan.skips, self.planned)
+
+
+class PlanAsset(Asset):
+    """A plan: given, or kept for the model by `foredraft tune`."""
+
+    missing = Missing(
+        "has no plan for this model", ("make one with `foredraft tune`, or give ", Option("plan"))
+    )
+
+    def find(self, search: Search) -> Found | Missing:
+        given = given_plan(search)
+        if given is None and not search.weights_here:
+            return Missing("has a kept plan or none: the weights that tell are not downloaded")
+        if isinstance(given, PlanFile) and given.draft_weights is not None:
+            return self.missing  # it is a plan of a copy in few bits, whose drafter uses or refuses it
+        plan = kept_plan(search) if given is None else fitting_plan(given, search, warn=True)
+        if plan is None:
+            return self.missing
+        kept = "kept " if given is None else ""
+        return FoundPlan(plan=plan, planned=plan.max_draft, about=f"the {kept}plan {plan.skips}")
+
+
+ASSET = PlanAsset()

@@ -12,8 +12,9 @@ from collections.abc import Sequence as Seq
 
 from foredraft.decode.drafter import Guesser, Peek
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.asset import Nothing
 
-__all__ = ["Lookup", "NGramIndex"]
+__all__ = ["ASSET", "Lookup", "NGramIndex"]
 
 Gram = tuple[int, ...]
 
@@ -134,3 +135,6 @@ class Lookup(Guesser):
 
     def leave(self, sequence: Sequence) -> None:
         self._indices.pop(sequence.id, None)
+
+
+ASSET = Nothing(Lookup)

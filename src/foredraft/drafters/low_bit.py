@@ -11,21 +11,34 @@ overwrites them in every layer before any layer attends there. Sub-layers can be
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from foredraft import user_cache
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
+from foredraft.drafters.offered_copy import DEFAULT_COPY, LEAST, OFFER, SHARE
+from foredraft.drafters.plan_files import PlanFile
+from foredraft.drafters.plan_search import ChosenPlan, fitting_plan, given_plan, kept_plan
 from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError, Option
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Layer
+from foredraft.model.device import as_gib
 from foredraft.model.layers import Product
-from foredraft.model.runner import DraftInputs, FusedDraft, Runner
+from foredraft.model.quantisation import BITS
+from foredraft.model.runner import DraftInputs, FusedDraft, Runner, unserved_because
 from foredraft.model.runner.native import code_native
+from foredraft.model.unread import Checkpoint
+from foredraft.model.weights import coded_copy_bytes, weight_bytes
 
-__all__ = ["LowBit", "low_bit_copy"]
+__all__ = ["ASSET", "LowBit", "low_bit_copy"]
+
+logger = logging.getLogger(__name__)
 
 
 class LowBit(Stepper):
@@ -93,3 +106,126 @@ def low_bit_copy(target: Runner, bits: int) -> Runner:
     layers = tuple(map(copy, whole.layers))
     decoder = Decoder(whole.spec, whole.embedding, layers, whole.norm, coded(whole.output))
     return Runner(decoder, shapes=target.shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundCopy(Found):
+    """A copy of the target that will be made.
+
+    Attributes:
+        target: The target.
+        bits: Of a weight.
+        plan: The sub-layers that it leaves out; None for none.
+        offered: It is made without being asked for.
+    """
+
+    target: Checkpoint
+    bits: int
+    plan: ChosenPlan | None
+    offered: bool = False
+
+    def announce(self) -> None:
+        """Log a notice of a copy that is made without being asked for, at the first loading of the model.
+
+        Without a cache folder, which remembers it, each loading is the first.
+        """
+        if not self.offered:
+            return
+        key = {"of": "low-bit", "model": str(self.target.source.resolve())}
+        if user_cache.read("notices", key) is None:
+            size = as_gib(self.bytes)
+            logger.warning("drafter low-bit is at hand, too, with a copy of %s: %s", size, OFFER)
+            user_cache.write("notices", key, True)
+
+    def make(self, parts: Parts) -> LowBit:
+        skips = None if self.plan is None else self.plan.skips
+        return LowBit(low_bit_copy(parts.target, self.bits), parts.cache, skips, self.planned)
+
+
+class CopyAsset(Asset):
+    """A copy of the target in few bits.
+
+    It is made where the user asks for it. Without being asked for, it is made where the policy chooses among
+    drafters and memory is ample (`offered_copy`): the policy weighs it against whatever else is at hand.
+    """
+
+    missing = Missing(f"has no copy of this model: {OFFER}", ("give ", Option("draft_weights", DEFAULT_COPY)))
+
+    def find(self, search: Search) -> Found | Missing:
+        asked = search.options["draft_weights"]
+        weights, given = asked or DEFAULT_COPY, given_plan(search)
+        planned_for = given.draft_weights if isinstance(given, PlanFile) else None
+        if planned_for not in (None, weights if search.needed else None):
+            raise ConfigError(
+                f"is for drafter low-bit in {planned_for}", option="plan",
+                remedy=("give ", Option("drafter", "low-bit"), " and ", Option("draft_weights", planned_for)),
+            )  # fmt: skip
+        if not search.needed and asked is None:
+            return self._offered(search)
+        if (reason := _unfit_because(search, BITS[weights])) is not None:
+            option = Option("drafter", LowBit.name) if search.needed else Option("draft_weights", asked)
+            raise ConfigError(f"but {reason}", option=option.name, value=option.value, remedy="leave it out")
+        plan = None
+        if given is None:
+            plan = kept_plan(search, weights)
+        elif search.needed:  # else it is the target's; a plan of either is doubted by the target's drafter
+            plan = fitting_plan(given, search, warn=planned_for is not None)
+        return _copy(search, BITS[weights], plan)
+
+    def _offered(self, search: Search) -> Found | Missing:
+        """Return a copy that may pay, where the policy chooses among drafters and memory is ample."""
+        bits = BITS[DEFAULT_COPY]
+        if not search.weights_here:
+            return self.missing
+        if search.choosing and _is_ample(search, bits) and _no_kernels_because(search) is None:
+            return _copy(search, bits, kept_plan(search, DEFAULT_COPY), offered=True)
+
+        def why() -> str | None:
+            reason = _unfit_because(search, bits)
+            return None if reason is None else f"{LowBit.name} has no copy of this model: {reason}"
+
+        return replace(self.missing, why=why)
+
+
+def _copy(search: Search, bits: int, plan: ChosenPlan | None, *, offered: bool = False) -> FoundCopy:
+    size = coded_copy_bytes(search.target.spec, bits)
+    return FoundCopy(
+        bytes=size,
+        planned=None if plan is None else plan.max_draft,
+        about=f"a copy of {as_gib(size)}: {OFFER}",
+        target=search.target,
+        bits=bits,
+        plan=plan,
+        offered=offered,
+    )
+
+
+def _is_ample(search: Search, bits: int) -> bool:
+    """Return whether the target is large, of 16 or 32 bits, and leaves memory for several copies."""
+    target = search.target
+    if target.coded_bits is not None:
+        return False
+    models = [target, *(model for found in search.found for model in found.models)]
+    sizes = [weight_bytes(model.spec, search.device, model.dtype) for model in models]
+    if sizes[0] < LEAST:
+        return False
+    return SHARE * coded_copy_bytes(target.spec, bits) <= search.free_memory() - sum(sizes)
+
+
+def _unfit_because(search: Search, bits: int) -> str | None:
+    """Return why the target can have no copy in so many bits; None where it can."""
+    stored = search.target.coded_bits
+    if stored is not None and stored <= bits:
+        return f"the target has {stored} bits itself"
+    reason = _no_kernels_because(search)
+    return None if reason is None else f"a copy needs Foredraft's kernels: {reason}"
+
+
+def _no_kernels_because(search: Search) -> str | None:
+    """Return why the kernels do not run the target; None where they run it. Their check takes memory."""
+    if not search.kernels:
+        return "they are off"
+    return unserved_because(search.target.spec, search.device, search.target.dtype)
+
+
+ASSET = CopyAsset()

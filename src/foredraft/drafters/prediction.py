@@ -12,8 +12,9 @@ from collections.abc import Sequence as Seq
 
 from foredraft.decode.drafter import Guesser, Peek
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.asset import Nothing
 
-__all__ = ["Alignment", "Prediction"]
+__all__ = ["ASSET", "Alignment", "Prediction"]
 
 LONGEST = 3  # tokens of a run that is looked up
 # Tokens of the output before the place that are the prediction's -> P(the next is). A policy only begins with
@@ -95,3 +96,6 @@ class Prediction(Guesser):
 
     def leave(self, sequence: Sequence) -> None:
         self._alignments.pop(sequence.id, None)
+
+
+ASSET = Nothing(Prediction)

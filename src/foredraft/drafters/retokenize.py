@@ -21,6 +21,8 @@ from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Guesser
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.asset import Parts
+from foredraft.drafters.draft_checkpoint import DraftCheckpoint, FoundModel
 from foredraft.drafters.translation import Translation
 from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
@@ -28,12 +30,15 @@ from foredraft.model.device import upload
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["Retokenize"]
+__all__ = ["ASSET", "Retokenize"]
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 8  # last tokens of the target that are encoded again with the draft, because a token may span both
 LONGEST = 4  # draft tokens for one of the target's, at most
+# Draft tokens for each token of the target that the cache has room for. Few vocabularies split text into more
+# than twice as many tokens as another one.
+STRETCH = 2
 NEAR = 8  # unread tokens up to which rows catch up in one padded pass; a row with more reads ahead by itself
 
 
@@ -86,6 +91,7 @@ class Retokenize(Guesser):
     """
 
     name = "retokenize"
+    whole_model = True
     draft_pass: DraftPass
 
     def __init__(
@@ -286,3 +292,12 @@ class Retokenize(Guesser):
     def _empty(self, row: int) -> None:
         self.cache.zero_row(row)
         self._rows[row].clear()
+
+
+def _build(parts: Parts, found: FoundModel) -> Retokenize:
+    [runner] = parts.models
+    assert parts.tokenizer is not None and found.draft.tokenizer is not None  # they were compared
+    return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, found.draft.tokenizer)
+
+
+ASSET = DraftCheckpoint(_build, other_tokenizer=True, stretch=STRETCH)

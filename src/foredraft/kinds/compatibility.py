@@ -1,25 +1,24 @@
 """Compatibility: which drafters, policies, acceptance rules and options fit together.
 
 Contract: nothing else in the package decides this. The command line asks with the options that the user
-gives, `load` by names and then by the checkpoints that it found, all before weights are read. A request asks
+gives, `load` by names and then by the assets that it found, all before weights are read. A request asks
 by the drafters and the policy that its engine has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from foredraft.drafters.asset import Missing
 from foredraft.errors import ConfigError, Option, RequestError, did_you_mean
-from foredraft.kinds.offered_copy import DEFAULT_COPY, OFFER
-from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES, DrafterKind
+from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES
 
 __all__ = [
-    "ModelsGiven",
     "PolicyTraits",
-    "available_drafters",
+    "asset_options",
     "check_effects",
-    "check_fits_models",
+    "check_fits_assets",
     "check_named_drafter",
     "default_drafter",
     "is_lossless",
@@ -29,27 +28,6 @@ __all__ = [
     "suits",
     "unused_options",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelsGiven:
-    """The models and files that drafters can be built from.
-
-    Attributes:
-        target: The target's folder or GGUF file, as error messages name it.
-        draft: The draft model's, likewise; None without one.
-        other_tokenizer: The draft model has another tokenizer than the target.
-        plan: There is a plan of sub-layers to skip.
-        adapter: There is a trained adapter.
-        copy: There is a copy of the target's weights in few bits.
-    """
-
-    target: str
-    draft: str | None = None
-    other_tokenizer: bool = False
-    plan: bool = False
-    adapter: bool = False
-    copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,76 +75,50 @@ def is_lossless(rule: str | None, drafters: Iterable[str]) -> bool:
     return not names or (lossless and (rule is None or RULES[rule].lossless))
 
 
-def default_drafter(
-    policy: str,
-    draft_given: bool,
-    other_tokenizer: bool = False,
-    *,
-    plan_given: bool = False,
-    adapter_given: bool = False,
-) -> str:
+def default_drafter(policy: str, given: Collection[str] = (), missing: Collection[str] = ()) -> str:
     """Return the drafter for requests that do not give one, where `load` is not given one either.
 
     It is "auto", every drafter at hand, under a policy that can choose. Other policies decide about one
-    drafter.
+    drafter: the one whose asset the user gives, by the table's last option where there are several, or else
+    the first one of the table that needs nothing.
 
     Args:
         policy: Name of the policy.
-        draft_given: There is a draft model.
-        other_tokenizer: It has another tokenizer than the target.
-        plan_given: The user gives a plan.
-        adapter_given: The user gives an adapter.
+        given: Options of `load` that the user gives.
+        missing: Drafters that are not at hand, as far as that is known.
     """
-    if suits("auto", policy):
-        return "auto"
-    if adapter_given:
-        return "kangaroo"
-    if plan_given:
-        return "layer-skip"
-    if not draft_given:
-        return "lookup" if suits("lookup", policy) else "none"
-    return "retokenize" if other_tokenizer else "draft-model"
-
-
-def available_drafters(given: ModelsGiven) -> dict[str, DrafterKind]:
-    """Return the drafters that can be built. All are loaded, since a request may name any of them."""
-    return {
-        name: kind
+    choosing = next((name for name, kind in DRAFTERS.items() if kind.chooses and suits(name, policy)), None)
+    if choosing is not None:
+        return choosing
+    by_option: dict[str, str] = {}
+    for name, kind in DRAFTERS.items():
+        if kind.given_by is not None and kind.given_by in given and name not in missing:
+            by_option.setdefault(kind.given_by, name)
+    if by_option:
+        return [*by_option.values()][-1]
+    simple = (
+        name
         for name, kind in DRAFTERS.items()
-        if (not kind.needs_draft or (given.draft is not None and kind.retokenizes == given.other_tokenizer))
-        and (not kind.needs_plan or given.plan)
-        and (not kind.needs_adapter or given.adapter)
-        and (not kind.needs_copy or given.copy)
-    }
+        if kind.asset is not None and not kind.options and not kind.by_request and suits(name, policy)
+    )
+    return next(simple, "none")
+
+
+def asset_options() -> tuple[str, ...]:
+    """Return the options of `load` that give assets or change them."""
+    return tuple(dict.fromkeys(option for kind in DRAFTERS.values() for option in kind.options))
 
 
 def missing_part(drafter: str, name: str | None = None) -> ConfigError:
-    """Return the error of a drafter that is not among `available_drafters`: the part that it lacks.
+    """Return the error of a drafter that is not at hand: what it lacks.
 
     Args:
         drafter: The drafter.
         name: What the message calls it; by default its own name.
     """
-    kind, shown = DRAFTERS[drafter], name or drafter
-    if kind.needs_plan:
-        return ConfigError(
-            f"{shown} has no plan for this model",
-            remedy=("make one with `foredraft tune`, or give ", Option("plan")),
-        )
-    if kind.needs_adapter:
-        return ConfigError(
-            f"{shown} has no adapter for this model",
-            remedy=("train one with `foredraft train adapter`, or give ", Option("adapter")),
-        )
-    if kind.needs_copy:
-        return ConfigError(
-            f"{shown} has no copy of this model: {OFFER}",
-            remedy=("give ", Option("draft_weights", DEFAULT_COPY)),
-        )
-    tokenizer = "another" if kind.retokenizes else "the target's"
-    return ConfigError(
-        f"{shown} needs a draft model with {tokenizer} tokenizer", remedy=("give ", Option("draft"))
-    )
+    asset = DRAFTERS[drafter].asset
+    assert asset is not None, "other names lack nothing"
+    return asset().missing.error(name or drafter)
 
 
 def unused_options(drafter: str) -> tuple[str, ...]:
@@ -174,16 +126,11 @@ def unused_options(drafter: str) -> tuple[str, ...]:
     kind = DRAFTERS[drafter]
     if kind.chooses:
         return ()
-    options = {
-        "draft": kind.needs_draft,
-        "draft_sampling": kind.stepper,
-        "plan": kind.needs_plan or kind.needs_copy,
-        "adapter": kind.needs_adapter,
-        "draft_weights": kind.needs_copy,
-        "policy": kind.make is not None,
-        "policy_options": kind.make is not None,
-        "max_draft": kind.make is not None,
-    }
+    options = dict.fromkeys(asset_options(), False) | dict.fromkeys(kind.options, True)
+    drafts = kind.asset is not None
+    options |= {
+        "draft_sampling": kind.stepper, "policy": drafts, "policy_options": drafts, "max_draft": drafts,
+    }  # fmt: skip
     return tuple(name for name, used in options.items() if not used)
 
 
@@ -223,14 +170,18 @@ def check_effects(
         raise ConfigError(f"which {no_effect}", option="acceptance", value=rule, remedy="leave it out")
 
 
-def check_named_drafter(drafter: str, policy: str, *, draft_given: bool) -> None:
-    """Raise ConfigError where a drafter lacks its draft model or a policy that can choose."""
+def check_named_drafter(drafter: str, policy: str, given: Collection[str]) -> None:
+    """Raise ConfigError where a drafter lacks what only the user can give, or a policy that can choose.
+
+    Args:
+        drafter: The drafter that the user names.
+        policy: Name of the policy.
+        given: Options of `load` that the user gives.
+    """
     kind = DRAFTERS[drafter]
-    if kind.needs_draft and not draft_given:
-        raise ConfigError(
-            "which needs a draft model", option="drafter", value=drafter,
-            remedy=("give ", Option("draft"), ", its folder or hub id"),
-        )  # fmt: skip
+    required = None if kind.asset is None or kind.given_by in given else kind.asset().required
+    if required is not None:
+        raise ConfigError(required.problem, option="drafter", value=drafter, remedy=required.remedy)
     if kind.chooses and not suits(drafter, policy):
         raise ConfigError(
             _cannot_choose(policy),
@@ -240,45 +191,65 @@ def check_named_drafter(drafter: str, policy: str, *, draft_given: bool) -> None
         )
 
 
-def check_fits_models(drafter: str, policy: str, draft_sampling: str, given: ModelsGiven) -> None:
-    """Raise ConfigError where the default drafter, policy or draft sampling does not fit the models."""
-    available = available_drafters(given)
-    if drafter not in available:
-        fitting = next(name for name, kind in available.items() if kind.needs_draft)
-        has = "the tokenizer of" if DRAFTERS[drafter].retokenizes else "another tokenizer than"
-        raise ConfigError(
-            f"but the draft model {given.draft} has {has} the target {given.target}",
-            option="drafter", value=drafter,
-            remedy=("give ", Option("drafter", fitting), ", or leave it out"),
-        )  # fmt: skip
-    if draft_sampling != "sampled" and not any(kind.stepper for kind in available.values()):
-        _refuse_draft_sampling(draft_sampling, given)
+def check_fits_assets(
+    drafter: str,
+    policy: str,
+    draft_sampling: str,
+    found: Collection[str],
+    missing: Mapping[str, Missing],
+) -> None:
+    """Raise ConfigError where the default drafter, policy or draft sampling does not fit what is at hand.
+
+    Args:
+        drafter: The default drafter.
+        policy: Name of the policy.
+        draft_sampling: As `load` takes it.
+        found: Drafters whose assets were found.
+        missing: The other drafters, and what they lack.
+    """
+    if drafter in missing:
+        _refuse_drafter(drafter, found, missing[drafter])
+    steppers = [name for name in found if DRAFTERS[name].stepper]
+    if draft_sampling != "sampled" and not steppers:
+        _refuse_draft_sampling(draft_sampling, missing)
     if POLICIES[policy].stops_by_content:
-        _check_probabilities(drafter, policy, available)
+        _check_probabilities(drafter, policy, found)
 
 
-def _refuse_draft_sampling(draft_sampling: str, given: ModelsGiven) -> None:
-    if given.draft is None:
+def _refuse_drafter(drafter: str, found: Collection[str], missing: Missing) -> None:
+    if missing.unfit is None:
+        raise missing.error(drafter)
+    option = DRAFTERS[drafter].given_by
+    fitting = next((name for name in found if DRAFTERS[name].given_by == option), None)
+    other = () if fitting is None else ("give ", Option("drafter", fitting), ", or ")
+    raise ConfigError(
+        f"but {missing.unfit}", option="drafter", value=drafter, remedy=(*other, "leave it out")
+    )
+
+
+def _refuse_draft_sampling(draft_sampling: str, missing: Mapping[str, Missing]) -> None:
+    reasons = (each.unfit for name, each in missing.items() if DRAFTERS[name].stepper)
+    unfit = next(filter(None, reasons), None)
+    if unfit is None:
         raise ConfigError(
             "but no model drafts", option="draft_sampling", value=draft_sampling,
             remedy=("give ", Option("draft"), ", or leave it out"),
         )  # fmt: skip
     raise ConfigError(
-        f"but the draft model {given.draft} has another tokenizer than the target {given.target}, so its"
-        " drafts have no probabilities",
+        f"but {unfit}, so its drafts have no probabilities",
         option="draft_sampling", value=draft_sampling, remedy="leave it out",
     )  # fmt: skip
 
 
-def _check_probabilities(drafter: str, policy: str, available: Mapping[str, DrafterKind]) -> None:
+def _check_probabilities(drafter: str, policy: str, found: Collection[str]) -> None:
     """Raise ConfigError where a policy that reads draft probabilities gets none, at all or by default."""
-    fitting = [name for name in available if suits(name, policy)]
+    fitting = [name for name in found if suits(name, policy)]
     if not fitting:
         raise ConfigError(
             "which needs draft probabilities, but no loaded drafter has them", option="policy", value=policy,
             remedy="give another one",
         )  # fmt: skip
-    if available[drafter].make is not None and drafter not in fitting:
+    if drafter in found and drafter not in fitting:
         raise ConfigError(
             ("which needs draft probabilities, but ", Option("drafter", drafter), " has none"),
             option="policy", value=policy,

@@ -1,7 +1,8 @@
 """The tables of drafters, policies and acceptance rules, by the names that users give.
 
 Contract: a new kind is one file and one line here. `load`, the command line, its help and its checks read the
-tables. The functions that build an object import its module when they are called.
+tables, and ask a drafter's own asset (`drafters.asset`) for the rest. The functions that return an object
+import its module when they are called.
 """
 
 from __future__ import annotations
@@ -11,15 +12,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from foredraft.drafters.offered_copy import DEFAULT_COPY
+
 if TYPE_CHECKING:
-    from foredraft.decode.drafter import Drafter
     from foredraft.decode.policy import Policy
-    from foredraft.drafters.adapter import Adapter
-    from foredraft.drafters.skips import Skips
-    from foredraft.drafters.vocabulary import VocabularyMap
-    from foredraft.model.cache import KVCache
-    from foredraft.model.runner import Runner
-    from foredraft.model.tokenizer import Tokenizer
+    from foredraft.drafters.asset import Asset
 
 __all__ = [
     "DRAFTERS",
@@ -27,46 +24,10 @@ __all__ = [
     "PREDICTION",
     "RULES",
     "DrafterKind",
-    "Parts",
     "PolicyKind",
     "PolicyOption",
     "RuleKind",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The loaded parts that a drafter is built from.
-
-    Attributes:
-        target: Runner of the target.
-        cache: The target's KV cache.
-        draft: Runner of the draft model; None without one.
-        rows: Rows of the target's cache.
-        positions: Positions of each row of the target's cache.
-        tokenizers: The target's and, where there is a draft model, the draft model's.
-        vocabulary: Map from the target's ids to the draft model's; None where the ids are equal.
-        skips: Sub-layers of the target that its own drafts skip; None without a plan.
-        planned: Draft length that the plan was tuned for, in tokens; None where the plan does not say.
-        adapter: The trained adapter; None without one.
-        low_bit: Runner of the target's copy in few bits; None without one.
-        low_bit_skips: Sub-layers that this copy leaves out; None for none.
-        low_bit_planned: As `planned`, of the copy's plan.
-    """
-
-    target: Runner
-    cache: KVCache
-    draft: Runner | None
-    rows: int
-    positions: int
-    tokenizers: tuple[Tokenizer | None, ...] = ()
-    vocabulary: VocabularyMap | None = None
-    skips: Skips | None = None
-    planned: int | None = None
-    adapter: Adapter | None = None
-    low_bit: Runner | None = None
-    low_bit_skips: Skips | None = None
-    low_bit_planned: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +36,31 @@ class DrafterKind:
 
     Attributes:
         summary: Its help text.
-        make: Builds the drafter; None for names that stand for no drafter of their own.
-        needs_draft: It runs a draft model, with the target's tokenizer unless it `retokenizes`.
-        retokenizes: Its draft model has another tokenizer than the target.
+        asset: Imports its file and returns its asset; None for names that stand for no drafter of their own.
+        given_by: The option of `load` that gives the asset, and so makes the drafter the default one under a
+            policy that decides about one drafter. None where the asset is not given.
+        reads: Further options of `load` that the asset reads.
+        wanted_by: Options of `load`, with their values, that have the asset made beside another drafter.
         chooses: The name stands for all loaded drafters; the policy chooses among them.
-        stretch: Positions of the draft model's cache for each position of the target's cache.
-        needs_plan: It runs the target without the sub-layers that a plan skips.
-        needs_adapter: It runs a trained adapter over the target's first layers.
-        needs_copy: It runs a copy of the target's weights in few bits.
         stepper: It returns logits, so its drafts have probabilities and can be sampled.
         lossless: The output has exactly the target's distribution.
         by_request: It drafts only for requests that bring a text for it.
     """
 
     summary: str
-    make: Callable[[Parts], Drafter] | None
-    needs_draft: bool = False
-    retokenizes: bool = False
+    asset: Callable[[], Asset] | None = None
+    given_by: str | None = None
+    reads: tuple[str, ...] = ()
+    wanted_by: Mapping[str, str] = field(default_factory=dict)
     chooses: bool = False
-    stretch: int = 1
-    needs_plan: bool = False
-    needs_adapter: bool = False
-    needs_copy: bool = False
     stepper: bool = False
     lossless: bool = True
     by_request: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of `load` that its asset reads."""
+        return (*([] if self.given_by is None else [self.given_by]), *self.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,62 +131,50 @@ def _policy(name: str) -> Callable[..., Policy]:
     return make
 
 
-# Draft tokens for each token of the target that the cache of a retokenizing draft model has room for. Few
-# vocabularies split text into more than twice as many tokens as another one.
-RETOKENIZED = 2
+def _asset(module: str) -> Callable[[], Asset]:
+    """Return the `asset` of a line: the `ASSET` of a module of `drafters`."""
+
+    def asset() -> Asset:
+        found: Asset = _in(f"drafters.{module}").ASSET
+        return found
+
+    return asset
+
+
 PREDICTION = "prediction"  # the drafter of requests that bring a text for it
 
 DRAFTERS: dict[str, DrafterKind] = {
-    "none": DrafterKind("plain decoding", None),
+    "none": DrafterKind("plain decoding"),
     "lookup": DrafterKind(
-        "copies the tokens that followed the latest earlier match in the text",
-        lambda parts: _in("drafters.lookup").Lookup(),
+        "copies the tokens that followed the latest earlier match in the text", _asset("lookup")
     ),
     PREDICTION: DrafterKind(
         "copies the text that the request predicts; without one it drafts nothing",
-        lambda parts: _in("drafters.prediction").Prediction(),
+        _asset("prediction"),
         by_request=True,
     ),
     "draft-model": DrafterKind(
-        "a small model with the same tokenizer",
-        lambda parts: _in("drafters.draft_model").DraftModel(
-            parts.draft, parts.rows, parts.positions, parts.vocabulary
-        ),
-        needs_draft=True,
-        stepper=True,
+        "a small model with the same tokenizer", _asset("draft_model"), given_by="draft", stepper=True
     ),
     "retokenize": DrafterKind(
         "a small model with another tokenizer, whose text is encoded again for the target",
-        lambda parts: _in("drafters.retokenize").Retokenize(
-            parts.draft, parts.rows, RETOKENIZED * parts.positions, *parts.tokenizers
-        ),
-        needs_draft=True,
-        retokenizes=True,
-        stretch=RETOKENIZED,
+        _asset("retokenize"),
+        given_by="draft",
     ),
     "layer-skip": DrafterKind(
-        "the model itself without some of its layers",
-        lambda parts: _in("drafters.layer_skip").LayerSkip(
-            parts.target, parts.cache, parts.skips, parts.planned
-        ),
-        needs_plan=True,
-        stepper=True,
+        "the model itself without some of its layers", _asset("layer_skip"), given_by="plan", stepper=True
     ),
     "kangaroo": DrafterKind(
-        "its first layers and a trained adapter",
-        lambda parts: _in("drafters.kangaroo").Kangaroo(parts.target, parts.cache, parts.adapter),
-        needs_adapter=True,
-        stepper=True,
+        "its first layers and a trained adapter", _asset("kangaroo"), given_by="adapter", stepper=True
     ),
     "low-bit": DrafterKind(
         "the model itself with its weights in 4 or 8 bits",
-        lambda parts: _in("drafters.low_bit").LowBit(
-            parts.low_bit, parts.cache, parts.low_bit_skips, parts.low_bit_planned
-        ),
-        needs_copy=True,
+        _asset("low_bit"),
+        reads=("plan", "draft_weights"),
+        wanted_by={"draft_weights": DEFAULT_COPY},
         stepper=True,
     ),
-    "auto": DrafterKind("the loaded drafter that pays most, by measured costs", None, chooses=True),
+    "auto": DrafterKind("the loaded drafter that pays most, by measured costs", chooses=True),
 }
 
 POLICIES: dict[str, PolicyKind] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,23 +13,25 @@ import torch
 
 from foredraft import demo
 from foredraft.arguments import clear_calls
+from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.vocab_ops import vocab_ops_of
+from foredraft.drafters.asset import Parts
 from foredraft.errors import ConfigError, Option
 from foredraft.forks import Loads
-from foredraft.kinds.tables import Parts
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
-from foredraft.loading.checkpoints import Checkpoints, default_params, find_checkpoints
+from foredraft.loading.checkpoints import default_params, find_target
 from foredraft.loading.device import find_device
 from foredraft.loading.drafting import ChosenDrafting, choose_drafting
-from foredraft.loading.low_bit import tell_of_copy
 from foredraft.loading.options import LoadOptions, Needs, PlanSource, Progress, checked
 from foredraft.loading.policies import make_policy
-from foredraft.loading.runners import Runners, check_compile, make_runners
+from foredraft.loading.runners import check_compile, make_runners
 from foredraft.loading.threads import settle_threads, use_threads
+from foredraft.model.runner import Runner
+from foredraft.model.unread import Checkpoint
 from foredraft.profiling.profile import use_profile
 from foredraft.workers import release_workers
 
@@ -183,24 +187,25 @@ def _assembled(options: LoadOptions) -> LLM:
     threads = use_threads(options.threads)
     device = find_device(options.device)
     check_compile(options, device)
-    checkpoints = find_checkpoints(options)
-    drafting = choose_drafting(options, checkpoints, device)
-    tell_of_copy(drafting.copy, checkpoints.target)
-    params = default_params(checkpoints.target)
-    size = _cache_size(options, checkpoints, drafting, params, device)
+    target = find_target(options)
+    drafting = choose_drafting(options, target, device)
+    for found in drafting.found.values():
+        found.announce()
+    params = default_params(target)
+    size = _cache_size(options, target, drafting, params, device)
     _loads.note(threads.number)
-    runners = make_runners(options, checkpoints, device)
-    engine = _engine(options, checkpoints, drafting, runners, size)
-    settle_threads(threads, runners.target)
+    runner, *models = make_runners(options, (target, *drafting.models), device)
+    engine = _engine(options, target, drafting, runner, models, size)
+    settle_threads(threads, runner)
     profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
     release_workers()  # another thread may decode
     loaded = Loaded(
         engine=engine,
-        runner=runners.target,
-        spec=checkpoints.target.spec,
-        tokenizer=checkpoints.target.tokenizer,
+        runner=runner,
+        spec=target.spec,
+        tokenizer=target.tokenizer,
         model="demo" if options.model == demo.target_path() else str(options.model),
-        weights=checkpoints.target.weights,
+        weights=target.weights,
         max_length=size.positions,
         default_drafter=None if drafting.drafter == "none" else drafting.drafter,
         default_params=params,
@@ -217,7 +222,7 @@ def _profile(engine: Engine, options: LoadOptions) -> float:
 
 def _cache_size(
     options: LoadOptions,
-    checkpoints: Checkpoints,
+    target: Checkpoint,
     drafting: ChosenDrafting,
     params: SamplingParams,
     device: torch.device,
@@ -225,58 +230,52 @@ def _cache_size(
     """Return the size of the target's cache; `params` are the model's default parameters."""
     rows = positions = None
     if options.needs is not None:
-        rows, positions = options.needs(checkpoints.target.tokenizer, params)
+        rows, positions = options.needs(target.tokenizer, params)
     limits = CacheLimits(options.max_batch, options.max_length, rows, positions)
-    return cache_size(
-        checkpoints.all,
-        device,
-        limits,
-        stretch=drafting.stretch,
-        kernels=options.allows_kernels,
-        adapter=drafting.adapter,
-        beside=drafting.beside,
-    )
+    return cache_size(target, drafting.found.values(), device, limits, kernels=options.allows_kernels)
 
 
 def _engine(
     options: LoadOptions,
-    checkpoints: Checkpoints,
+    target: Checkpoint,
     drafting: ChosenDrafting,
-    runners: Runners,
+    runner: Runner,
+    models: Sequence[Runner],
     size: CacheSize,
 ) -> Engine:
-    """Build the policy, the caches, every available drafter and the engine."""
+    """Build the policy, the caches, every drafter that was found and the engine.
+
+    Args:
+        options: The options of `load`.
+        target: The target.
+        drafting: The drafters.
+        runner: Runs the target.
+        models: Run the drafters' whole models, in the order of `drafting.models`.
+        size: Of the target's cache.
+    """
     policy = make_policy(
-        options.policy,
-        options.policy_options or {},
-        options.max_draft,
-        runners.target,
-        drafting.planned_draft,
+        options.policy, options.policy_options or {}, options.max_draft, runner, drafting.planned
     )
-    cache = runners.target.new_cache(size.rows, size.positions)
-    copied = None if drafting.copy is None else drafting.copy.plan
+    cache = runner.new_cache(size.rows, size.positions)
     parts = Parts(
-        target=runners.target,
-        cache=cache,
-        draft=runners.draft,
-        rows=size.rows,
-        positions=size.positions,
-        tokenizers=tuple(checkpoint.tokenizer for checkpoint in checkpoints.all),
-        vocabulary=runners.vocabulary,
-        skips=None if drafting.plan is None else drafting.plan.skips,
-        planned=None if drafting.plan is None else drafting.plan.max_draft,
-        adapter=None if drafting.adapter is None else drafting.adapter.load(runners.target),
-        low_bit=None if drafting.copy is None else drafting.copy.make(runners.target),
-        low_bit_skips=None if copied is None else copied.skips,
-        low_bit_planned=None if copied is None else copied.max_draft,
+        target=runner, cache=cache, rows=size.rows, positions=size.positions, tokenizer=target.tokenizer
     )
     return Engine(
-        runners.target,
+        runner,
         cache,
         policy,
-        {name: kind.make(parts) for name, kind in drafting.available.items() if kind.make is not None},
-        vocabulary=checkpoints.target.spec.vocab_size,
-        device=runners.device,
-        vocab_ops=vocab_ops_of(runners.target),
+        _drafters(drafting, models, parts),
+        vocabulary=target.spec.vocab_size,
+        device=runner.decoder.device,
+        vocab_ops=vocab_ops_of(runner),
         greedy_drafts=options.draft_sampling == "greedy",
     )
+
+
+def _drafters(drafting: ChosenDrafting, models: Sequence[Runner], parts: Parts) -> dict[str, Drafter]:
+    """Build the drafters; `models` run their whole models, in the order of `drafting.models`."""
+    waiting = iter(models)
+    made: dict[str, Drafter] = {}
+    for name, found in drafting.found.items():
+        made[name] = found.make(replace(parts, models=tuple(islice(waiting, len(found.models)))))
+    return made

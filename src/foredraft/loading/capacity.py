@@ -6,19 +6,19 @@ Contract: decided before a weight is read, from the models' specs and from the f
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from foredraft.drafters.asset import Found
 from foredraft.errors import ConfigError, Option, shortened
-from foredraft.loading.adapters import ChosenAdapter
-from foredraft.loading.checkpoints import Checkpoint
-from foredraft.loading.memory import as_gib, free_memory
+from foredraft.loading.memory import free_memory
 from foredraft.model.cache import KVCache
-from foredraft.model.device import dtype_name
+from foredraft.model.device import as_gib, dtype_name
 from foredraft.model.runner.native import unserved_because
+from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import expanded_bytes, weight_bytes
 
 __all__ = [
@@ -70,38 +70,33 @@ class CacheSize:
 
 
 def cache_size(
-    models: Sequence[Checkpoint],
+    target: Checkpoint,
+    assets: Collection[Found],
     device: torch.device,
     limits: CacheLimits,
     *,
-    stretch: int = 1,
     kernels: bool = True,
-    adapter: ChosenAdapter | None = None,
-    beside: int = 0,
 ) -> CacheSize:
     """Return the size of the target's cache, so that all caches fit into free memory.
 
     Args:
-        models: The target and, where there is one, the draft model.
+        target: The target.
+        assets: What the drafters add to it.
         device: The device of weights and caches.
         limits: What bounds the size besides memory.
-        stretch: Positions of the draft model's cache for each position of the target's cache, up to the draft
-            model's own limit.
         kernels: Foredraft's kernels may run the models, with their own layout of the weights.
-        adapter: The adapter over the target, if there is one.
-        beside: Bytes of weights beside those of the models.
 
     Raises:
         ConfigError: The weights do not fit, or no cache fits beside them.
     """
-    most = models[0].spec.max_positions
+    most = target.spec.max_positions
     if limits.max_length is not None and limits.max_length > most:
         raise ConfigError(
             f"but the model has {most} positions", option="max_length", value=limits.max_length,
             remedy=f"give {most} or less",
         )  # fmt: skip
-    budget = _cache_budget(models, device, kernels, beside)
-    row_bytes = partial(_row_bytes, models, stretch, adapter)
+    budget = _cache_budget(target, assets, device, kernels)
+    row_bytes = partial(_row_bytes, target, assets)
     positions = limits.max_length or _positions(limits, most, budget, row_bytes)
     most_rows = (
         _ROWS[device.type] if limits.rows_needed is None else min(_ROWS[device.type], limits.rows_needed)
@@ -119,13 +114,7 @@ def cache_size(
 
 
 def longest_sequence(
-    models: Sequence[Checkpoint],
-    device: torch.device,
-    *,
-    stretch: int = 1,
-    kernels: bool = True,
-    adapter: ChosenAdapter | None = None,
-    beside: int = 0,
+    target: Checkpoint, assets: Collection[Found], device: torch.device, *, kernels: bool = True
 ) -> int:
     """Return the positions of the longest single sequence whose caches fit into free memory.
 
@@ -135,26 +124,22 @@ def longest_sequence(
     Raises:
         ConfigError: The weights do not fit.
     """
-    budget = _cache_budget(models, device, kernels, beside)
-    fits = range(1, models[0].spec.max_positions + 1)
-    return bisect_right(fits, budget, key=partial(_row_bytes, models, stretch, adapter))
+    budget = _cache_budget(target, assets, device, kernels)
+    fits = range(1, target.spec.max_positions + 1)
+    return bisect_right(fits, budget, key=partial(_row_bytes, target, assets))
 
 
-def _cache_budget(models: Sequence[Checkpoint], device: torch.device, kernels: bool, beside: int) -> int:
+def _cache_budget(target: Checkpoint, assets: Collection[Found], device: torch.device, kernels: bool) -> int:
     """Return the bytes that all caches together may take; raise ConfigError where the weights do not fit."""
-    free = _free_beside_weights(models, device, kernels) - beside
+    models = [target, *(model for found in assets for model in found.models)]
+    free = _free_beside_weights(models, device, kernels) - sum(found.bytes for found in assets)
     return int(max(0, free) * _SHARE[device.type])
 
 
-def _row_bytes(
-    models: Sequence[Checkpoint], stretch: int, adapter: ChosenAdapter | None, positions: int
-) -> int:
+def _row_bytes(target: Checkpoint, assets: Collection[Found], positions: int) -> int:
     """Return the bytes of one row of all caches, of which the target's has so many positions."""
-    lengths = (positions, stretch * positions)
-    return (0 if adapter is None else adapter.row_bytes(positions)) + sum(
-        KVCache.bytes_per_row(model.spec, min(length, model.spec.max_positions), model.dtype)
-        for model, length in zip(models, lengths, strict=False)
-    )
+    own = KVCache.bytes_per_row(target.spec, min(positions, target.spec.max_positions), target.dtype)
+    return own + sum(found.row_bytes(positions) for found in assets)
 
 
 def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[[int], int]) -> int:

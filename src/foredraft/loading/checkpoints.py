@@ -1,4 +1,4 @@
-"""Checkpoints: the folders of the target and the draft model, with their specs and tokenizers.
+"""Checkpoints: the folders of the target and of a draft model, with their specs and tokenizers.
 
 Contract: no weight is read here. A tokenizer that cannot be its model's is refused, and so is a GGUF file
 whose vocabulary makes no tokenizer, unless another one is given.
@@ -7,113 +7,89 @@ whose vocabulary makes no tokenizer, unless another one is given.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from foredraft.decode.params import SamplingParams
-from foredraft.drafters.vocabulary import same_tokenizer
 from foredraft.errors import CheckpointError, ConfigError, RequestError
 from foredraft.loading.options import DTYPES, LoadOptions
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.gguf.folder import check_vocabulary
 from foredraft.model.gguf.tensors import source_of
-from foredraft.model.hub import resolve
+from foredraft.model.hub import existing, resolve
 from foredraft.model.quantisation import BITS
 from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER, Tokenizer
+from foredraft.model.unread import Checkpoint
 
-__all__ = ["Checkpoint", "Checkpoints", "default_params", "find_checkpoints"]
+__all__ = ["default_params", "find_draft", "find_target", "read_draft"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One model before its weights are read.
-
-    Attributes:
-        folder: The local folder; of a GGUF file, the one that was made from it.
-        spec: The model's shape, from config.json.
-        tokenizer: None where the folder has none.
-        dtype: The dtype to run it in.
-        bits: Of the codes that its weights are quantised to; None leaves them as they are.
-    """
-
-    folder: Path
-    spec: ModelSpec
-    tokenizer: Tokenizer | None
-    dtype: torch.dtype
-    bits: int | None = None
-
-    @property
-    def coded_bits(self) -> int | None:
-        """Bits of the codes that its weights have in memory; None where they are not codes."""
-        stored = self.spec.quantisation
-        return stored.bits if self.bits is None and stored is not None else self.bits
-
-    @property
-    def weights(self) -> str | None:
-        """How its weights are quantised, as people say it: "int4", or "gptq, 4 bits in groups of 128"."""
-        if self.bits is not None:
-            return next(name for name, bits in BITS.items() if bits == self.bits)
-        return None if self.spec.quantisation is None else self.spec.quantisation.described
-
-    @property
-    def source(self) -> Path:
-        """The folder or the GGUF file that the user has."""
-        return source_of(self.folder)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """The models to load.
-
-    Attributes:
-        target: The target.
-        draft: The draft model; None without one.
-        other_tokenizer: The draft model has another tokenizer than the target.
-    """
-
-    target: Checkpoint
-    draft: Checkpoint | None
-    other_tokenizer: bool
-
-    @property
-    def all(self) -> tuple[Checkpoint, ...]:
-        """The target and, where there is one, the draft model."""
-        return (self.target,) if self.draft is None else (self.target, self.draft)
-
-
-def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoints:
-    """Resolve the folders, fetching hub ids, and read specs and tokenizers.
+def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
+    """Resolve the target's folder, fetching a hub id, and read its spec and its tokenizer.
 
     Args:
         options: The options of `load`.
-        weights: Fetch the weights of hub ids too.
+        weights: Fetch the weights of a hub id too.
 
     Raises:
-        CheckpointError: A folder is not a checkpoint, or its tokenizer is another model's.
-        ConfigError: A revision does not apply, the two vocabularies cannot be matched, or the weights are
-            quantised already.
+        CheckpointError: The folder is not a checkpoint, or its tokenizer is another model's.
+        ConfigError: A revision does not apply, or the weights are quantised already.
     """
-    folders = [resolve(str(options.model), options.revision, options.report, weights=weights)]
-    if options.draft is not None:
-        folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
-    dtype = None if options.dtype is None else DTYPES[str(options.dtype)]
-    target = _read(folders[0], dtype, _tokenizer_folder(options.tokenizer))
-    rest = [_read(folder, dtype, like=target.tokenizer) for folder in folders[1:]]
-    if options.weights is not None:
-        if target.spec.quantisation is not None:
-            raise ConfigError(
-                f"but {target.source} is quantised already ({target.spec.quantisation.described})",
-                option="weights", value=options.weights, remedy="leave it out",
-            )  # fmt: skip
-        target = replace(target, bits=BITS[options.weights])
-    draft = rest[0] if rest else None
-    return Checkpoints(target, draft, draft is not None and not _same_vocabulary(target, draft))
+    folder = resolve(str(options.model), options.revision, options.report, weights=weights)
+    target = _read(folder, _dtype(options), _tokenizer_folder(options.tokenizer))
+    if options.weights is None:
+        return target
+    if target.spec.quantisation is not None:
+        raise ConfigError(
+            f"but {target.source} is quantised already ({target.spec.quantisation.described})",
+            option="weights", value=options.weights, remedy="leave it out",
+        )  # fmt: skip
+    return replace(target, bits=BITS[options.weights])
+
+
+def find_draft(options: LoadOptions, *, weights: bool = True) -> Path | None:
+    """Return the folder or the GGUF file that option `draft` names, fetching a hub id; None without one.
+
+    It may hold a whole model, or what another kind of drafter reads.
+
+    Args:
+        options: The options of `load`.
+        weights: Fetch the weights of a hub id too.
+
+    Raises:
+        CheckpointError: A hub id has no model.
+        ConfigError: A revision does not apply.
+    """
+    if options.draft is None:
+        return None
+    local = existing(options.draft)
+    if local is not None and options.draft_revision is None:
+        return local
+    return resolve(str(options.draft), options.draft_revision, options.report, weights=weights)
+
+
+def read_draft(options: LoadOptions, draft: Path, target: Checkpoint) -> Checkpoint:
+    """Read the spec and the tokenizer of a draft model.
+
+    Args:
+        options: The options of `load`.
+        draft: As `find_draft` returns it.
+        target: The target.
+
+    Raises:
+        CheckpointError: It is not a checkpoint, or its tokenizer is another model's.
+    """
+    return _read(resolve(draft), _dtype(options), like=target.tokenizer)
+
+
+def _dtype(options: LoadOptions) -> torch.dtype | None:
+    return None if options.dtype is None else DTYPES[str(options.dtype)]
 
 
 def _tokenizer_folder(given: str | Path | None) -> Path | None:
@@ -188,24 +164,6 @@ def _named(folder: Path, file: str) -> Path:
     """Return the path of a checkpoint's file, or the GGUF file that the folder was made from."""
     source = source_of(folder)
     return folder / file if source == folder else source
-
-
-def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> bool:
-    """Return whether the draft model's ids mean what the target's do, padding and special tokens aside.
-
-    Without both tokenizers, vocabularies of the same size count as the same.
-    """
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        return same_tokenizer(target.tokenizer, draft.tokenizer)
-    sizes = target.spec.vocab_size, draft.spec.vocab_size
-    if sizes[0] != sizes[1]:
-        without = target if target.tokenizer is None else draft
-        raise ConfigError(
-            f"the draft model {draft.source} has a vocabulary of {sizes[1]} and the target {target.source}"
-            f" one of {sizes[0]}",
-            remedy=f"to match their tokens, give {without.source} as a folder with its tokenizer.json",
-        )
-    return True
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:

@@ -1,21 +1,28 @@
-"""Drafting: the default drafter, the drafters that can be built, and the plan and adapter of self-drafts."""
+"""Drafting: the default drafter, and the assets of all drafters that can be built.
+
+Contract: each kind of the table is asked for its asset (`drafters.asset`); no kind is known here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 
-from foredraft.kinds.compatibility import ModelsGiven, available_drafters, check_fits_models, default_drafter
-from foredraft.kinds.tables import DRAFTERS, DrafterKind
-from foredraft.loading.adapters import ChosenAdapter, choose_adapter
-from foredraft.loading.checkpoints import Checkpoints
-from foredraft.loading.low_bit import ChosenCopy, choose_copy, offer_copy
+from foredraft import demo
+from foredraft.drafters.asset import Asset, Found, Missing, Search
+from foredraft.errors import ConfigError, Option
+from foredraft.kinds.compatibility import asset_options, check_fits_assets, default_drafter
+from foredraft.kinds.tables import DRAFTERS
+from foredraft.loading.checkpoints import find_draft, read_draft
+from foredraft.loading.memory import free_memory
 from foredraft.loading.options import LoadOptions
-from foredraft.loading.planning import ChosenPlan, choose_plan
+from foredraft.model.unread import Checkpoint
 
-__all__ = ["ChosenDrafting", "choose_drafting", "models_given"]
+__all__ = ["ChosenDrafting", "choose_drafting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,85 +31,98 @@ class ChosenDrafting:
 
     Attributes:
         drafter: The drafter for requests that do not give one.
-        available: All drafters that can be built.
-        plan: The plan of the target's own drafts; None without one.
-        adapter: The adapter over the target's first layers; None without one.
-        copy: The target's copy in few bits; None without one.
-        reserved: A kept adapter that serves only requests for it, because it is predicted to lose.
+        found: The assets of the drafters that can be built. All are built, since a request may name any of
+            them.
+        missing: What the other drafters lack.
     """
 
     drafter: str
-    available: Mapping[str, DrafterKind]
-    plan: ChosenPlan | None
-    adapter: ChosenAdapter | None = None
-    copy: ChosenCopy | None = None
-    reserved: ChosenAdapter | None = None
+    found: Mapping[str, Found]
+    missing: Mapping[str, Missing]
 
     @property
-    def beside(self) -> int:
-        """Bytes of weights beside those of the models."""
-        return sum(part.bytes for part in (self.adapter, self.copy) if part is not None)
+    def models(self) -> tuple[Checkpoint, ...]:
+        """The whole models that drafters run beside the target."""
+        return tuple(model for found in self.found.values() for model in found.models)
 
     @property
-    def stretch(self) -> int:
-        """Positions of the draft model's cache for each position of the target's cache."""
-        return max(kind.stretch for kind in self.available.values())
-
-    @property
-    def planned_draft(self) -> int | None:
-        """The draft length that the plan or the adapter of the default drafter was best at."""
-        kind = DRAFTERS[self.drafter]
-        if kind.needs_adapter and self.adapter is not None:
-            return self.adapter.config.max_draft
-        plan = self.plan if kind.needs_plan else None
-        if kind.needs_copy and self.copy is not None:
-            plan = self.copy.plan
-        return None if plan is None else plan.max_draft
+    def planned(self) -> int | None:
+        """The draft length that the default drafter's asset was made for; None where it was made for none."""
+        found = self.found.get(self.drafter)
+        return None if found is None else found.planned
 
 
-def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenDrafting:
-    """Choose the default drafter and the plan, and check that drafter, policy and models fit together.
+def choose_drafting(
+    options: LoadOptions,
+    target: Checkpoint,
+    device: torch.device,
+    *,
+    fetch: bool = True,
+    weights_here: bool = True,
+) -> ChosenDrafting:
+    """Choose the default drafter, find all assets, and check that drafter, policy and models fit together.
+
+    Args:
+        options: The options of `load`.
+        target: The target.
+        device: The device that will run it.
+        fetch: Fetch the weights of a draft model that is a hub id.
+        weights_here: The target's weights are on this machine.
 
     Raises:
-        ConfigError: They do not fit, or the plan cannot be used.
+        ForedraftError: They do not fit, or an asset cannot be used.
     """
-    draft_given, other = checkpoints.draft is not None, checkpoints.other_tokenizer
-    drafter = options.drafter or default_drafter(
-        options.policy,
-        draft_given,
-        other,
-        plan_given=options.plan is not None,
-        adapter_given=options.adapter is not None,
-    )
-    kind = DRAFTERS[drafter]
-    plan = choose_plan(options.plan, checkpoints.target, device, needed=kind.needs_plan)
-    adapter = choose_adapter(options.adapter, checkpoints.target, needed=kind.needs_adapter)
-    reserved = None
-    if adapter is not None and not (options.adapter or kind.needs_adapter or adapter.pays):
-        adapter, reserved = None, adapter
-    copy = choose_copy(options, drafter, plan, checkpoints.target, device)
-    if plan is not None and plan.draft_weights is not None:
-        plan = None  # it is the copy's
-    if kind.chooses and copy is None:
-        copy = offer_copy(options, checkpoints, device)
-    given = models_given(checkpoints, plan, adapter, copy)
-    check_fits_models(drafter, options.policy, options.draft_sampling, given)
-    return ChosenDrafting(drafter, available_drafters(given), plan, adapter, copy, reserved)
+    assets = {name: kind.asset() for name, kind in DRAFTERS.items() if kind.asset is not None}
+    draft = find_draft(options, weights=fetch)
+    owner = None if draft is None else _owner(draft, options, assets)
+    drafter = options.drafter or default_drafter(options.policy, options.assets)
+
+    @cache
+    def read() -> Checkpoint:
+        assert draft is not None, "no asset reads a draft model that is not there"
+        return read_draft(options, draft, target)
+
+    found: dict[str, Found] = {}
+    missing: dict[str, Missing] = {}
+    for name, asset in assets.items():
+        search = Search(
+            target=target,
+            device=device,
+            options={option: getattr(options, option) for option in asset_options()},
+            needed=name == drafter,
+            choosing=DRAFTERS[drafter].chooses,
+            kernels=options.allows_kernels,
+            weights_here=weights_here,
+            draft=draft if owner in (None, name) else None,
+            read_draft=read,
+            shipped=(demo.adapter_path(),) if target.folder == demo.target_path() else (),
+            free_memory=partial(free_memory, device),
+            found=tuple(found.values()),
+        )
+        one = asset.find(search)
+        if isinstance(one, Found):
+            found[name] = one
+        elif search.draft != draft and DRAFTERS[name].given_by == "draft":
+            missing[name] = replace(one, unfit=f"{draft} is what drafter {owner} reads")
+        else:
+            missing[name] = one
+    if options.drafter is None:
+        drafter = default_drafter(options.policy, options.assets, missing)
+    check_fits_assets(drafter, options.policy, options.draft_sampling, found, missing)
+    return ChosenDrafting(drafter, found, missing)
 
 
-def models_given(
-    checkpoints: Checkpoints,
-    plan: ChosenPlan | None,
-    adapter: ChosenAdapter | None,
-    copy: ChosenCopy | None = None,
-) -> ModelsGiven:
-    """Return what drafters can be built from."""
-    draft = checkpoints.draft
-    return ModelsGiven(
-        target=str(checkpoints.target.source),
-        draft=None if draft is None else str(draft.source),
-        other_tokenizer=checkpoints.other_tokenizer,
-        plan=plan is not None,
-        adapter=adapter is not None,
-        copy=copy is not None,
-    )
+def _owner(draft: Path, options: LoadOptions, assets: Mapping[str, Asset]) -> str | None:
+    """Return the drafter whose asset option `draft` names; None for a whole model.
+
+    Raises:
+        ConfigError: The drafter takes its asset by another option.
+    """
+    owner = next((name for name, asset in assets.items() if asset.knows(draft)), None)
+    option = None if owner is None else DRAFTERS[owner].given_by
+    if option not in (None, "draft"):
+        raise ConfigError(
+            f"which is what drafter {owner} reads", option="draft", value=str(options.draft),
+            remedy=("give ", Option(str(option), str(options.draft)), " in its place"),
+        )  # fmt: skip
+    return owner

@@ -8,19 +8,17 @@ are always checked. Too little memory is no refusal but part of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from foredraft.drafters.draft_checkpoint import same_vocabulary
 from foredraft.errors import ConfigError, Option, python_spelling
-from foredraft.kinds.compatibility import available_drafters, missing_part
-from foredraft.kinds.offered_copy import OFFER
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
-from foredraft.loading.adapters import ChosenAdapter
 from foredraft.loading.capacity import (
     CacheLimits,
     cache_size,
@@ -28,17 +26,17 @@ from foredraft.loading.capacity import (
     longest_sequence,
     weight_memory,
 )
-from foredraft.loading.checkpoints import Checkpoint, Checkpoints, find_checkpoints
+from foredraft.loading.checkpoints import find_target
 from foredraft.loading.device import check_dtype, find_device
-from foredraft.loading.drafting import ChosenDrafting, choose_drafting, models_given
-from foredraft.loading.low_bit import unfit_because
-from foredraft.loading.memory import as_gib, free_memory
+from foredraft.loading.drafting import ChosenDrafting, choose_drafting
+from foredraft.loading.memory import free_memory
 from foredraft.loading.options import LoadOptions, Progress
 from foredraft.loading.threads import choose_threads
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name
 from foredraft.model.hub import weights_to_come
 from foredraft.model.quantisation import BITS
+from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import load_decoder, parameter_count
 
 __all__ = [
@@ -206,34 +204,28 @@ def inspect_models(
     given = options_for(path, **options, progress=progress)
     threads = choose_threads(given.threads)
     device = find_device(given.device)
-    checkpoints = find_checkpoints(given, weights=False)
+    target = find_target(given, weights=False)
+    weights_here = _check(target, device)
+    drafting = choose_drafting(given, target, device, fetch=False, weights_here=weights_here)
+    checked = [weights_here, *(_check(model, device) for model in drafting.models)]
     names = (path, options.get("draft"))
-    checked = [_check(checkpoint, device) for checkpoint in checkpoints.all]
     models = tuple(
         _model_info(role, name, checkpoint, device, is_checked)
         for role, name, checkpoint, is_checked in zip(
-            ("target", "draft"), names, checkpoints.all, checked, strict=False
+            ("target", "draft"), names, (target, *drafting.models), checked, strict=False
         )
     )
-    if checked[0]:
-        drafting = choose_drafting(given, checkpoints, device)
-        no_copy = unfit_because(given, checkpoints.target, device)
-    else:  # what is kept for a model is known by its weights
-        drafting = ChosenDrafting("auto", available_drafters(models_given(checkpoints, None, None)), None)
-        no_copy = None
     return Inspection(
         device=str(device),
         free_bytes=free_memory(device),
         models=models,
-        pair=None if checkpoints.draft is None else _pair_info(checkpoints, drafting, *models),
+        pair=_pair_info(target, drafting, models) if drafting.models else None,
         drafters=tuple(
-            DrafterInfo(
-                name, name in drafting.available, _note(name, drafting, checked[0], no_copy, spelling)
-            )
+            DrafterInfo(name, name in drafting.found, _note(name, drafting, spelling))
             for name, kind in DRAFTERS.items()
-            if kind.make is not None
+            if kind.asset is not None
         ),
-        context=_context(given, checkpoints, drafting, device, spelling),
+        context=_context(given, target, drafting, device, spelling),
         threads=ThreadsInfo(threads.number, threads.describe(spelling)),
     )
 
@@ -283,70 +275,34 @@ def _model_info(
     )
 
 
-def _pair_info(
-    checkpoints: Checkpoints, drafting: ChosenDrafting, target: ModelInfo, draft: ModelInfo
-) -> PairInfo:
+def _pair_info(target: Checkpoint, drafting: ChosenDrafting, models: Sequence[ModelInfo]) -> PairInfo:
     return PairInfo(
-        drafter=next(name for name, kind in drafting.available.items() if kind.needs_draft),
-        same_tokenizer=not checkpoints.other_tokenizer,
-        parameter_ratio=target.parameters / draft.parameters,
+        drafter=next(name for name, found in drafting.found.items() if found.models),
+        same_tokenizer=same_vocabulary(target, drafting.models[0]),
+        parameter_ratio=models[0].parameters / models[1].parameters,
     )
 
 
-def _note(
-    name: str,
-    drafting: ChosenDrafting,
-    checked: bool,
-    no_copy: str | None,
-    spelling: Callable[[Option], str],
-) -> str | None:
-    """Return the note on a drafter.
-
-    Args:
-        name: Its name.
-        drafting: The drafters at hand.
-        checked: As `ModelInfo.weights_checked` of the target.
-        no_copy: Why the target can have no copy in few bits; None where it can.
-        spelling: How an option is spelled.
-    """
-    if DRAFTERS[name].needs_plan and drafting.plan is not None:
-        return f"the kept plan {drafting.plan.skips}"
-    if DRAFTERS[name].needs_adapter and (adapter := drafting.adapter or drafting.reserved) is not None:
-        return _of_adapter(adapter, spelling)
-    if (DRAFTERS[name].needs_plan or DRAFTERS[name].needs_adapter) and not checked:
-        part = "plan" if DRAFTERS[name].needs_plan else "adapter"
-        return f"{name} has a kept {part} or none: the weights that tell are not downloaded"
-    if DRAFTERS[name].needs_copy and drafting.copy is not None:
-        return f"a copy of {as_gib(drafting.copy.bytes)}: {OFFER}"
-    if DRAFTERS[name].needs_copy and no_copy is not None:
-        return f"{name} has no copy of this model: {no_copy}"
-    return None if name in drafting.available else missing_part(name).describe(spelling)
-
-
-def _of_adapter(adapter: ChosenAdapter, spelling: Callable[[Option], str]) -> str:
-    note = f"the kept adapter: {adapter.config}, predicted {adapter.config.predicted:.2f} x"
-    return note if adapter.pays else f"{note}, so only {spelling(Option('drafter', 'kangaroo'))} uses it"
+def _note(name: str, drafting: ChosenDrafting, spelling: Callable[[Option], str]) -> str | None:
+    """Return what a drafter's asset is, or what it lacks, with every option spelled by `spelling`."""
+    found = drafting.found.get(name)
+    return drafting.missing[name].note(name, spelling) if found is None else found.about
 
 
 def _context(
     options: LoadOptions,
-    checkpoints: Checkpoints,
+    target: Checkpoint,
     drafting: ChosenDrafting,
     device: torch.device,
     spelling: Callable[[Option], str],
 ) -> Context:
-    arguments: dict[str, Any] = {
-        "stretch": drafting.stretch,
-        "kernels": options.allows_kernels,
-        "adapter": drafting.adapter,
-        "beside": drafting.beside,
-    }
+    assets, kernels = drafting.found.values(), options.allows_kernels
     try:
-        longest = longest_sequence(checkpoints.all, device, **arguments)
+        longest = longest_sequence(target, assets, device, kernels=kernels)
     except ConfigError as error:
         return Context(None, refusal=error.describe(spelling))
     try:
-        size = cache_size(checkpoints.all, device, CacheLimits(), **arguments)
+        size = cache_size(target, assets, device, CacheLimits(), kernels=kernels)
     except ConfigError as error:
         return Context(longest, refusal=error.describe(spelling))
     return Context(longest, size.rows, size.positions)

@@ -17,7 +17,7 @@ import torch
 
 from foredraft.loading.control_groups import groups_of
 
-__all__ = ["as_gib", "free_memory"]
+__all__ = ["free_memory"]
 
 ROOT = Path("/")
 
@@ -37,16 +37,6 @@ _VERSIONS = {
         "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
     ),
 }
-
-
-def as_gib(size: int) -> str:
-    """Return a number of bytes as people read it.
-
-    Examples:
-        >>> as_gib(3 * 2**30), as_gib(2**27)
-        ('3.0 GiB', '0.125 GiB')
-    """
-    return f"{size / 2**30:.{1 if size >= 2**30 else 3}f} GiB"
 
 
 def free_memory(device: torch.device) -> int:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from foredraft import demo
 from foredraft.decode.params import SamplingParams, is_whole
-from foredraft.drafters.plan_files import PlanFile
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_search import PlanSource
 from foredraft.errors import ConfigError, Option, Text, did_you_mean
-from foredraft.kinds.compatibility import check_named_drafter
+from foredraft.kinds.compatibility import asset_options, check_named_drafter
 from foredraft.kinds.tables import DRAFTERS, POLICIES
 from foredraft.loading.policies import check_settings
 from foredraft.loading.threads import check_threads
@@ -23,7 +22,6 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["DTYPES", "LoadOptions", "Needs", "PlanSource", "Progress", "checked"]
 
-PlanSource: TypeAlias = str | Path | PlanFile | Skips
 # Stage, and how much of it is done, of how much.
 Progress: TypeAlias = Callable[[str, int, int], None]
 # The tokenizer and the model's default parameters -> sequences and positions that will be used at most.
@@ -63,6 +61,12 @@ class LoadOptions:
     progress: Progress | None
 
     @property
+    def assets(self) -> dict[str, Any]:
+        """The options that the user gives of those that give drafters their assets, with their values."""
+        given = {name: getattr(self, name) for name in asset_options()}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def allows_kernels(self) -> bool:
         """Whether Foredraft's kernels may run the models; `compile` takes their place."""
         return self.kernels is not False and not self.compile
@@ -99,7 +103,7 @@ def checked(options: LoadOptions) -> LoadOptions:
     if options.adapter is not None and not isinstance(options.adapter, str | Path):
         raise ConfigError(option="adapter", value=options.adapter, remedy="give the folder of an adapter")
     if options.drafter is not None:
-        check_named_drafter(options.drafter, options.policy, draft_given=options.draft is not None)
+        check_named_drafter(options.drafter, options.policy, options.assets)
     return options
 
 

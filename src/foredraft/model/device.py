@@ -71,3 +71,13 @@ def synchronise(device: torch.device) -> None:
     """Wait until the device has finished all queued work, so that a timing covers it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def as_gib(size: int) -> str:
+    """Return a number of bytes as people read it.
+
+    Examples:
+        >>> as_gib(3 * 2**30), as_gib(2**27)
+        ('3.0 GiB', '0.125 GiB')
+    """
+    return f"{size / 2**30:.{1 if size >= 2**30 else 3}f} GiB"

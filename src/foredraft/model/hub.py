@@ -75,7 +75,7 @@ def resolve(
         ConfigError: A local folder is given with a revision, or two different revisions are given.
         CheckpointError: The model does not exist, cannot be downloaded, or is a broken GGUF file.
     """
-    folder = _existing(name_or_path)
+    folder = existing(name_or_path)
     name = str(name_or_path)
     if folder is not None and (folder.is_dir() or is_gguf(folder)):
         kind = "folder" if folder.is_dir() else "file"
@@ -108,7 +108,7 @@ def weights_to_come(folder: Path) -> bool:
     return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in _missing(folder))
 
 
-def _existing(name: str | Path) -> Path | None:
+def existing(name: str | Path) -> Path | None:
     """Return the path if it exists; a name that no path can have does not."""
     try:
         path = Path(name).expanduser()

@@ -11,9 +11,10 @@ from foredraft import demo
 from foredraft.errors import ConfigError
 from foredraft.files import replacing_folder
 from foredraft.loading import options_for
-from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
+from foredraft.loading.checkpoints import find_target
 from foredraft.loading.threads import use_threads
 from foredraft.model.quantisation import BITS
+from foredraft.model.unread import Checkpoint
 from foredraft.quantise.quality import Quality, measure_quality
 from foredraft.quantise.writing import write_quantised
 from foredraft.train.preparation import check_out
@@ -67,7 +68,7 @@ def quantise_checkpoint(
     draft = {} if model is None else {"draft": None}
     given = options_for(model or demo.target_path(), device="cpu", weights=weights, **draft, **load)
     use_threads(given.threads)
-    checkpoint = find_checkpoints(replace(given, weights=None)).target
+    checkpoint = find_target(replace(given, weights=None))
     if checkpoint.weights is not None:
         raise ConfigError(
             f"which is quantised already ({checkpoint.weights})", option="model",

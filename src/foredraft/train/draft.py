@@ -14,11 +14,11 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
-from foredraft.loading.checkpoints import Checkpoint
 from foredraft.loading.device import find_device
 from foredraft.model.config import read_json
 from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
 from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
+from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import parameter_count, read_tensors
 from foredraft.train.checkpoints import Progress
 from foredraft.train.loop import Report, Run

@@ -17,10 +17,11 @@ from foredraft.drafters.adapter_files import target_hash
 from foredraft.errors import ConfigError, Option
 from foredraft.files import TEMPORARY, is_no_file, replacing
 from foredraft.loading import options_for
-from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
+from foredraft.loading.checkpoints import find_target
 from foredraft.loading.device import check_dtype, find_device
 from foredraft.loading.threads import use_threads
 from foredraft.model.tokenizer import GIVE_TOKENIZER
+from foredraft.model.unread import Checkpoint
 from foredraft.train.batches import Batches, hold_out
 from foredraft.train.loop import Report
 from foredraft.train.options import TrainOptions
@@ -96,7 +97,7 @@ def prepare(
     given = options_for(model or demo.target_path(), **draftless, **load)
     use_threads(given.threads)
     device = find_device(given.device)
-    checkpoint = find_checkpoints(given).target
+    checkpoint = find_target(given)
     check_dtype(device, checkpoint.dtype)
     if checkpoint.tokenizer is None:
         raise ConfigError(

@@ -1,0 +1,99 @@
+"""The plan of sub-layers to skip that a drafter uses: given by option `plan`, or kept for the model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from foredraft.drafters.asset import Search
+from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
+from foredraft.drafters.skips import Skips, is_skips
+from foredraft.errors import ConfigError
+from foredraft.model.device import dtype_name
+
+__all__ = ["ChosenPlan", "PlanSource", "fitting_plan", "given_plan", "kept_plan"]
+
+logger = logging.getLogger(__name__)
+
+PlanSource: TypeAlias = str | Path | PlanFile | Skips
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlan:
+    """A plan that fits the model.
+
+    Attributes:
+        skips: Sub-layers that a draft skips.
+        max_draft: Draft length that the plan was tuned for, in tokens; None where it is not known.
+    """
+
+    skips: Skips
+    max_draft: int | None = None
+
+
+def given_plan(search: Search) -> PlanFile | Skips | None:
+    """Return the plan that the user gives, in any form; None without one.
+
+    Raises:
+        ConfigError: The plan cannot be read, or is for another model.
+    """
+    plan, target = search.options["plan"], search.target
+    if plan is None or isinstance(plan, Skips):
+        return plan
+    if isinstance(plan, str) and is_skips(plan):
+        return Skips.parse(plan)
+    if not isinstance(plan, PlanFile | str | Path):
+        raise ConfigError(
+            option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
+        )
+    found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
+    found.check(model_hash(target.folder), str(target.source))
+    return found
+
+
+def kept_plan(search: Search, draft_weights: str | None = None) -> ChosenPlan | None:
+    """Return the plan that is kept for the target; None without one.
+
+    The model's files are hashed only where some plan is kept. A plan that cannot be used is left out with a
+    warning, unless it is the model's own and its drafter is needed.
+
+    Args:
+        search: What is looked for.
+        draft_weights: The weights of the copy whose plan is wanted; None: the model's.
+
+    Raises:
+        ConfigError: The plan is needed, and cannot be read or is for another model.
+    """
+    needed = search.needed and draft_weights is None
+    try:
+        found = find_plan(model_hash(search.target.folder), draft_weights) if plans_kept() else None
+    except ConfigError as error:
+        if needed:
+            raise
+        logger.warning("%s", error)
+        return None
+    return None if found is None else fitting_plan(found, search, warn=needed)
+
+
+def fitting_plan(plan: PlanFile | Skips, search: Search, *, warn: bool) -> ChosenPlan:
+    """Check a plan against the model; `warn` where it was measured on another device or in another dtype.
+
+    Raises:
+        ConfigError: The model has no such layers.
+    """
+    layers = search.target.spec.layers
+    if isinstance(plan, Skips):
+        plan.check(layers)
+        return ChosenPlan(plan)
+    plan.skips.check(layers)
+    if plan.layers != layers:
+        raise ConfigError(
+            f"is for a model of {plan.layers} layers, but this one has {layers}",
+            option="plan", remedy="make one with `foredraft tune`",
+        )  # fmt: skip
+    doubt = plan.doubt(search.device.type, dtype_name(search.target.dtype))
+    if doubt is not None and warn:
+        logger.warning("%s", doubt)
+    return ChosenPlan(plan.skips, plan.max_draft)
