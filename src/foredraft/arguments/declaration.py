@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foredraft.arguments.values import Unfit, Value
-from foredraft.errors import ForedraftError
+from foredraft.errors import NO_VALUE, ForedraftError
 
 __all__ = ["Declared", "arguments_section", "check_fields", "declared", "option", "spelled_elsewhere"]
 
@@ -111,7 +111,8 @@ def check_fields(options: Any, error: type[ForedraftError]) -> None:
         except Unfit as unfit:
             if unfit.problem:
                 raise error(unfit.problem, option=name, remedy=unfit.remedy) from unfit.__cause__
-            raise error(option=name, value=given, remedy=unfit.remedy) from None
+            shown = given if unfit.value is NO_VALUE else unfit.value
+            raise error(option=name, value=shown, remedy=unfit.remedy) from None
         if read is not given:
             object.__setattr__(options, name, read)
 

@@ -1,4 +1,4 @@
-"""Which values an option takes: one class for each kind of value, with the remedy for a value that does not fit."""
+"""Which values an option takes: a class for each kind of value, with the remedy for one that does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from foredraft.errors import Text, did_you_mean
+from foredraft.errors import NO_VALUE, Text, did_you_mean
 from foredraft.unicode import invalid_at
 
 __all__ = [
@@ -38,11 +38,12 @@ class Unfit(Exception):
     Args:
         remedy: What to do instead.
         problem: What is wrong, where the value itself does not show it; the error then leaves the value out.
+        value: What the error shows as the value; by default the value as it was given.
     """
 
-    def __init__(self, remedy: Text, problem: str = "") -> None:
+    def __init__(self, remedy: Text, problem: str = "", value: Any = NO_VALUE) -> None:
         super().__init__(remedy)
-        self.remedy, self.problem = remedy, problem
+        self.remedy, self.problem, self.value = remedy, problem, value
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from foredraft.cli.options import DraftOptions, Flag, ModelOptions, Repeatable, common, load_options
+from foredraft.cli.options import NONE, DraftOptions, Flag, ModelOptions, common, load_options
 from foredraft.cli.progress import ProgressBars
+from foredraft.cli.sections import Repeatable
 from foredraft.errors import ConfigError
 from foredraft.serve.settings import Settings
 
@@ -95,8 +96,8 @@ class ServerOptions:
 def serve(
     *,
     server: ServerOptions = ServerOptions(),
-    model: ModelOptions = ModelOptions(),
-    drafting: DraftOptions = DraftOptions(),
+    model: ModelOptions = NONE,
+    drafting: DraftOptions = NONE,
 ) -> int:
     """Serve one model by the OpenAI API: chat, completions, streams over SSE and WebSocket, metrics.
 
@@ -128,7 +129,7 @@ def serve(
 
     def load() -> foredraft.LLM:
         try:
-            return foredraft.load(model.model, **load_options(model, drafting), progress=bars.show)
+            return foredraft.load(model.get("model"), **load_options(model, drafting), progress=bars.show)
         finally:
             bars.clear()
 

@@ -64,7 +64,7 @@ class Schema(Value):
             except (ValueError, RecursionError) as error:
                 raise Unfit("correct it", f"is not JSON ({error})") from None
         if not (isinstance(given, Mapping) or given is True):
-            raise Unfit(self.remedy(given))
+            raise Unfit(self.remedy(given), value=given)
         try:
             return json.dumps(dict(given) if isinstance(given, Mapping) else {})
         except (TypeError, ValueError, RecursionError) as error:
@@ -146,24 +146,23 @@ class SamplingParams:
     """The options of one request.
 
     Args:
-        temperature: Divides the logits; 0 is greedy.
+        temperature: Divides the logits; 0 is greedy: truncation and `seed` then have no effect.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens that together have this probability; 1 is off.
         min_p: Drop tokens less likely than this share of the likeliest one; 0 is off.
         typical_p: Keep the tokens whose surprise is nearest to the entropy, up to this probability; 1 is off.
         repetition_penalty: Logits of tokens in prompt or output are divided by it if positive, else
-            multiplied (Keskar et al. 2019, arXiv 1909.05858); 1 is off.
+            multiplied; 1 is off.
         presence_penalty: Subtracted from the logits of tokens in the output, from -2 to 2; 0 is off.
         frequency_penalty: Subtracted once for each time that the token occurs in the output, from -2 to 2; 0
             is off.
         logit_bias: Token id -> number added to its logit, from -100 to 100.
         min_new_tokens: Up to this length, no end-of-text token is drawn, and no stop string ends the text.
-        max_new_tokens: Longest text, in new tokens; 0 only scores the prompt.
+        max_new_tokens: Longest text, in new tokens; 0 only scores the prompt (`prompt_logprobs`).
         ignore_eos: Treat end-of-text tokens like any other.
         stop: A string or several; the text ends before the first one that is complete.
         include_stop: Keep the stop string at the end of the text.
-        seed: Fixes the random numbers, so that the text can be had again. Default: a fresh one, which the
-            output reports.
+        seed: Random seed, for reproducible text. Default: a fresh one, which the output reports.
         logprobs: Score every new token, each with this many of the likeliest tokens. Default: off.
         prompt_logprobs: Score the prompt's tokens in the same way. Default: off.
         acceptance: "speculative" accepts more; "coupled" gives the same text for the same seed whatever the
@@ -178,7 +177,7 @@ class SamplingParams:
         ban_ignore_case: Ban every spelling by upper and lower case.
         ban_whole_words: Ban only where no letter, digit or underscore stands directly before or behind.
         ban_prompt: Banned text that begins in the prompt counts, too.
-        ban_rollbacks: Under "rollback", the times that text is taken back before the text ends.
+        ban_rollbacks: With ban mode "rollback", the times that text is taken back before the text ends.
         regex: A regular expression of the whole text, in Rust's syntax.
         choices: The strings of which the whole text is one.
         json_schema: A JSON schema of the text: a mapping, JSON, or a model class of pydantic.

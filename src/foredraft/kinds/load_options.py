@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from foredraft.arguments import check_fields, option
 from foredraft.arguments.values import Choice, Flag, Source, Unfit, Value, Whole
-from foredraft.errors import ConfigError, Option, Text
+from foredraft.errors import ConfigError, Option, Text, did_you_mean
 from foredraft.kinds.tables import DRAFTERS, POLICIES
 
 if TYPE_CHECKING:
@@ -34,19 +34,19 @@ MOST_THREADS = 1024  # more is a slip of the pen: the largest machines have some
 THREADS = Whole(f"a whole number from 1 to {MOST_THREADS:,}", least=1, most=MOST_THREADS)
 
 
-class Dtype(Choice):
+class Dtype(Value):
     """A dtype as PyTorch's own, by its name or by its short one, kept by its name.
 
     Examples:
-        >>> Dtype(names=DTYPES).read("torch.float16"), Dtype(names=DTYPES).read("FP32")
+        >>> Dtype().read("torch.float16"), Dtype().read("FP32")
         ('float16', 'float32')
     """
 
     def read(self, given: Any) -> str:
         name = str(given).removeprefix("torch.").lower()
         name = SHORT.get(name, name)
-        if not self.fits(name):
-            raise Unfit(self.remedy(given))
+        if name not in DTYPES:
+            raise Unfit(f"give one of {', '.join(DTYPES)}{did_you_mean(given, DTYPES)}")
         return name
 
 
@@ -60,8 +60,8 @@ class LoadOptions:
     """The options of `load`.
 
     Args:
-        model: The target: a folder, a GGUF file or a hub id; "owner/name:Q4_K_M" is a GGUF file of a hub id,
-            by its type. Default: the demo models, a target and a draft model.
+        model: The target: a folder, a GGUF file or a hub id ("owner/name[:Q4_K_M]"). Default:
+            the demo models.
         drafter: The drafter for requests that do not give one: "none", "lookup", "prediction", "draft-model",
             "retokenize", "layer-skip", "kangaroo" or "low-bit". "auto" uses in every round the loaded drafter
             that pays most. Default: "auto" under policy "auto"; under other policies "kangaroo" if an adapter
@@ -88,8 +88,8 @@ class LoadOptions:
             "kangaroo" is the default drafter and the policy does not compare costs, else the policy's.
         draft_sampling: How a model picks the tokens of a draft: "sampled" draws them with the parameters of
             the request, "greedy" takes the likeliest. Both are exact.
-        dtype: Dtype of the models: "bfloat16", "float16" or "float32", for short "bf16", "fp16" or "fp32", or
-            PyTorch's own. Default: the checkpoint's.
+        dtype: Dtype of the models: "bfloat16", "float16" or "float32", for short "bf16", "fp16" or "fp32".
+            Default: the checkpoint's.
         weights: "int4" or "int8": quantise the target's linear layers while loading, in groups of 32 weights;
             the quantised model is the target then. Default: as the checkpoint stores them.
         device: "cpu", "cuda" or "cuda:N". Default: "cuda" if there is one.
@@ -138,9 +138,7 @@ class LoadOptions:
     draft_sampling: Literal["sampled", "greedy"] = field(
         default="sampled", metadata=option(Choice(names=("sampled", "greedy")))
     )
-    dtype: str | torch.dtype | None = field(
-        default=None, metadata=option(Dtype(names=DTYPES), elsewhere="torch_dtype")
-    )
+    dtype: str | torch.dtype | None = field(default=None, metadata=option(Dtype(), elsewhere="torch_dtype"))
     weights: str | None = field(default=None, metadata=option(CODES))
     device: str | None = field(default=None, metadata=option(Value()))
     max_batch: int | None = field(
