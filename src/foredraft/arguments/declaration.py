@@ -104,7 +104,7 @@ def check_fields(options: Any, error: type[ForedraftError]) -> None:
     Raises:
         ForedraftError: An option does not take its value.
     """
-    for name, each in declared(type(options)).items():
+    for name, each in declared(options.__class__).items():
         given = getattr(options, name)
         try:
             read = each.read(given)
