@@ -32,6 +32,7 @@ from foredraft.errors import NO_VALUE, ForedraftError
 
 __all__ = ["Declared", "arguments_section", "check_fields", "declared", "option", "spelled_elsewhere"]
 
+DEFAULT = " Default: "  # begins what a line of help says of the default
 KEY = "foredraft.option"  # of the metadata of a field
 SECTION = re.compile(r"^Args:\n(?P<lines>(?:    .*\n?|\n(?=    ))*)", re.M)
 LINE = re.compile(r"^    (?P<name>\w+): (?P<help>.*(?:\n        .*)*)", re.M)
@@ -54,6 +55,21 @@ class Declared:
     value: Value
     help: str
     elsewhere: tuple[str, ...]
+
+    @property
+    def meaning(self) -> str:
+        """The help without what it says of the default."""
+        return self.help.partition(DEFAULT)[0]
+
+    @property
+    def shown_default(self) -> str:
+        """The default as the help says it, or as it is; "" where that says nothing."""
+        said = self.help.partition(DEFAULT)[2]
+        if said or self.default in (None, ()):
+            return said.removesuffix(".")
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def read(self, given: Any) -> Any:
         """Return a user's value in the form in which the option keeps it.

@@ -101,13 +101,13 @@ COMPARES = next(name for name, kind in POLICIES.items() if kind.uses_costs)
 THREADS = derived(
     "threads",
     default="the environment variable FOREDRAFT_THREADS, else OMP_NUM_THREADS, else the CPUs that the process"
-    " may really use, which `foredraft info` shows.",
+    " may really use, which `foredraft info` shows",
 )
 TARGET = derived("model", "revision", "tokenizer", "dtype", "device") | {
     name: Annotated[kind, Parameter(converter=parse_threads)] for name, kind in THREADS.items()
 }
 SOURCE = {name: TARGET[name] for name in ("model", "revision", "dtype", "threads")} | {
-    **derived("model", default="the demo target."),
+    **derived("model", default="the demo target"),
     **derived("dtype", more="It is that of weights which are not coded."),
 }
 DRAFT = derived("draft", "draft_revision")
@@ -125,7 +125,7 @@ DRAFTED = (
     | derived(
         "max_draft",
         default=f"{MAX_DRAFT}; with layer-skip, the plan's, and with kangaroo, the adapter's, except under"
-        f" {COMPARES}.",
+        f" {COMPARES}",
     )
     | derived("draft_sampling")
     | {
@@ -154,11 +154,11 @@ DRAFTER = {
 NOT_BOUNDS = {*TARGET, *DRAFT, *DRAFTED, *DRAFTER, "policy_options", "progress"}
 BOUNDS = {
     **derived(*(name for name in declared(LoadOptions) if name not in NOT_BOUNDS)),
-    **derived("max_batch", default="as many as the command uses and memory allows."),
+    **derived("max_batch", default="as many as the command uses and memory allows"),
     **derived(
         "max_length",
         default="as many as the prompts need; with --chat of generate 8192 or more, or the model's maximum if"
-        " that is lower.",
+        " that is lower",
     ),
     **derived("deterministic", more="--no-deterministic may be faster."),
     "truncate": option(
@@ -173,10 +173,10 @@ NOT_SAMPLED = {*CONSTRAINED, *declared(LoadOptions), "acceptance", "rollback"}
 SCORES = "Needs --json or --out."
 REQUEST = (
     derived(*(name for name in declared(SamplingParams) if name not in NOT_SAMPLED))
-    | derived("max_new_tokens", default="128; with --chat as many as --max-length leaves.")
-    | derived("temperature", default="1; with --compare 0.")
+    | derived("max_new_tokens", default="128; with --chat as many as --max-length leaves")
+    | derived("temperature", default="1; with --compare 0")
     | derived("logprobs", "prompt_logprobs", more=SCORES)
-    | derived("seed", default="a fresh one, which the JSON document has.")
+    | derived("seed", default="a fresh one, which the JSON document has")
     | {
         "logit_bias": Annotated[
             Repeatable,

@@ -18,7 +18,7 @@ from foredraft.arguments.values import Choice, Flag, Number, Strings, Whole
 from foredraft.decode.params import SamplingParams
 from foredraft.kinds.load_options import LoadOptions
 
-__all__ = ["COMMON", "NONE", "Given", "Repeatable", "derived", "option", "section"]
+__all__ = ["COMMON", "NONE", "Given", "Repeatable", "derived", "flag_of", "option", "section"]
 
 Given: TypeAlias = Mapping[str, Any]
 NONE: Final[Given] = MappingProxyType({})
@@ -29,7 +29,6 @@ DECLARED = {
     **declared(SamplingParams),
     **declared(LoadOptions),
 }  # of two of one name, `load` has the command's
-DEFAULT = " Default: "  # begins what a line of help says of the default
 
 
 def section(name: str, group: Group, options: Mapping[str, Any], common: Sequence[str] = ()) -> Any:
@@ -92,29 +91,23 @@ def _type(each: Declared, default: str | None, more: str) -> Any:
 
 def _help(each: Declared, default: str | None, more: str) -> str:
     """Return the help of an option: its line, what holds here alone, and the default."""
-    text, _, own = each.help.partition(DEFAULT)
-    shown = own or _shown(each.default, text) if default is None else default
-    return as_flags(" ".join(filter(None, (text, more, shown and DEFAULT.strip(), shown))))
+    shown = each.shown_default if default is None else default
+    if (isinstance(each.value, Flag) and each.default is False) or f"{shown} is off" in each.meaning:
+        shown = ""
+    return in_flags(" ".join(filter(None, (each.meaning, more, shown and f"Default: {shown}."))))
 
 
-def _shown(default: Any, text: str) -> str:
-    """Return what the help says of a default; nothing where the line has said it."""
-    if default in (None, ()) or default is False:
-        return ""
-    name = "on" if default is True else f"{default:g}" if isinstance(default, int | float) else default
-    return "" if f"{name} is off" in text else f"{name}."
-
-
-def as_flags(text: str) -> str:
+def in_flags(text: str) -> str:
     """Return a line of help with options as flags, and without quotes around the words to give.
 
     Examples:
-        >>> as_flags('Branch of `draft`; "owner/name@revision" says the same.')
+        >>> in_flags('Branch of `draft`; "owner/name@revision" says the same.')
         'Branch of --draft; owner/name@revision says the same.'
     """
-    flags = re.sub(r"`(\w+)`", lambda found: _flag(found[1]) if found[1] in DECLARED else found[0], text)
+    flags = re.sub(r"`(\w+)`", lambda found: flag_of(found[1]) if found[1] in DECLARED else found[0], text)
     return re.sub(r'"([^"]*)"', r"\1", flags)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the flag of an option of the library, by its name."""
     return f"--{name.replace('_', '-')}"

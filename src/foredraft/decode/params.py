@@ -178,9 +178,10 @@ class SamplingParams:
         ban_whole_words: Ban only where no letter, digit or underscore stands directly before or behind.
         ban_prompt: Banned text that begins in the prompt counts, too.
         ban_rollbacks: With ban mode "rollback", the times that text is taken back before the text ends.
-        regex: A regular expression of the whole text, in Rust's syntax.
+        regex: A regular expression of the whole text, in Rust's syntax: no look-around, no back references.
         choices: The strings of which the whole text is one.
-        json_schema: A JSON schema of the text: a mapping, JSON, or a model class of pydantic.
+        json_schema: A JSON schema of the text: a mapping, JSON, or a model class of pydantic. A keyword that
+            is not supported is refused by name.
         json_object: The text is a JSON object, whatever its members.
         grammar: A context-free grammar of the text, in llguidance's Lark dialect.
         prediction: What the text will probably be, such as a file before an edit: text, or token ids. Drafts
