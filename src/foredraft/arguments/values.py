@@ -15,6 +15,7 @@ from foredraft.unicode import invalid_at
 __all__ = [
     "MOST_WHOLE",
     "Choice",
+    "File",
     "Flag",
     "Name",
     "Number",
@@ -141,6 +142,14 @@ class Source(Value):
 
     def fits(self, given: Any) -> bool:
         return isinstance(given, str | Path)
+
+
+@dataclass(frozen=True, slots=True)
+class File(Value):
+    """A file."""
+
+    def fits(self, given: Any) -> bool:
+        return isinstance(given, Path)
 
 
 @dataclass(frozen=True, slots=True)

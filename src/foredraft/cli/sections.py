@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypedDict
 
 from cyclopts import Group, Parameter
 
 from foredraft.arguments import Declared, declared
-from foredraft.arguments.values import Choice, Flag, Number, Strings, Whole
+from foredraft.arguments.values import Choice, File, Flag, Number, Strings, Whole
 from foredraft.decode.params import SamplingParams
 from foredraft.kinds.load_options import LoadOptions
 
@@ -48,15 +49,18 @@ def section(name: str, group: Group, options: Mapping[str, Any], common: Sequenc
     return Annotated[made(name, marked, total=False), Parameter(name="*", group=group)]
 
 
-def derived(*names: str, default: str | None = None, more: str = "") -> dict[str, Any]:
+def derived(
+    *names: str, of: Mapping[str, Declared] = DECLARED, default: str | None = None, more: str = ""
+) -> dict[str, Any]:
     """Return the types of options that the library declares, under their names there.
 
     Args:
         *names: Their names.
+        of: The declarations; by default those of `load` and of a request.
         default: What the default is on the command line, where it is another one.
         more: A sentence on what holds on the command line alone.
     """
-    return {name: _type(DECLARED[name], default, more) for name in names}
+    return {name: _type(of[name], default, more) for name in names}
 
 
 def option(kind: Any, help: str, **more: Any) -> Any:
@@ -84,6 +88,8 @@ def _type(each: Declared, default: str | None, more: str) -> Any:
             kind = float
         case Choice(names=names):
             kind, how["show_choices"] = Literal[tuple(names)], False  # the help has them
+        case File():
+            kind = Path
         case Strings():
             kind, more = Repeatable, f"Repeatable. {more}".strip()
     return option(kind, _help(each, default, more), **how)
@@ -104,7 +110,7 @@ def in_flags(text: str) -> str:
         >>> in_flags('Branch of `draft`; "owner/name@revision" says the same.')
         'Branch of --draft; owner/name@revision says the same.'
     """
-    flags = re.sub(r"`(\w+)`", lambda found: flag_of(found[1]) if found[1] in DECLARED else found[0], text)
+    flags = re.sub(r"`(\w+)`", lambda found: flag_of(found[1]), text)
     return re.sub(r'"([^"]*)"', r"\1", flags)
 
 

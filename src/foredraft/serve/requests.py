@@ -207,10 +207,15 @@ class _Request(_Sampling):
     provenance: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The options of the library that are given with the library's own values."""
+        given = {name: getattr(self, field) for name, field in SHARED.items()}
+        return {name: value for name, value in given.items() if value is not None}
+
     def options(self) -> dict[str, Any]:
         """Return the options of the library but for the scores."""
-        given = {name: getattr(self, field) for name, field in SHARED.items()}
-        options = {name: value for name, value in given.items() if value is not None}
+        options = self.shared
         if self.logit_bias:
             options["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         if self.prediction is not None:
