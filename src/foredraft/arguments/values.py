@@ -102,7 +102,7 @@ class Whole(Value):
     """A whole number within bounds."""
 
     least: int = 0
-    most: int = MOST_WHOLE
+    most: float = MOST_WHOLE
 
     def fits(self, given: Any) -> bool:
         return is_whole(given, self.least, self.most)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -52,7 +53,7 @@ class Dtype(Value):
 
 def _count(*alternative: str | Option) -> Value:
     what: Text = ("a whole number, 1 or more", *alternative)
-    return Whole(what, least=1)
+    return Whole(what, least=1, most=math.inf)
 
 
 @dataclass(frozen=True, slots=True)

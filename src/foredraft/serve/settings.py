@@ -13,9 +13,8 @@ from foredraft.errors import ConfigError
 
 __all__ = ["Settings"]
 
-MOST = 2**63 - 1  # of a number of bytes or tokens: what 64 bits hold
-COUNT = Whole("0 or more", most=MOST)
-SEVERAL = Whole("1 or more", least=1, most=MOST)
+COUNT = Whole("0 or more", most=math.inf)
+SEVERAL = Whole("1 or more", least=1, most=math.inf)
 SECONDS = Number("seconds, above 0", most=math.inf, above=True)
 FORMS = ("text", "json")
 
