@@ -25,7 +25,6 @@ from foredraft.cli import main
 from foredraft.cli.bench import lines as report_lines
 from foredraft.cli.bench import listed, options_of
 from foredraft.cli.measuring import BenchOptions
-from foredraft.cli.options import DraftingOptions
 from foredraft.cli.progress import STAGES
 from foredraft.kinds import POLICIES
 from foredraft.model.tokenizer import Tokenizer
@@ -222,7 +221,7 @@ def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.C
 
 def test_spaces_around_commas_are_ignored(workload: Path) -> None:
     given = BenchOptions(methods="lookup, plain", policies=" all ,fixed", batch="1, 8")
-    options = options_of(given, DraftingOptions())
+    options = options_of(given, {})
     assert options.methods == ("lookup", "plain") and options.batch == (1, 8)
     assert resolve_policies(options.policies) == tuple(POLICIES)
     assert listed(f"{workload}, edit-file") == (str(workload), "edit-file")

@@ -509,35 +509,6 @@ def test_control_characters_are_made_visible(pair: list[str]) -> None:
     assert "".join(map(visible, "a\x1b[2J\x07\x9b\n\tß🙂")) == "a␛[2J␇\N{REPLACEMENT CHARACTER}\n\tß🙂"
 
 
-def test_help_lists_every_option() -> None:
-    text = foredraft("generate", "--help-all").stdout
-    options = """--model --draft --drafter --policy --max-draft --draft-sampling --policy-option --max-new-tokens
-        --temperature --top-k --top-p --min-p --seed --n --acceptance --rollback --ignore-eos --dtype --device
-        --max-batch --max-length --truncate --no-deterministic --compile --compare --json --no-color --revision
-        --draft-revision --chat --system --show-special"""
-    for option in options.split():
-        assert f"{option} " in text, option
-
-
-def test_options_and_defaults_match_the_library() -> None:
-    import inspect
-    from dataclasses import asdict
-
-    import foredraft as package
-    from foredraft.cli.constraint_options import ConstraintOptions
-    from foredraft.cli.options import DraftOptions, ModelOptions, SamplingOptions, request_options
-
-    loading = inspect.signature(package.load).parameters
-    for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
-        if name not in ("model", "truncate", "acceptance", "rollback", "policy_option"):
-            assert value is None or loading[name].default == value, name
-    assert request_options(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
-    own = set(asdict(package.SamplingParams())) - {"acceptance", "rollback", "drafter"}
-    own -= {"policy", "max_draft"}  # those of loading serve all requests of a command
-    constraints = set(asdict(ConstraintOptions())) - {"ban_file", "choice"} | {"choices"}
-    assert set(asdict(SamplingOptions())) | constraints == own | {"n"}, "all options of a request are there"
-
-
 def test_a_new_drafter_and_policy_need_one_table_line_each(models: Path) -> None:
     """Help, choices and checks of the command line come from the tables of `kinds`."""
     script = """

@@ -11,36 +11,40 @@ import pytest
 
 from foredraft.cli import main
 from foredraft.cli.commands import app
-from foredraft.cli.constraint_options import ConstraintOptions
+from foredraft.cli.constraint_options import CONSTRAINTS
 from foredraft.cli.help import EXAMPLES
 from foredraft.cli.measuring import BenchOptions, PromptOptions, TuneOptions, VerifyOptions
-from foredraft.cli.optional_values import name_defaults
 from foredraft.cli.options import (
+    BOUNDS,
+    DRAFT,
+    DRAFTED,
+    DRAFTER,
+    REQUEST,
+    TARGET,
     ChatOptions,
     DocumentOptions,
-    DraftingOptions,
-    DraftModelOptions,
-    DraftOptions,
-    ModelOptions,
     OutputOptions,
-    SamplingOptions,
-    TargetOptions,
 )
+from foredraft.cli.words import made_ready
 from foredraft.kinds import DRAFTERS, POLICIES
 
-GROUPS: dict[str, tuple[type[Any], ...]] = {
-    "generate": (
-        ModelOptions,
-        DraftOptions,
-        SamplingOptions,
-        ConstraintOptions,
-        ChatOptions,
-        OutputOptions,
-    ),
-    "bench": (BenchOptions, PromptOptions, ModelOptions, DraftingOptions, DocumentOptions),
-    "tune": (TuneOptions, PromptOptions, ModelOptions, DocumentOptions),
-    "info": (TargetOptions, DraftModelOptions, DocumentOptions),
-    "verify": (VerifyOptions, PromptOptions, ModelOptions, DraftOptions, DocumentOptions),
+
+def names(*groups: type[Any]) -> list[str]:
+    return [field.name for group in groups for field in fields(group)]
+
+
+OPTIONS: dict[str, list[str]] = {
+    "generate": [
+        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER | REQUEST | CONSTRAINTS),
+        *names(ChatOptions, OutputOptions),
+    ],
+    "bench": [*(TARGET | BOUNDS | DRAFT | DRAFTED), *names(BenchOptions, PromptOptions, DocumentOptions)],
+    "tune": [*(TARGET | BOUNDS), *names(TuneOptions, PromptOptions, DocumentOptions)],
+    "info": [*(TARGET | DRAFT), *names(DocumentOptions)],
+    "verify": [
+        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER),
+        *names(VerifyOptions, PromptOptions, DocumentOptions),
+    ],
 }
 MAX_LINES, MAX_OPTIONS = 60, 10  # of a page of --help on a terminal of 80 columns
 
@@ -56,7 +60,7 @@ def options_in(lines: list[str]) -> list[str]:
     return [found[1] for line in lines if (found := re.match(r"│ (--[\w-]+)", line))]
 
 
-@pytest.mark.parametrize("command", GROUPS)
+@pytest.mark.parametrize("command", OPTIONS)
 def test_help_is_short_and_begins_with_examples(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,13 +74,12 @@ def test_help_is_short_and_begins_with_examples(
     assert shown(capsys, monkeypatch, command, "-h") == lines
 
 
-@pytest.mark.parametrize("command", GROUPS)
+@pytest.mark.parametrize("command", OPTIONS)
 def test_help_all_has_every_option_once(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = shown(capsys, monkeypatch, command, "--help-all")
-    names = {field.name for group in GROUPS[command] for field in fields(group)}
-    assert sorted(options_in(lines)) == sorted(f"--{name.replace('_', '-')}" for name in names)
+    assert sorted(options_in(lines)) == sorted(f"--{name.replace('_', '-')}" for name in OPTIONS[command])
     assert not any("─ Options ─" in line for line in lines)
     common = options_in(shown(capsys, monkeypatch, command, "--help"))
     assert {*common} <= {*options_in(lines)}
@@ -92,7 +95,7 @@ def test_each_policy_and_each_drafter_begins_a_line(
 
 @pytest.mark.parametrize("line", [line for _, examples in EXAMPLES.values() for line, _ in examples])
 def test_each_example_is_a_valid_command(line: str) -> None:
-    app.parse_args(name_defaults(shlex.split(line)[1:]), print_error=False, exit_on_error=False)
+    app.parse_args(made_ready(shlex.split(line)[1:], app), print_error=False, exit_on_error=False)
 
 
 @pytest.mark.parametrize(

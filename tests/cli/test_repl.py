@@ -125,7 +125,7 @@ def test_options_that_are_set_are_those_of_the_next_reply(
     [
         (
             "/set temprature 1",
-            "'temprature' is no option of a reply; give one of max-new-tokens, temperature",
+            "'temprature' is no option of a reply; give one of temperature, top-k",
         ),
         ("/set temprature 1", "Did you mean 'temperature'?"),
         ("/set n 2", "'n' is no option of a reply"),

@@ -21,7 +21,7 @@ from foredraft import LLM, Output, SamplingParams, loading
 from foredraft.cli import interrupt, main
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.progress import ProgressBars
-from foredraft.cli.stdin import STDIN
+from foredraft.cli.words import STDIN
 from foredraft.errors import ConfigError, Option
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes

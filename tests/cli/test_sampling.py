@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from foredraft.cli import main
-from foredraft.cli.stdin import STDIN, mark_stdin
+from foredraft.cli.commands import app
+from foredraft.cli.words import STDIN, made_ready
 from foredraft.model.tokenizer import Tokenizer
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "24"]
@@ -140,7 +141,7 @@ def test_a_dash_as_the_value_of_an_option_is_not_stdin(
     generate: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["generate", "-", "--json", "-", "--stop", "-", "--stop=-"]
-    assert mark_stdin(words) == ["generate", STDIN, "--json", STDIN, "--stop=-", "--stop=-"]
+    assert made_ready(words, app) == ["generate", STDIN, "--json", STDIN, "--stop=-", "--stop=-"]
     dash = tokenizer_of(generate).encode("-", add_special_tokens=False)[-1]
     for spelled in (["--stop", "-"], ["--stop=-"]):
         [found] = document(capsys, [*generate, *spelled, "--logit-bias", f"{dash}=100"])["outputs"]

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from foredraft import LLM, Output, demo
 from foredraft.cli import main
-from foredraft.cli.optional_values import name_defaults
+from foredraft.cli.commands import app
+from foredraft.cli.words import STDIN, made_ready
 from foredraft.drafters.lookup import Lookup
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.defects import DEFECTS
@@ -435,7 +436,7 @@ def test_a_single_prompt_shares_a_batch_with_a_copy_of_itself(
     [
         (["--self-test"], ["--self-test=residual"]),
         (["--self-test", "--json"], ["--self-test=residual", "--json"]),
-        (["--self-test", "-"], ["--self-test=residual", "-"]),
+        (["--self-test", "-"], ["--self-test=residual", STDIN]),
         (["--self-test", "coin", "--json"], ["--self-test", "coin", "--json"]),
         (["--self-test=all"], ["--self-test=all"]),
         (["x", "--seed", "3"], ["x", "--seed", "3"]),
@@ -444,4 +445,4 @@ def test_a_single_prompt_shares_a_batch_with_a_copy_of_itself(
     ids=str,
 )
 def test_a_self_test_without_a_name_has_the_default(words: list[str], named: list[str]) -> None:
-    assert name_defaults(words) == named
+    assert made_ready(["verify", *words], app) == ["verify", *named]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ import foredraft
 from foredraft.drafters import strict_records
 from foredraft.drafters.plan_files import PlanFile, read_plan, write_plan
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
+from foredraft.loading import options_for
 from foredraft.loading.capacity import CacheLimits, cache_size
 from foredraft.loading.checkpoints import default_params, find_target
-from foredraft.loading.options import LoadOptions, checked
 from foredraft.model import checkpoint, config, spec
 from foredraft.model.config import MAX_DEPTH, MAX_KEY_WIDTH, MAX_WIDTH, MOST, parse_json
 from foredraft.model.weights import load_decoder
@@ -31,7 +30,6 @@ from tests.support import checkpoints
 from tests.support.planting import Spoiler, assert_caught, defect
 
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
-DEFAULTS = {name: parameter.default for name, parameter in signature(foredraft.load).parameters.items()}
 # JSON texts: some are too deep, some too large, some of a type that no key has.
 RAW = {
     "deep list": "[" * 100_000 + "]" * 100_000,
@@ -93,8 +91,7 @@ def copied(source: Path, target: Path) -> Path:
 
 def read(folder: Path) -> None:
     """Read all files of a checkpoint as `load` does, up to the values of the weights."""
-    options = checked(LoadOptions(**DEFAULTS | {"model": folder, "needs": None, "device": "cpu"}))
-    target = find_target(options)
+    target = find_target(options_for(folder, device="cpu"))
     default_params(target)
     cache_size(target, (), torch.device("cpu"), CacheLimits(1, 512), kernels=False)
     load_decoder(folder, "meta")

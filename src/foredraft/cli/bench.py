@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Exactness, Report, Row, Spread
+from foredraft.cli.drafting import refuse_lossy
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
-from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.interrupt import Raised
 from foredraft.cli.layout import table, with_weights
 from foredraft.cli.measuring import BenchOptions, PromptOptions
-from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
+from foredraft.cli.options import NONE, DocumentOptions, DraftingOptions, Given, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import started
 from foredraft.errors import ConfigError
@@ -31,8 +31,8 @@ __all__ = ["bench"]
 def bench(
     *,
     benchmark: BenchOptions = BenchOptions(),
-    model: ModelOptions = ModelOptions(),
-    drafting: DraftingOptions = DraftingOptions(),
+    model: ModelOptions = NONE,
+    drafting: DraftingOptions = NONE,
     prompting: PromptOptions = PromptOptions(),
     output: DocumentOptions = DocumentOptions(),
 ) -> int:
@@ -55,8 +55,8 @@ def bench(
             report = run(
                 workloads,
                 options,
-                model=model.model,
-                truncate=model.truncate,
+                model=model.get("model"),
+                truncate=model.get("truncate"),
                 form=form,
                 progress=bars.show,
                 spelling=as_flag,
@@ -83,7 +83,7 @@ def page(report: Report) -> str:
     return benchmark_page(report)
 
 
-def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
+def options_of(benchmark: BenchOptions, drafting: Given) -> Options:
     """Return the options of the benchmark.
 
     Raises:
@@ -107,7 +107,7 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
         repeats=benchmark.repeats,
         batch=batch,
         temperature=benchmark.temperature,
-        coupled=drafting.acceptance == "coupled",
+        coupled=drafting.get("acceptance") == "coupled",
     )
 
 

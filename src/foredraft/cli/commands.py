@@ -17,14 +17,13 @@ from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
 from foredraft.cli.generate import generate
 from foredraft.cli.help import HELP_ALL, HelpPages, usage
 from foredraft.cli.info import info
-from foredraft.cli.optional_values import name_defaults
 from foredraft.cli.quantise import quantise
 from foredraft.cli.serve import serve
-from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.stdout import writing_stdout
 from foredraft.cli.train import adapter, draft
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
+from foredraft.cli.words import made_ready
 from foredraft.errors import ConfigError, ForedraftError
 
 __all__ = ["app", "run"]
@@ -66,7 +65,7 @@ def run(words: Sequence[str]) -> int:
     app.help_formatter = HelpPages(everything=HELP_ALL in words)
     code = 0
     try:
-        code = app(mark_stdin(name_defaults(words)))
+        code = app(made_ready(words, app))
         with writing_stdout():
             sys.stdout.flush()
     except (CycloptsError, ForedraftError) as error:

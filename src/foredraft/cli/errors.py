@@ -8,7 +8,7 @@ import sys
 from cyclopts import UnknownOptionError, UnusedCliTokensError
 
 from foredraft.cli.foreign_options import name_here
-from foredraft.cli.stdin import STDIN
+from foredraft.cli.words import STDIN
 from foredraft.errors import NO_VALUE, ConfigError, ForedraftError, Option
 
 __all__ = ["as_flag", "one_line", "print_error"]

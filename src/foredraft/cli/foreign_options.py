@@ -9,38 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from foredraft.arguments import spelled_elsewhere
+from foredraft.cli.sections import flag_of
+from foredraft.decode.params import SamplingParams
+from foredraft.kinds.load_options import LoadOptions
+
 __all__ = ["name_here"]
 
-# Other name -> what it is here
+# Other name -> what it is here. Names of options of the library stand with their declarations.
 NAMES = {
-    "-m": "--model",
-    "-hf": "--model",
-    "--hf-repo": "--model",
-    "-md": "--draft",
-    "--model-draft": "--draft",
-    "--assistant-model": "--draft",
-    "--draft-max": "--max-draft",
-    "-n": "--max-new-tokens",
-    "--predict": "--max-new-tokens",
-    "--n-predict": "--max-new-tokens",
-    "--max-tokens": "--max-new-tokens",
-    "-c": "--max-length",
-    "--ctx-size": "--max-length",
-    "--max-model-len": "--max-length",
-    "-np": "--max-batch",
-    "--parallel": "--max-batch",
-    "--max-num-seqs": "--max-batch",
-    "-s": "--seed",
-    "--temp": "--temperature",
-    "--typical": "--typical-p",
-    "--repeat-penalty": "--repetition-penalty",
+    (name if name.startswith("-") else flag_of(name)): flag_of(here)
+    for record in (LoadOptions, SamplingParams)
+    for name, here in spelled_elsewhere(record).items()
+} | {
+    "--guided-choice": "--choice",
     "-sys": "--system",
     "--system-prompt": "--system",
     "-cnv": "--chat",
     "--conversation": "--chat",
     "-ngl": "--device cuda",
-    "--torch-dtype": "--dtype",
-    "-t": "--threads",
 }
 PROMPT = ("-p", "--prompt")  # for the command that takes one
 

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 from foredraft.cli.compare import Comparison, alternate
 from foredraft.cli.constraint_options import ConstraintOptions, constraint_options
 from foredraft.cli.conversation import Conversation
+from foredraft.cli.drafting import check_drafting_options
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, show_samples, stream
 from foredraft.cli.layout import fitted, terminal_width
-from foredraft.cli.misplaced_model import check_is_no_model
 from foredraft.cli.options import (
+    NONE,
     ChatOptions,
-    DraftingOptions,
     DraftOptions,
+    Given,
     ModelOptions,
     OutputOptions,
     SamplingOptions,
@@ -29,14 +30,11 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.output_files import check_places, print_document, write_document
 from foredraft.cli.progress import ProgressBars
+from foredraft.cli.prompts import read_prompt
 from foredraft.cli.render import Painter, document, finish, last_line, notes
 from foredraft.cli.repl import Repl
-from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
-from foredraft.kinds import RULES, default_drafter, unused_options
-from foredraft.kinds.compatibility import asset_options, check_effects
 from foredraft.model.prompt_form import PromptForm
-from foredraft.unicode import invalid_at
 
 if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
@@ -47,17 +45,17 @@ if TYPE_CHECKING:
 # on top.
 CONVERSATION = 8192
 
-__all__ = ["check_drafting_options", "drafter_name", "generate", "read_prompt", "refuse_lossy"]
+__all__ = ["generate"]
 
 
 def generate(
     prompt: str | None = None,
     /,
     *,
-    model: ModelOptions = ModelOptions(),
-    drafting: DraftOptions = DraftOptions(),
-    sampling: SamplingOptions = SamplingOptions(),
-    constraints: ConstraintOptions = ConstraintOptions(),
+    model: ModelOptions = NONE,
+    drafting: DraftOptions = NONE,
+    sampling: SamplingOptions = NONE,
+    constraints: ConstraintOptions = NONE,
     chat: ChatOptions = ChatOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> int:
@@ -69,10 +67,10 @@ def generate(
         The text to continue; - reads it from stdin, without one trailing newline. Optional with the demo
         models, which then continue a text that ships with them, and with --chat.
     """
-    check_drafting_options(model, drafting, output)
+    check_drafting_options(model, drafting, compare=output.compare)
     interactive = chat.chat and prompt is None
     check_request(chat, sampling, output, interactive=interactive)
-    text = "" if interactive else read_prompt(prompt, model.model)
+    text = "" if interactive else read_prompt(prompt, model.get("model"))
     import foredraft
     from foredraft.loading import load_for
 
@@ -83,9 +81,9 @@ def generate(
     unlimited = foredraft.SamplingParams().max_new_tokens  # of a model that does not ask for a limit
 
     def is_open_ended(defaults: SamplingParams) -> bool:
-        return chat.chat and sampling.max_new_tokens is None and defaults.max_new_tokens == unlimited
+        return chat.chat and "max_new_tokens" not in sampling and defaults.max_new_tokens == unlimited
 
-    conversation = Conversation(chat.system)
+    conversation, samples = Conversation(chat.system), sampling.get("n", 1)
     bars = ProgressBars()
 
     def encode(tokenizer: Tokenizer | None) -> list[int]:
@@ -99,14 +97,14 @@ def generate(
         is_open = is_open_ended(defaults)
         new = CONVERSATION // 2 if is_open else defaults.replace(**options).max_new_tokens
         length = len(encode(tokenizer)) + new
-        return max(sampling.n, 1), max(length, CONVERSATION) if interactive or is_open else length
+        return max(samples, 1), max(length, CONVERSATION) if interactive or is_open else length
 
     try:
-        llm = load_for(needs, model.model, **load_options(model, drafting), progress=bars.show)
+        llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=bars.show)
         params, trace = llm.params(**options), output.trace is not None
         job = Job(
-            llm, text, params, sampling.n, model.truncate, output.show_special, trace,
-            limit_given=sampling.max_new_tokens is not None,
+            llm, text, params, samples, model.get("truncate"), output.show_special, trace,
+            limit_given="max_new_tokens" in sampling,
             open_ended=is_open_ended(llm.default_params),
         )  # fmt: skip
         if interactive:
@@ -127,45 +125,7 @@ def check_options(params: SamplingParams) -> None:
         check_grammar(*params.text_grammar)
 
 
-def read_prompt(prompt: str | None, model: str | None) -> str:
-    """Return the prompt: the given one, stdin's, or the demo's.
-
-    Args:
-        prompt: The argument; `STDIN` reads stdin, None takes the demo's prompt if the demo models run.
-        model: The --model option.
-
-    Raises:
-        ConfigError: There is no prompt, or it is not UTF-8 text, or it is the path of a model.
-    """
-    if prompt is None and model is None:
-        from foredraft import demo
-
-        return demo.prompt()
-    if prompt is None:
-        raise ConfigError("no prompt", remedy="give one, or - to read it from stdin")
-    if prompt != STDIN:
-        check_text("the prompt", prompt)
-        check_is_no_model(prompt, model)
-        return prompt
-    if sys.stdin is None:
-        raise ConfigError("stdin is closed", remedy="give the prompt as an argument, or open stdin")
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"stdin is not UTF-8 text (byte {error.start})", remedy="convert it first"
-        ) from error
-
-
-def check_text(what: str, text: str) -> None:
-    """Refuse text that UTF-8 cannot encode, such as undecodable bytes of an argument."""
-    if (at := invalid_at(text)) is not None:
-        raise ConfigError(f"{what} is not UTF-8 text (character {at})", remedy="convert it first")
-
-
-def check_request(
-    chat: ChatOptions, sampling: SamplingOptions, output: OutputOptions, *, interactive: bool
-) -> None:
+def check_request(chat: ChatOptions, sampling: Given, output: OutputOptions, *, interactive: bool) -> None:
     """Refuse options that the other options leave without effect.
 
     Args:
@@ -174,14 +134,14 @@ def check_request(
         output: The output options.
         interactive: The command holds a conversation on the terminal.
     """
-    if output.compare and sampling.max_new_tokens == 0:
+    if output.compare and sampling.get("max_new_tokens") == 0:
         raise ConfigError(
             ("has nothing to time with ", Option("max_new_tokens", 0)),
             option="compare",
             remedy="generate more tokens, or leave it out",
         )
     for option in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, option) is not None and not output.json and output.out is None:
+        if option in sampling and not output.json and output.out is None:
             raise _needs(option, "json")
     check_places(out=output.out, trace=output.trace)
     PromptForm(chat.chat, chat.system)  # refuses a system message without a chat
@@ -197,7 +157,7 @@ def _needs(option: str, other: str) -> ConfigError:
     )
 
 
-def check_conversation(sampling: SamplingOptions, output: OutputOptions) -> None:
+def check_conversation(sampling: Given, output: OutputOptions) -> None:
     """Refuse a conversation without a terminal, and options that have no effect in one."""
     if not on_terminal():
         raise ConfigError(
@@ -208,7 +168,7 @@ def check_conversation(sampling: SamplingOptions, output: OutputOptions) -> None
         "json": output.json,
         "out": output.out is not None,
         "compare": output.compare,
-        "n": sampling.n != 1,
+        "n": sampling.get("n", 1) != 1,
         "trace": output.trace is not None,
     }
     for option, is_given in given.items():
@@ -221,45 +181,6 @@ def check_conversation(sampling: SamplingOptions, output: OutputOptions) -> None
 def on_terminal() -> bool:
     """Return whether stdin and stdout are both terminals."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-
-
-def check_drafting_options(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) -> None:
-    """Refuse drafting options that the drafter would ignore."""
-    name = drafter_name(drafting, model)
-    fields = {option: option.replace("policy_options", "policy_option") for option in unused_options(name)}
-    check_effects(
-        name,
-        compare=output.compare,
-        options=[option for option, own in fields.items() if getattr(drafting, own) not in (None, ())],
-        policy=drafting.policy,
-        rule=drafting.acceptance,
-    )
-
-
-def refuse_lossy(drafting: DraftingOptions) -> None:
-    """Refuse a lossy acceptance rule, for commands that compare the output with plain decoding's."""
-    rule = drafting.acceptance
-    if rule is not None and not RULES[rule].lossless:
-        raise ConfigError(
-            "which is not lossless, so its output cannot be compared with plain decoding's",
-            option="acceptance",
-            value=rule,
-            remedy="leave it out",
-        )
-    if drafting.rollback is not None:
-        raise ConfigError(
-            ("applies only to ", Option("acceptance", "bild"), ", which is not lossless"),
-            option="rollback",
-            remedy="leave it out",
-        )
-
-
-def drafter_name(drafting: DraftOptions, model: ModelOptions) -> str:
-    """Return --drafter, or the default drafter for the other options."""
-    given = {option for option in asset_options() if getattr(drafting, option) is not None}
-    if model.model is None:
-        given.add("draft")  # of the demo models
-    return drafting.drafter or default_drafter(drafting.policy or "auto", given)
 
 
 def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None) -> int:

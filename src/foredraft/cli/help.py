@@ -1,7 +1,6 @@
 """`--help` and `--help-all`: examples first, then the options that most people need, or all of them.
 
-Every option is declared once, in `options` or `measuring`; an option that is marked `common` there is in
-`--help`, too.
+`options`, `measuring` and the commands say which options are common, and so in `--help`, too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,7 @@ from cyclopts import Parameter
 
 from foredraft.cli.errors import as_flag
 from foredraft.cli.layout import table
-from foredraft.cli.options import DocumentOptions, DraftModelOptions, TargetOptions
+from foredraft.cli.options import NONE, DocumentOptions, DraftModelOptions, TargetOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import ProgressBars
 from foredraft.errors import ConfigError, Option
@@ -25,8 +24,8 @@ def info(
     name: Annotated[str | None, Parameter(name="MODEL")] = None,
     /,
     *,
-    target: TargetOptions = TargetOptions(),
-    drafting: DraftModelOptions = DraftModelOptions(),
+    target: TargetOptions = NONE,
+    drafting: DraftModelOptions = NONE,
     output: DocumentOptions = DocumentOptions(),
 ) -> int:
     """Show what a model is, which memory it needs, which drafters it has, and whether a draft model fits it.
@@ -39,19 +38,17 @@ def info(
     name
         The model: a folder, a GGUF file or a Hugging Face id, as --model takes it. Default: the demo models.
     """
-    if name is not None and target.model is not None:
+    if name is not None and "model" in target:
         raise ConfigError(
             ("the model is given as an argument and by ", Option("model")), remedy="leave one out"
         )
     check_places(out=output.out)
     from foredraft.loading.inspection import inspect_models
 
-    options = asdict(target) | asdict(drafting)
-    given = options.pop("model")
     bars = ProgressBars()
     try:
         found = inspect_models(
-            given if name is None else name, **options, progress=bars.show, spelling=as_flag
+            target.get("model", name), **load_options(target, drafting), progress=bars.show, spelling=as_flag
         )
     finally:
         bars.clear()

@@ -1,45 +1,46 @@
-"""Options of the model, the drafter and the request, in the groups that `--help` shows.
+"""Options of the model, the drafter and the request, in the sections that `--help-all` shows.
 
-None means that an option was not given, so the library's default applies. Choices and their help come from
-the tables of `kinds`.
+Most are declared by the library (`SamplingParams`, `LoadOptions`) and get their type, their values and their
+help from there. Choices of drafters, policies and rules come with the help of the tables of `kinds`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter, Token
 
+from foredraft.arguments import declared
+from foredraft.cli.sections import COMMON, NONE, Given, Repeatable, derived, option, section
 from foredraft.cli.text_files import read_text
-from foredraft.drafters.offered_copy import DEFAULT_COPY, OFFER
+from foredraft.decode.params import GRAMMARS, SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
-
-if TYPE_CHECKING:
-    DrafterName: TypeAlias = str
-    PolicyName: TypeAlias = str
-    RuleName: TypeAlias = str
-else:
-    DrafterName = Literal[tuple(DRAFTERS)]
-    PolicyName = Literal[tuple(POLICIES)]
-    RuleName = Literal[tuple(RULES)]
+from foredraft.kinds.load_options import LoadOptions
 
 __all__ = [
+    "CHAT",
     "COMMON",
+    "CONSTRAINED",
+    "MODEL",
+    "NONE",
+    "OUTPUT",
+    "REQUEST",
     "ChatOptions",
     "DocumentOptions",
     "DraftModelOptions",
     "DraftOptions",
     "DraftingOptions",
     "Flag",
+    "Given",
     "ModelOptions",
     "OutputOptions",
     "SamplingOptions",
+    "SourceOptions",
     "TargetOptions",
-    "Threads",
     "bullets",
     "common",
     "load_options",
@@ -47,12 +48,11 @@ __all__ = [
 ]
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]  # off by default, without a --no- form
-Repeatable = Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=False, show_default=False)]
-# The options that most people need: all that `--help` shows. `--help-all` shows every option in its section.
-COMMON = Group("Options", help="All options: --help-all.", sort_key=0)
 MODEL = Group("Model", sort_key=1)
 DRAFTING = Group("Drafting", sort_key=2)
-SAMPLING = Group("Sampling", sort_key=3)
+SAMPLING = Group(
+    "Sampling", help="The model's own defaults (generation_config.json) go before these.", sort_key=3
+)
 CHAT = Group("Chat", sort_key=5)
 OUTPUT = Group("Output", sort_key=6)
 
@@ -64,9 +64,6 @@ def parse_threads(_: type, words: Sequence[Token]) -> int:
         return int(word)
     except ValueError:
         raise ValueError(f"{word!r} is no whole number; give one, as in --threads 4") from None
-
-
-Threads = Annotated[int | None, Parameter(converter=parse_threads)]
 
 
 def common(section: Group, **more: Any) -> Parameter:
@@ -85,7 +82,11 @@ def _summaries(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str
     )
 
 
-DRAFTER_HELP, RULE_HELP = _summaries(DRAFTERS), _summaries(RULES)
+def _choice(names: Mapping[str, Any], help: str) -> Any:
+    """Return the type of an option that names a kind; its help has a line for each."""
+    return option(Literal[tuple(names)], help, show_choices=False)
+
+
 POLICY_HELP = bullets({name: kind.summary for name, kind in POLICIES.items()})
 SETTINGS_HELP = bullets(
     {
@@ -94,190 +95,116 @@ SETTINGS_HELP = bullets(
         if kind.settings
     }
 )
-MAX_DRAFT_HELP = ", ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
+MAX_DRAFT = ", ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
+COMPARES = next(name for name, kind in POLICIES.items() if kind.uses_costs)
 
-
-@Parameter(name="*", group=MODEL)
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """The options of the model that need no weights."""
-
-    model: Annotated[str | None, common(MODEL)] = None
-    """Target model: a folder, a GGUF file or a hub id (owner/name[:Q4_K_M]). Default: the demo models."""
-    revision: str | None = None
-    """Branch, tag or commit of --model on the Hugging Face Hub; same as --model owner/name@REVISION."""
-    tokenizer: str | None = None
-    """Folder of a tokenizer that takes the place of the model's own."""
-    dtype: str | None = None
-    """Dtype of the models: bfloat16, float16 or float32, for short bf16, fp16 or fp32. Default: the
-    checkpoint's."""
-    device: Annotated[str | None, common(MODEL)] = None
-    """cpu, cuda or cuda:N. Default: cuda if there is one."""
-    threads: Threads = None
-    """CPU threads that compute. Default: the environment variable FOREDRAFT_THREADS, else OMP_NUM_THREADS,
-    else the CPUs that the process may really use, which `foredraft info` shows."""
-
-
-@Parameter(name="*", group=MODEL)
-@dataclass(frozen=True, slots=True)
-class ModelOptions(TargetOptions):
-    """All options of the model."""
-
-    weights: Literal["int4", "int8"] | None = None
-    """Quantise the target's linear layers while loading, in groups of 32 weights; the quantised model is the
-    target then. Default: as the checkpoint stores them."""
-    max_batch: int | None = None
-    """Maximum number of sequences in a batch. Default: as many as the command uses and memory allows."""
-    max_length: int | None = None
-    """Maximum tokens of a sequence, prompt and output together. Default: as many as the prompts need; with
-    --chat of generate 8192 or more, or the model's maximum if that is lower."""
-    truncate: Literal["left"] | None = None
-    """Drop the oldest tokens of a prompt that is too long. Default: refuse the prompt."""
-    deterministic: bool = True
-    """Make forward passes of all shapes give the same bits, so that greedy output is identical to plain
-    decoding's. --no-deterministic may be faster."""
-    compile: Flag = False
-    """Fuse the operations between matrix products with torch.compile. Needs a compiler, and seconds at the
-    start. Meant for GPUs; on CPUs it replaces Foredraft's own kernels."""
-    kernels: bool | None = None
-    """Run layers with Foredraft's CPU kernels, which the wheel carries for most CPUs; elsewhere a C
-    compiler builds them once. Default: on where the kernels are there and support the model."""
-
-
-@Parameter(name="*", group=DRAFTING)
-@dataclass(frozen=True, slots=True)
-class DraftModelOptions:
-    """The options of the draft model that need no weights."""
-
-    draft: Annotated[str | None, common(DRAFTING)] = None
-    """Draft model: a folder, a GGUF file or a hub id."""
-    draft_revision: str | None = None
-    """Branch, tag or commit of --draft on the Hugging Face Hub."""
-
-
-@Parameter(name="*", group=DRAFTING)
-@dataclass(frozen=True, slots=True)
-class DraftingOptions(DraftModelOptions):
-    """All drafting options but --drafter, for commands that compare drafters."""
-
-    plan: str | None = None
-    """Layers that drafter layer-skip leaves out: a file of `foredraft tune`, exit:LAYER, or
-    skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7. Default: the plan that `foredraft tune` kept for this
-    model, if any."""
-    adapter: str | None = None
-    """Folder of the adapter that drafter kangaroo uses, as `foredraft train adapter` wrote it. Default: the
-    adapter that is kept for this model, if any."""
-    draft_weights: Annotated[
-        Literal["int4", "int8"] | None,
-        Parameter(
-            help="Make the copy of the target that drafter low-bit drafts with, in so many bits. Default:"
-            f" {DEFAULT_COPY} with --drafter low-bit; else {OFFER}."
+THREADS = derived(
+    "threads",
+    default="the environment variable FOREDRAFT_THREADS, else OMP_NUM_THREADS, else the CPUs that the process"
+    " may really use, which `foredraft info` shows",
+)
+TARGET = derived("model", "revision", "tokenizer", "dtype", "device") | {
+    name: Annotated[kind, Parameter(converter=parse_threads)] for name, kind in THREADS.items()
+}
+SOURCE = {name: TARGET[name] for name in ("model", "revision", "dtype", "threads")} | {
+    **derived("model", default="the demo target"),
+    **derived("dtype", more="It is that of weights which are not coded."),
+}
+DRAFT = derived("draft", "draft_revision")
+DRAFTED = (
+    derived("plan", "adapter", "draft_weights")
+    | {
+        "policy": _choice(
+            POLICIES, f"Decides the draft length.\n\n{POLICY_HELP}\nDefault: {next(iter(POLICIES))}."
         ),
-    ] = None
-    policy: Annotated[
-        PolicyName | None,
-        Parameter(
-            help=f"Decides the draft length.\n\n{POLICY_HELP}\nDefault: {next(iter(POLICIES))}.",
-            show_choices=False,
+        "policy_option": Annotated[
+            Repeatable,
+            Parameter(help=f"NAME=VALUE sets a parameter of the policy; repeatable.\n\n{SETTINGS_HELP}"),
+        ],
+    }
+    | derived(
+        "max_draft",
+        default=f"{MAX_DRAFT}; with layer-skip, the plan's, and with kangaroo, the adapter's, except under"
+        f" {COMPARES}",
+    )
+    | derived("draft_sampling")
+    | {
+        "acceptance": _choice(
+            RULES,
+            f"Acceptance rule.\n\n{_summaries(RULES)}\nDefault: coupled with --seed, else speculative;"
+            " both are lossless.",
+        )
+    }
+    | derived("rollback")
+)
+DRAFTER = {
+    "drafter": _choice(
+        DRAFTERS,
+        f"Proposes tokens.\n\n{_summaries(DRAFTERS)}\nDefault: {default_drafter('auto')}; under a"
+        " policy that decides about one drafter,"
+        f" {default_drafter('fixed', ['adapter'])} with --adapter,"
+        f" {default_drafter('fixed', ['plan'])} with --plan, else"
+        f" {default_drafter('fixed', ['draft'])} if there is a draft model"
+        f" ({default_drafter('fixed', ['draft'], ['draft-model'])} if its tokenizer differs), else"
+        f" {default_drafter('fixed')} ({default_drafter('confidence')} if the policy needs"
+        " draft probabilities).",
+    )
+}
+# What is neither of these, nor in another form here, is an option of the model.
+NOT_BOUNDS = {*TARGET, *DRAFT, *DRAFTED, *DRAFTER, "policy_options", "progress"}
+BOUNDS = {
+    **derived(*(name for name in declared(LoadOptions) if name not in NOT_BOUNDS)),
+    **derived("max_batch", default="as many as the command uses and memory allows"),
+    **derived(
+        "max_length",
+        default="as many as the prompts need; with --chat of generate 8192 or more, or the model's maximum if"
+        " that is lower",
+    ),
+    **derived("deterministic", more="--no-deterministic may be faster."),
+    "truncate": option(
+        Literal["left"],
+        "Drop the oldest tokens of a prompt that is too long. Default: refuse the prompt.",
+    ),
+}
+# Options of a request that say which texts are allowed; `constraint_options` has them.
+CONSTRAINED = (*(name for name in declared(SamplingParams) if name.startswith("ban")), *GRAMMARS)
+# Options of a request in which the command line has those of `load`, or that stand with the drafter.
+NOT_SAMPLED = {*CONSTRAINED, *declared(LoadOptions), "acceptance", "rollback"}
+SCORES = "Needs --json or --out."
+REQUEST = (
+    derived(*(name for name in declared(SamplingParams) if name not in NOT_SAMPLED))
+    | derived("max_new_tokens", default="128; with --chat as many as --max-length leaves")
+    | derived("temperature", default="1; with --compare 0")
+    | derived("logprobs", "prompt_logprobs", more=SCORES)
+    | derived("seed", default="a fresh one, which the JSON document has")
+    | {
+        "logit_bias": Annotated[
+            Repeatable,
+            Parameter(help="ID=BIAS adds a bias from -100 to 100 to a token's logit; repeatable."),
+        ],
+        "prediction": option(
+            Path, "A file with what the text will probably be, such as a file before an edit; drafts copy it."
         ),
-    ] = None
-    policy_option: Annotated[
-        Repeatable,
-        Parameter(help=f"NAME=VALUE sets a parameter of the policy; repeatable.\n\n{SETTINGS_HELP}"),
-    ] = ()
-    max_draft: Annotated[
-        int | None,
-        Parameter(
-            help=f"Maximum draft length in tokens. Default: {MAX_DRAFT_HELP}; with layer-skip, the plan's,"
-            " and with kangaroo, the adapter's, except under"
-            f" {next(name for name, kind in POLICIES.items() if kind.uses_costs)}."
-        ),
-    ] = None
-    draft_sampling: Literal["sampled", "greedy"] | None = None
-    """How a draft model picks tokens: sampled with the parameters of the request (default), or greedy."""
-    acceptance: Annotated[
-        RuleName | None,
-        Parameter(
-            help=f"Acceptance rule.\n\n{RULE_HELP}\nDefault: coupled with --seed, else speculative; both are"
-            " lossless.",
-            show_choices=False,
-        ),
-    ] = None
-    rollback: float | None = None
-    """With --acceptance bild: reject the draft from the first token whose surprisal -log p under the target
-    exceeds this many nats (5). 0 gives plain decoding's text at temperature 0, and keeps only tokens of
-    probability 1 above it."""
+        "n": option(int, "Number of samples of the prompt. Default: 1."),
+    }
+)
 
-
-@Parameter(name="*", group=DRAFTING)
-@dataclass(frozen=True, slots=True)
-class DraftOptions(DraftingOptions):
-    """All drafting options, --drafter included."""
-
-    drafter: Annotated[
-        DrafterName | None,
-        common(
-            DRAFTING,
-            show_choices=False,
-            help=f"Proposes tokens.\n\n{DRAFTER_HELP}\nDefault: {default_drafter('auto')}; under a"
-            " policy that decides about one drafter,"
-            f" {default_drafter('fixed', ['adapter'])} with --adapter,"
-            f" {default_drafter('fixed', ['plan'])} with --plan, else"
-            f" {default_drafter('fixed', ['draft'])} if there is a draft model"
-            f" ({default_drafter('fixed', ['draft'], ['draft-model'])} if its tokenizer differs), else"
-            f" {default_drafter('fixed')} ({default_drafter('confidence')} if the policy needs"
-            " draft probabilities).",
-        ),
-    ] = None
-
-
-@Parameter(name="*", group=SAMPLING)
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """Options of a request. None: the model's generation_config.json applies, else the value in brackets."""
-
-    max_new_tokens: Annotated[int | None, common(SAMPLING)] = None
-    """Maximum number of new tokens (128; with --chat as many as --max-length leaves); 0 only runs prefill,
-    for --prompt-logprobs."""
-    temperature: Annotated[float | None, common(SAMPLING)] = None
-    """Sampling temperature (1; with --compare 0). 0 is greedy decoding: truncation and --seed then have no
-    effect."""
-    top_k: int | None = None
-    """Sample from the k most likely tokens (0: off)."""
-    top_p: float | None = None
-    """Sample from the most likely tokens whose probabilities sum up to this value (1: off)."""
-    min_p: float | None = None
-    """Drop tokens whose probability is below this share of the most likely token's (0: off)."""
-    typical_p: float | None = None
-    """Locally typical sampling: keep the tokens whose surprisal is nearest to the entropy, up to this total
-    probability (1: off)."""
-    repetition_penalty: float | None = None
-    """For tokens in the prompt or the output, divide positive logits and multiply negative ones by this value
-    (1: off)."""
-    presence_penalty: float | None = None
-    """Subtract this value from the logits of tokens in the output (0: off)."""
-    frequency_penalty: float | None = None
-    """Subtract this value from a token's logit for each of its occurrences in the output (0: off)."""
-    logit_bias: Repeatable = ()
-    """ID=BIAS adds a bias from -100 to 100 to a token's logit; repeatable."""
-    min_new_tokens: int | None = None
-    """Suppress end-of-text tokens before this number of new tokens (0)."""
-    ignore_eos: Flag = False
-    """Generate past end-of-text tokens."""
-    stop: Repeatable = ()
-    """Stop string: the text ends before it; repeatable."""
-    include_stop: Flag = False
-    """Keep the stop string in the text."""
-    prediction: Path | None = None
-    """A file with what the text will probably be, such as a file before an edit; drafts copy it."""
-    seed: Annotated[int | None, common(SAMPLING)] = None
-    """Random seed, for reproducible text. Default: a fresh one, which the JSON document has."""
-    n: int = 1
-    """Number of samples of the prompt."""
-    logprobs: int | None = None
-    """With --json or --out: log-probabilities of the new tokens and of this many most likely tokens."""
-    prompt_logprobs: int | None = None
-    """With --json or --out: the same for the prompt's tokens."""
+if TYPE_CHECKING:
+    SourceOptions: TypeAlias = Given
+    TargetOptions: TypeAlias = Given
+    ModelOptions: TypeAlias = Given
+    DraftModelOptions: TypeAlias = Given
+    DraftingOptions: TypeAlias = Given
+    DraftOptions: TypeAlias = Given
+    SamplingOptions: TypeAlias = Given
+else:
+    SourceOptions = section("SourceOptions", MODEL, SOURCE, ["model"])
+    TargetOptions = section("TargetOptions", MODEL, TARGET, ["model", "device"])
+    ModelOptions = section("ModelOptions", MODEL, TARGET | BOUNDS, ["model", "device"])
+    DraftModelOptions = section("DraftModelOptions", DRAFTING, DRAFT, ["draft"])
+    DraftingOptions = section("DraftingOptions", DRAFTING, DRAFT | DRAFTED, ["draft"])
+    DraftOptions = section("DraftOptions", DRAFTING, DRAFT | DRAFTED | DRAFTER, ["draft", "drafter"])
+    SamplingOptions = section("SamplingOptions", SAMPLING, REQUEST, ["max_new_tokens", "temperature", "seed"])
 
 
 @Parameter(name="*", group=CHAT)
@@ -318,46 +245,39 @@ class OutputOptions(DocumentOptions):
     """Colour each token by its origin, drafter or target, if stdout is a terminal."""
 
 
-# Options that `foredraft.load` does not take under their own name.
-NOT_LOADED = {"model", "truncate", "acceptance", "rollback", "policy_option"}
-
-
-def load_options(model: ModelOptions, drafting: DraftingOptions) -> dict[str, Any]:
+def load_options(*sections: Given) -> dict[str, Any]:
     """Return the given options that `foredraft.load` takes, by parameter name, without the model.
 
     Raises:
         ConfigError: --policy-option is malformed.
     """
-    given = {name: value for name, value in (asdict(model) | asdict(drafting)).items() if value is not None}
-    options = {name: given[name] for name in given.keys() - NOT_LOADED}
-    if drafting.policy_option:
-        options["policy_options"] = _parse_settings(drafting.policy_option)
+    given = {name: value for each in sections for name, value in each.items()}
+    options = {name: given[name] for name in declared(LoadOptions) if name in given and name != "model"}
+    if "policy_option" in given:
+        options["policy_options"] = _parse_settings(given["policy_option"])
     return options
 
 
-def request_options(sampling: SamplingOptions, drafting: DraftingOptions) -> dict[str, Any]:
+def request_options(*sections: Given) -> dict[str, Any]:
     """Return the given options of a request, by the field names of `SamplingParams`.
 
     Raises:
         ConfigError: --logit-bias is malformed, or the file of --prediction cannot be read.
     """
-    given: dict[str, Any] = {
-        name: value for name, value in asdict(sampling).items() if value not in (None, ())
-    }
-    del given["n"]
-    if "logit_bias" in given:
-        biases = list(map(_parse_bias, given["logit_bias"]))
+    given = {name: value for each in sections for name, value in each.items()}
+    options = {name: given[name] for name in declared(SamplingParams) if name in given}
+    for name in declared(LoadOptions):  # those of loading serve all requests of a command
+        options.pop(name, None)
+    if "logit_bias" in options:
+        biases = list(map(_parse_bias, options["logit_bias"]))
         if len(dict(biases)) < len(biases):
             raise ConfigError(
-                option="logit_bias", value=" ".join(given["logit_bias"]), remedy="give each token once"
+                option="logit_bias", value=" ".join(options["logit_bias"]), remedy="give each token once"
             )
-        given["logit_bias"] = dict(biases)
-    if "prediction" in given:
-        given["prediction"] = read_text("prediction", given["prediction"])
-    for name in ("acceptance", "rollback"):
-        if getattr(drafting, name) is not None:
-            given[name] = getattr(drafting, name)
-    return given
+        options["logit_bias"] = dict(biases)
+    if "prediction" in options:
+        options["prediction"] = read_text("prediction", options["prediction"])
+    return options
 
 
 def _parse_bias(word: str) -> tuple[int, float]:

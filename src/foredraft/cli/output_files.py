@@ -15,8 +15,8 @@ from typing import Any
 
 from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.options import DocumentOptions
-from foredraft.cli.stdin import STDIN
 from foredraft.cli.stdout import check_stdout, writing_stdout
+from foredraft.cli.words import STDIN
 from foredraft.errors import ConfigError, Option, Text
 from foredraft.files import check_place, write_whole
 

@@ -6,29 +6,15 @@ stdout has a few lines, or with --json one JSON document. The exit code is 0 whe
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from foredraft.cli.options import COMMON, MODEL, OUTPUT, Flag, Threads, common
+from foredraft.cli.options import COMMON, MODEL, NONE, OUTPUT, Flag, SourceOptions, common, load_options
 from foredraft.files import check_folder_place
 
 __all__ = ["quantise"]
-
-
-@Parameter(name="*", group=MODEL)
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    model: Annotated[str | None, common(MODEL)] = None
-    """The model: a folder, a GGUF file or a Hugging Face id. Default: the demo target."""
-    revision: str | None = None
-    """Branch, tag or commit of --model on the Hugging Face Hub."""
-    dtype: str | None = None
-    """Dtype of what is not coded, as --dtype of generate. Default: the checkpoint's."""
-    threads: Threads = None
-    """CPU threads that compute, as --threads of generate."""
 
 
 def quantise(
@@ -39,7 +25,7 @@ def quantise(
         tuple[Path, ...],
         Parameter(group=(COMMON, OUTPUT), negative=(), consume_multiple=True, show_default=False),
     ] = (),
-    source: SourceOptions = SourceOptions(),
+    source: SourceOptions = NONE,
     json_output: Annotated[Flag, common(OUTPUT, name="--json")] = False,
 ) -> int:
     """Write a model with weights of 4 or 8 bits as a checkpoint, which other programs load too.
@@ -59,8 +45,7 @@ def quantise(
     check_folder_place(out, "out")
     from foredraft.quantise import quantise_checkpoint
 
-    options = {name: value for name, value in asdict(source).items() if value is not None and name != "model"}
-    result = quantise_checkpoint(source.model, weights, out, data=data, **options)
+    result = quantise_checkpoint(source.get("model"), weights, out, data=data, **load_options(source))
     if json_output:
         print(json.dumps(result.as_dict()))
         return 0

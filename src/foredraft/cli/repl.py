@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from foredraft.cli.errors import print_error
 from foredraft.cli.interrupt import Interrupt, Raised
 from foredraft.cli.job import Job, Run, stream
 from foredraft.cli.layout import fitted, terminal_width
-from foredraft.cli.options import DraftingOptions, SamplingOptions, request_options
+from foredraft.cli.options import NONE, REQUEST, Given, SamplingOptions, request_options
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, finish, last_line
 from foredraft.errors import RequestError, did_you_mean
@@ -32,7 +32,7 @@ PROMPT = "> "
 LEAVING = "Ctrl-D or /bye ends the conversation; so does Ctrl-C again"
 # Options of a request that have no effect in a conversation.
 NOT_SET = {"n", "logprobs", "prompt_logprobs"}
-SETTABLE = [field.name.replace("_", "-") for field in fields(SamplingOptions) if field.name not in NOT_SET]
+SETTABLE = [name.replace("_", "-") for name in REQUEST if name not in NOT_SET]
 
 
 class Leave(Exception):
@@ -187,7 +187,7 @@ def parse_setting(name: str, value: str) -> tuple[str, Any]:
         raise RequestError(f"{flag} has no value", remedy=f"give one: /set {flag} VALUE")
     option = flag.replace("-", "_")
     parsed = _parser()([f"--{flag}={value}"])
-    return option, request_options(parsed, DraftingOptions())[option]
+    return option, request_options(parsed)[option]
 
 
 def _parser() -> App:
@@ -198,7 +198,7 @@ def _parser() -> App:
     )  # fmt: skip
 
     @parser.default
-    def parsed(*, sampling: SamplingOptions = SamplingOptions()) -> SamplingOptions:
+    def parsed(*, sampling: SamplingOptions = NONE) -> Given:
         return sampling
 
     return parser

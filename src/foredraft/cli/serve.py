@@ -7,117 +7,49 @@ import os
 import shlex
 import sys
 import threading
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cyclopts import Group, Parameter
+from cyclopts import Group
 
-from foredraft.cli.options import DraftOptions, Flag, ModelOptions, Repeatable, common, load_options
+from foredraft.arguments import declared
+from foredraft.cli.options import DraftOptions, ModelOptions, load_options
 from foredraft.cli.progress import ProgressBars
+from foredraft.cli.sections import NONE, Given, derived, section
 from foredraft.errors import ConfigError
 from foredraft.serve.settings import Settings
 
 if TYPE_CHECKING:
     from foredraft.serve.state import Model
 
-__all__ = ["ServerOptions", "serve"]
+__all__ = ["serve"]
 
 SERVER = Group("Server", sort_key=0)
-DEFAULTS = Settings()
 WORKERS = "AnyIO worker"  # names of threads that work beside the event loop begin so
 KEY = "API_KEY"  # stands for a key in the calls to paste
 
 
-@Parameter(name="*", group=SERVER)
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Options of the server."""
+# Those that `--help` shows, too.
+COMMON_ONES = ["host", "port", "api_key_file"]
 
-    host: Annotated[str, common(SERVER)] = DEFAULTS.host
-    """Address to listen on. 0.0.0.0 serves other machines: give --api-key-file, too."""
-    port: Annotated[int, common(SERVER)] = DEFAULTS.port
-    """Port to listen on; 0 takes a free one."""
-    api_key_file: Annotated[Path | None, common(SERVER)] = DEFAULTS.api_key_file
-    """File with one API key a line; # begins a comment. Keys in the environment variable FOREDRAFT_API_KEY,
-    separated by commas, count, too. Default: no key is asked for."""
-    fair_shares: bool = DEFAULTS.fair_shares
-    """Share rows and the reading of prompts among API keys or, without keys, among addresses."""
-    max_queued: int = DEFAULTS.max_queued
-    """Samples that may wait for a row of the batch; further requests get status 503, unless their client has
-    less than its share."""
-    max_queued_tokens: int = DEFAULTS.max_queued_tokens
-    """Prompt tokens of all requests that run or wait, shared in the same way."""
-    prefix_cache: int = DEFAULTS.prefix_cache
-    """MiB of memory for beginnings of prompts that later requests need not read; 0 turns it off."""
-    shared_prefixes: Flag = DEFAULTS.shared_prefixes
-    """Let all API keys find each other's beginnings there: how soon a prompt is read then tells a client
-    whether another one has sent it."""
-    max_per_key: int = DEFAULTS.max_per_key
-    """Samples of one API key, or without keys of one address, that run or wait; further requests get status
-    429. 0 is no limit."""
-    max_body: int = DEFAULTS.max_body
-    """Largest body of a request, in bytes; 0 follows from the length of the model's context."""
-    max_bodies: int = DEFAULTS.max_bodies
-    """Bytes of all bodies that are being read or are not answered yet, shared among addresses; 0 allows the
-    largest body for each row of the batch and 64 times more."""
-    max_patterns: int = DEFAULTS.max_patterns
-    """Bytes of a request's stop strings, banned phrases and grammar together."""
-    max_connections: int = DEFAULTS.max_connections
-    """Connections that are open at a time, as far as the limit of open files allows them."""
-    max_connections_per_address: int = DEFAULTS.max_connections_per_address
-    """Connections of one address, such as a proxy's; 0 is no limit."""
-    head_seconds: float = DEFAULTS.head_seconds
-    """Time that the head of a request has to come."""
-    body_seconds: float = DEFAULTS.body_seconds
-    """Time that the body of a request has to come."""
-    drain_seconds: float = DEFAULTS.drain_seconds
-    """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
-    max_unread: int = DEFAULTS.max_unread
-    """A sample of a stream pauses where its reader has not taken so many of its tokens, and goes on once the
-    reader takes them. Meanwhile it gives its row to a request that waits."""
-    slow_reader_seconds: float = DEFAULTS.slow_reader_seconds
-    """A stream whose reader takes nothing for this long ends."""
-    heartbeat_seconds: float = DEFAULTS.heartbeat_seconds
-    """A stream that is silent for this long sends a comment."""
-    vllm_metrics: Flag = DEFAULTS.vllm_metrics
-    """Give metrics vLLM's names where it has them."""
-    log_format: Literal["text", "json"] = DEFAULTS.log_format
-    """Form of the log's lines, one for each request and each warning; json is one object a line."""
-    access_log: bool = DEFAULTS.access_log
-    """Write a line for each request."""
-    otel: Flag = DEFAULTS.otel
-    """Send a trace of each request to an OpenTelemetry collector: OTEL_EXPORTER_OTLP_ENDPOINT and the other
-    standard variables of the environment say where."""
-    log_prompts: Flag = DEFAULTS.log_prompts
-    """Write prompts, as token ids, to the log."""
-    cors: Repeatable = DEFAULTS.cors
-    """Origin that browsers may call from; repeatable."""
+if TYPE_CHECKING:
+    ServerOptions: TypeAlias = Given
+else:
+    ServerOptions = section(
+        "ServerOptions", SERVER, derived(*declared(Settings), of=declared(Settings)), COMMON_ONES
+    )
 
 
 def serve(
     *,
-    server: ServerOptions = ServerOptions(),
-    model: ModelOptions = ModelOptions(),
-    drafting: DraftOptions = DraftOptions(),
+    server: ServerOptions = NONE,
+    model: ModelOptions = NONE,
+    drafting: DraftOptions = NONE,
 ) -> int:
     """Serve one model by the OpenAI API: chat, completions, streams over SSE and WebSocket, metrics.
 
     Ctrl-C or SIGTERM lets running requests finish, and a second one ends the server at once.
     """
-    whole = (
-        "max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "max_bodies",
-        "max_patterns", "max_connections_per_address", "port",
-    )  # fmt: skip
-    for name in whole:
-        if getattr(server, name) < 0:
-            raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
-    for name in ("max_unread", "max_connections"):
-        if getattr(server, name) < 1:
-            raise ConfigError(option=name, value=getattr(server, name), remedy="give 1 or more")
-    for name in ("head_seconds", "body_seconds", "drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
-        if not getattr(server, name) > 0:
-            raise ConfigError(option=name, value=getattr(server, name), remedy="give seconds, above 0")
+    settings = Settings(**server)
     try:
         from foredraft.serve.server import serve as run
     except ImportError as error:
@@ -126,12 +58,11 @@ def serve(
         ) from error
     import foredraft
 
-    settings = Settings(**asdict(server))
     bars = ProgressBars()
 
     def load() -> foredraft.LLM:
         try:
-            return foredraft.load(model.model, **load_options(model, drafting), progress=bars.show)
+            return foredraft.load(model.get("model"), **load_options(model, drafting), progress=bars.show)
         finally:
             bars.clear()
 

@@ -18,7 +18,17 @@ from cyclopts import Group, Parameter
 
 from foredraft.cli.errors import as_flag
 from foredraft.cli.interrupt import Interrupt
-from foredraft.cli.options import COMMON, OUTPUT, Flag, TargetOptions, bullets, common
+from foredraft.cli.options import (
+    COMMON,
+    NONE,
+    OUTPUT,
+    Flag,
+    Given,
+    TargetOptions,
+    bullets,
+    common,
+    load_options,
+)
 from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
@@ -121,7 +131,7 @@ def adapter(
     ] = WITH_MLP,
     draft_vocabulary: Annotated[int | None, Parameter(group=TRAINING)] = None,
     loop: LoopOptions = LoopOptions(),
-    model: TargetOptions = TargetOptions(),
+    model: TargetOptions = NONE,
     output: JsonOptions = JsonOptions(),
 ) -> int:
     """Train the adapter of drafter kangaroo: one layer on top of the model's own first layers.
@@ -154,7 +164,7 @@ def draft(
     kv_heads: Annotated[int | None, Parameter(group=TRAINING)] = None,
     checkpointed: Annotated[Flag, Parameter(group=TRAINING)] = False,
     loop: LoopOptions = LoopOptions(),
-    model: TargetOptions = TargetOptions(),
+    model: TargetOptions = NONE,
     output: JsonOptions = JsonOptions(),
 ) -> int:
     """Train a small draft model that imitates the model, as an ordinary Hugging Face checkpoint.
@@ -207,7 +217,7 @@ def _run(
     own: dict[str, Any],
     data: DataOptions,
     loop: LoopOptions,
-    model: TargetOptions,
+    model: Given,
     output: JsonOptions,
 ) -> int:
     """Train, show the progress, and print what came of it."""
@@ -218,7 +228,6 @@ def _run(
     check_places(html=output.html)
     leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the first one speaks
     bars = started() if leads else None
-    load = {name: value for name, value in asdict(model).items() if value is not None and name != "model"}
     options = asdict(data) | asdict(loop) | own
     train = _trainer(what)  # imports PyTorch, and so before signals wait for the next report
     try:
@@ -229,7 +238,7 @@ def _run(
                 if bars is not None:
                     bars.show(stage, done, total, note)
 
-            result = train(options, model.model, report=report, **load)
+            result = train(options, model.get("model"), report=report, **load_options(model))
     finally:
         if bars is not None:
             bars.clear()

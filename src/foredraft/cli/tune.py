@@ -17,10 +17,10 @@ from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Raised
 from foredraft.cli.layout import table
 from foredraft.cli.measuring import PromptOptions, TuneOptions
-from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
+from foredraft.cli.options import NONE, DocumentOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import started
-from foredraft.cli.verify import read_prompts
+from foredraft.cli.prompts import read_prompts
 from foredraft.errors import ConfigError
 from foredraft.tune.options import Options
 
@@ -33,7 +33,7 @@ __all__ = ["tune"]
 def tune(
     *,
     tuning: TuneOptions = TuneOptions(),
-    model: ModelOptions = ModelOptions(),
+    model: ModelOptions = NONE,
     prompting: PromptOptions = PromptOptions(),
     output: DocumentOptions = DocumentOptions(),
 ) -> int:
@@ -44,13 +44,13 @@ def tune(
     turns with plain decoding; the plan is kept only if it wins. An interrupted search continues where it
     stopped.
     """
-    given, form = asdict(tuning), prompting.form
-    options = Options(**{name: given[name] for name in given if name not in ("prompts", "plan_out", "html")})
-    refuse_empty(prompts=tuning.prompts, storage=tuning.storage, model=model.model)
+    given, form, name = asdict(tuning), prompting.form, model.get("model")
+    options = Options(**{own: given[own] for own in given if own not in ("prompts", "plan_out", "html")})
+    refuse_empty(prompts=tuning.prompts, storage=tuning.storage, model=name)
     files = {"plan_out": tuning.plan_out, "out": output.out, "html": tuning.html}
     refuse_empty(**files)
     check_places(**files)
-    prompts = prompts_of(tuning.prompts, model.model)
+    prompts = prompts_of(tuning.prompts, name)
     bars = started()
     try:
         from foredraft.tune.run import tune as run
@@ -59,12 +59,12 @@ def tune(
             report = run(
                 prompts,
                 options,
-                model=model.model,
+                model=name,
                 plan_out=tuning.plan_out,
-                truncate=model.truncate,
+                truncate=model.get("truncate"),
                 form=form,
                 progress=bars.show,
-                **load_options(model, DraftingOptions()),
+                **load_options(model),
             )
     finally:
         bars.clear()
@@ -77,7 +77,11 @@ def tune(
     if not report.finished:
         print("foredraft: interrupted; the same command goes on with the study", file=sys.stderr)
         return INTERRUPTED
-    return FAILED if model.deterministic and any(one.identical is False for one in report.finalists) else 0
+    return (
+        FAILED
+        if model.get("deterministic", True) and any(one.identical is False for one in report.finalists)
+        else 0
+    )
 
 
 def page(report: Report) -> str:

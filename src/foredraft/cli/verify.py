@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.bench.workload import prompt_of
+from foredraft.cli.drafting import check_drafting_options, drafter_name, refuse_lossy
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
-from foredraft.cli.generate import check_drafting_options, drafter_name, read_prompt, refuse_lossy
 from foredraft.cli.measuring import PromptOptions, VerifyOptions
-from foredraft.cli.options import DocumentOptions, DraftOptions, ModelOptions, OutputOptions, load_options
+from foredraft.cli.options import NONE, DocumentOptions, DraftOptions, Given, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import started
-from foredraft.cli.text_files import read_text
+from foredraft.cli.prompts import read_prompts
 from foredraft.cli.verification_text import Names, defect_name, lines
-from foredraft.errors import ConfigError, Option
+from foredraft.errors import ConfigError
 from foredraft.verify import Options
 from foredraft.verify.defects import ALL, DEFECTS
 from foredraft.verify.options import no_drafter
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from foredraft.verify import Report
     from foredraft.verify.report import Verdict
 
-__all__ = ["read_prompts", "verify"]
+__all__ = ["verify"]
 
 EXIT_CODES = {"passed": 0, "failed": FAILED, "inconclusive": INCONCLUSIVE}
 
@@ -42,8 +40,8 @@ EXIT_CODES = {"passed": 0, "failed": FAILED, "inconclusive": INCONCLUSIVE}
 def verify(
     *texts: str,
     verifying: VerifyOptions = VerifyOptions(),
-    model: ModelOptions = ModelOptions(),
-    drafting: DraftOptions = DraftOptions(),
+    model: ModelOptions = NONE,
+    drafting: DraftOptions = NONE,
     prompting: PromptOptions = PromptOptions(),
     output: DocumentOptions = DocumentOptions(),
 ) -> int:
@@ -59,17 +57,17 @@ def verify(
     texts
         Prompts to continue; - reads one from stdin.
     """
-    check_drafting_options(model, drafting, OutputOptions())
+    check_drafting_options(model, drafting)
     refuse_lossy(drafting)
     check_places(out=output.out, html=verifying.html)
     if drafter_name(drafting, model) == "none":
         raise no_drafter()
     form = prompting.form
-    prompts = read_prompts(texts, verifying.prompts, model.model)
+    prompts = read_prompts(texts, verifying.prompts, model.get("model"))
     reports = run(prompts, form, options_of(verifying, drafting), model, drafting)
     names: Names = {
-        "model": model.model or "demo",
-        "draft": drafting.draft or ("demo" if not model.model else None),
+        "model": model.get("model", "demo"),
+        "draft": drafting.get("draft", None if "model" in model else "demo"),
     }
     documents = [report.as_dict() for report in reports]
     for document in documents:
@@ -103,7 +101,7 @@ def overall(reports: Sequence[Report]) -> Verdict:
 
 
 def run(
-    prompts: list[str], form: PromptForm, each: Sequence[Options], model: ModelOptions, drafting: DraftOptions
+    prompts: list[str], form: PromptForm, each: Sequence[Options], model: Given, drafting: Given
 ) -> list[Report]:
     """Load the models with room for the verification, and run it with each of the options."""
     bars = started()
@@ -121,16 +119,17 @@ def run(
             bars.show(stage, done, total)
 
     try:
-        llm = load_for(needs, model.model, **load_options(model, drafting), progress=show_loading)
+        llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=show_loading)
         applied = form.applied(llm.tokenizer, prompts)
         return [
-            run_checks(llm, applied, options, truncate=model.truncate, progress=bars.show) for options in each
+            run_checks(llm, applied, options, truncate=model.get("truncate"), progress=bars.show)
+            for options in each
         ]
     finally:
         bars.clear()
 
 
-def options_of(verifying: VerifyOptions, drafting: DraftOptions) -> list[Options]:
+def options_of(verifying: VerifyOptions, drafting: Given) -> list[Options]:
     """Return the options of the verification, or of one for each defect.
 
     Raises:
@@ -138,7 +137,7 @@ def options_of(verifying: VerifyOptions, drafting: DraftOptions) -> list[Options
     """
     given, name = asdict(verifying), verifying.self_test
     own = {option: given[option] for option in ("tokens", "samples", "detect", "seed")}
-    rule = drafting.acceptance
+    rule = drafting.get("acceptance")
     if name != ALL and name not in (None, *DEFECTS):
         raise ConfigError(
             "which is no defect to plant",
@@ -149,34 +148,4 @@ def options_of(verifying: VerifyOptions, drafting: DraftOptions) -> list[Options
     planted = [name]
     if name == ALL:
         planted = [defect for defect, kind in DEFECTS.items() if rule in (None, kind.rule) or not kind.rule]
-    return [Options(**own, acceptance=rule, self_test=each) for each in planted]  # type: ignore[arg-type]  # Options checks the name
-
-
-def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) -> list[str]:
-    """Return the prompts of the command line or the file, or else the demo's.
-
-    Args:
-        texts: Prompts given as arguments.
-        file: The --prompts option.
-        model: The --model option.
-
-    Raises:
-        ConfigError: Prompts are given twice, or the file cannot be read or has no prompts.
-    """
-    if texts and file is not None:
-        raise ConfigError(
-            ("prompts are given as arguments and by ", Option("prompts")), remedy="leave one out"
-        )
-    if texts:
-        return [read_prompt(text, model) for text in texts]
-    if file is None:
-        from foredraft import demo
-
-        return demo.prompts()
-    text = read_text("prompts", Path(file))
-    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not numbered:
-        raise ConfigError("which has no prompts", option="prompts", value=file, remedy="give one per line")
-    if not file.endswith(".jsonl"):
-        return [line for _, line in numbered]
-    return [prompt_of(line, f"line {number} of {file}") for number, line in numbered]
+    return [Options(**own, acceptance=rule, self_test=each) for each in planted]

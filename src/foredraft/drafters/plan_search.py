@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from foredraft.drafters.asset import Search
 from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
@@ -13,11 +12,9 @@ from foredraft.drafters.skips import Skips, is_skips
 from foredraft.errors import ConfigError
 from foredraft.model.device import dtype_name
 
-__all__ = ["ChosenPlan", "PlanSource", "fitting_plan", "given_plan", "kept_plan"]
+__all__ = ["ChosenPlan", "fitting_plan", "given_plan", "kept_plan"]
 
 logger = logging.getLogger(__name__)
-
-PlanSource: TypeAlias = str | Path | PlanFile | Skips
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 
 from foredraft.drafters.draft_checkpoint import same_vocabulary
 from foredraft.errors import ConfigError, Option, python_spelling
+from foredraft.kinds.load_options import LoadOptions, Progress
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
 from foredraft.loading.capacity import (
@@ -30,7 +31,6 @@ from foredraft.loading.checkpoints import find_target
 from foredraft.loading.device import check_dtype, find_device
 from foredraft.loading.drafting import ChosenDrafting, choose_drafting
 from foredraft.loading.memory import free_memory
-from foredraft.loading.options import LoadOptions, Progress
 from foredraft.loading.threads import choose_threads
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name

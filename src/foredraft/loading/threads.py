@@ -26,20 +26,18 @@ from typing import Any
 
 import torch
 
-from foredraft.decode.params import is_whole
 from foredraft.errors import ConfigError, Option, Text, join_text, python_spelling, shortened
 from foredraft.kernels.machine import describe_cpu
+from foredraft.kinds.load_options import THREADS
 from foredraft.loading.cpus import Cpus, usable_cpus
 from foredraft.model.runner import Runner
 from foredraft.profiling.forwards import BareForwards
 from foredraft.profiling.hyperthreads import faster_threads, known_faster
 
-__all__ = ["Threads", "check_threads", "choose_threads", "settle_threads", "use_threads"]
+__all__ = ["Threads", "choose_threads", "settle_threads", "use_threads"]
 
 logger = logging.getLogger(__name__)
 
-MOST = 1024  # more is a slip of the pen: the largest machines have some hundreds of cores
-REMEDY = f"give a whole number from 1 to {MOST:,}"
 OWN, OPENMP = "FOREDRAFT_THREADS", "OMP_NUM_THREADS"
 
 
@@ -72,16 +70,6 @@ class Threads:
 _used: Threads | None = None  # by the last load of this process
 
 
-def check_threads(given: object) -> None:
-    """Check the option of `load`.
-
-    Raises:
-        ConfigError: It is neither None nor a whole number from 1 to MOST.
-    """
-    if given is not None and not is_whole(given, 1, MOST):
-        raise ConfigError(option="threads", value=given, remedy=REMEDY)
-
-
 def use_threads(given: int | None) -> Threads:
     """Let this process compute with the chosen number of threads, and return the choice.
 
@@ -107,9 +95,8 @@ def choose_threads(given: int | None) -> Threads:
         given: The option of `load`; None is none.
 
     Raises:
-        ConfigError: The option or a variable is no whole number from 1 to MOST.
+        ConfigError: A variable is no number of threads.
     """
-    check_threads(given)
     own, openmp = _variable(OWN), _variable(OPENMP)  # a bad value is refused even where another one decides
     if given is not None:
         return Threads(given, ("given by ", Option("threads", given)), kept=True)
@@ -188,16 +175,17 @@ def _variable(name: str) -> int | None:
     (https://www.openmp.org/spec-html/5.0/openmpse50.html).
 
     Raises:
-        ConfigError: It is no whole number from 1 to MOST.
+        ConfigError: It is no number of threads.
     """
     value = os.environ.get(name, "").strip()
     if not value:
         return None
     first = value.partition(",")[0].strip() if name == OPENMP else value
-    if re.fullmatch("[0-9]{1,9}", first) and 1 <= int(first) <= MOST:
+    if re.fullmatch("[0-9]{1,9}", first) and THREADS.fits(int(first)):
         return int(first)
     raise ConfigError(
-        f"the environment variable {name} is {shortened(value)}", remedy=f"{REMEDY}, or unset it"
+        f"the environment variable {name} is {shortened(value)}",
+        remedy=f"{THREADS.remedy(value)}, or unset it",
     )
 
 

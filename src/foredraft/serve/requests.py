@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from foredraft.arguments import declared, spelled_elsewhere
+from foredraft.arguments.values import Choice, Flag, Number, Strings, Value, Whole
 from foredraft.constraints.compiling import check_grammar
 from foredraft.decode.params import SamplingKeywords, SamplingParams
 from foredraft.errors import RequestError, shortened
@@ -19,7 +21,7 @@ from foredraft.llm import LLM
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.beside import without_collection
 from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
-from foredraft.serve.problems import Problem
+from foredraft.serve.problems import FIELDS, Problem
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools
 
 __all__ = ["Body", "ChatRequest", "CompletionRequest", "Items", "Job", "check_model"]
@@ -50,27 +52,37 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,), "min_new_tokens": (None, 0), "max_new_tokens": (None,),
     "repeat_penalty": (None, 1, 1.0), "json_schema": (None,), "json_object": (None, False),
 }  # fmt: skip
+# Options of the library that requests have in another form, or not at all.
+OTHER_FORM = {
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+    "choices",
+    "json_schema",
+    "json_object",
+    "prediction",
+}
+# Further options of the library -> fields of requests. They have the same values.
+SHARED = {name: FIELDS.get(name, name) for name in declared(SamplingParams) if name not in OTHER_FORM}
 INSTEAD = {
-    "best_of": "ask for n samples with logprobs", "bad_words": "its name is ban",
-    "guided_json": "its name is response_format", "guided_regex": "its name is regex",
+    **{name: f"its name is {field}" for name, field in SHARED.items() if name != field},
+    **{
+        name: f"its name is {SHARED[here]}"
+        for name, here in spelled_elsewhere(SamplingParams).items()
+        if here in SHARED
+    },
+    "best_of": "ask for n samples with logprobs",
+    "guided_json": "its name is response_format",
     "functions": "its name is tools", "function_call": "its name is tool_choice",
-    "guided_grammar": "its name is grammar", "structured_outputs": "give response_format, regex or grammar",
+    "structured_outputs": "give response_format, regex or grammar",
     "prompt": "it is a field of /v1/completions", "echo": "it is a field of /v1/completions",
     "messages": "it is a field of /v1/chat/completions",
     "max_completion_tokens": "its name here is max_tokens",
-    "top_logprobs": "give their number as logprobs", "banned_strings": "its name is ban",
+    "top_logprobs": "give their number as logprobs",
     "prompt_logprobs": "give echo and logprobs to /v1/completions",
-    "truncate_prompt_tokens": 'give truncate_prompt "left"', "max_new_tokens": "its name is max_tokens",
-    "min_new_tokens": "its name is min_tokens", "repeat_penalty": "its name is repetition_penalty",
+    "truncate_prompt_tokens": 'give truncate_prompt "left"',
     "json_schema": "its name is response_format", "json_object": "its name is response_format",
 }  # fmt: skip
-# Fields that have the library's own names and meanings.
-SAME = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "stop", "ignore_eos", "ban", "ban_mode", "ban_ignore_case",
-    "ban_whole_words", "ban_prompt", "ban_rollbacks", "regex", "grammar", "acceptance", "rollback", "drafter",
-    "policy", "max_draft",
-)  # fmt: skip
 
 
 class StreamOptions(BaseModel):
@@ -150,56 +162,60 @@ class Body(BaseModel):
         return {name: value for name, value in (self.model_extra or {}).items() if name not in known}
 
 
-class _Request(Body):
-    """The fields of both kinds of request."""
+def _json_type(value: Value) -> Any:
+    """Return the type in JSON of the values of an option."""
+    match value:
+        case Flag():
+            return bool
+        case Whole():
+            return int
+        case Number():
+            return float
+        case Choice(names=names):
+            return Literal[tuple(names)]
+        case Strings():
+            return str | Items[str]
+    return str
+
+
+if TYPE_CHECKING:
+    _Sampling: TypeAlias = Body
+else:
+    _Sampling = create_model(
+        "_Sampling",
+        __base__=Body,
+        **{
+            field: (_json_type(declared(SamplingParams)[name].value) | None, None)
+            for name, field in SHARED.items()
+        },
+    )
+
+
+class _Request(_Sampling):
+    """The fields of both kinds of request, beside those that the library's options make."""
 
     harmless, unsupported, instead = HARMLESS, UNSUPPORTED, INSTEAD
     model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
-    seed: int | None = None
-    stop: str | Items[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ban: str | Items[str] | None = None
-    ban_mode: Literal["mask", "rollback"] | None = None
-    ban_ignore_case: bool | None = None
-    ban_whole_words: bool | None = None
-    ban_prompt: bool | None = None
-    ban_rollbacks: int | None = None
-    regex: str | None = None
-    grammar: str | None = None
     response_format: ResponseFormat | None = None
-    acceptance: Literal["speculative", "coupled", "bild"] | None = None
-    rollback: float | None = None
-    drafter: str | None = None
-    policy: str | None = None
-    max_draft: int | None = None
     prediction: Prediction | None = None
     truncate_prompt: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     provenance: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The options of the library that are given with the library's own values."""
+        given = {name: getattr(self, field) for name, field in SHARED.items()}
+        return {name: value for name, value in given.items() if value is not None}
+
     def options(self) -> dict[str, Any]:
-        """Return the options of the library but for the length and the scores."""
-        options = {name: value for name in SAME if (value := getattr(self, name)) is not None}
-        if self.min_tokens is not None:
-            options["min_new_tokens"] = self.min_tokens
-        if self.include_stop_str_in_output is not None:
-            options["include_stop"] = self.include_stop_str_in_output
+        """Return the options of the library but for the scores."""
+        options = self.shared
         if self.logit_bias:
             options["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         if self.prediction is not None:
@@ -361,8 +377,9 @@ def _read_chat(
         _constrain_calls(tools, options)
     prompt = _chat_prompt(llm.tokenizer, messages, variables)
     prompt += llm.tokenizer.encode(begun, add_special_tokens=False)
-    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    options["max_new_tokens"] = max(1, llm.max_length - len(prompt)) if limit is None else limit
+    options.setdefault("max_new_tokens", max(1, llm.max_length - len(prompt)))
+    if request.max_completion_tokens is not None:
+        options["max_new_tokens"] = request.max_completion_tokens
     if request.top_logprobs is not None and not request.logprobs:
         raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
     if request.logprobs:
@@ -425,7 +442,7 @@ def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:
 def _read_completion(
     request: CompletionRequest, llm: LLM, options: dict[str, Any]
 ) -> tuple[list[list[int]], None]:
-    options["max_new_tokens"] = 16 if request.max_tokens is None else request.max_tokens
+    options.setdefault("max_new_tokens", 16)
     if request.echo and request.truncate_prompt:
         raise Problem(400, "echo needs the whole prompt; leave out truncate_prompt", param="echo")
     if request.logprobs is not None:

@@ -1,74 +1,97 @@
-"""Options of a server."""
+"""Options of a server. Every value is checked when the object is made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from foredraft.arguments import check_fields, option
+from foredraft.arguments.values import Choice, File, Flag, Name, Number, Strings, Whole
+from foredraft.errors import ConfigError
+
 __all__ = ["Settings"]
+
+COUNT = Whole("0 or more", most=math.inf)
+SEVERAL = Whole("1 or more", least=1, most=math.inf)
+SECONDS = Number("seconds, above 0", most=math.inf, above=True)
+FORMS = ("text", "json")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Options of a server.
 
-    Attributes:
-        host: The address to listen on.
-        port: The port to listen on; 0 takes a free one.
-        api_key_file: A file with one key a line; None asks for no key, unless the environment has one.
-        fair_shares: Share rows and the reading of prompts among clients, which are API keys or, without keys,
-            addresses. Otherwise all requests are those of one client.
-        max_queued: Samples that may wait for a row; further requests get status 503. A client that has less
-            than its share is still served, up to twice as many samples in all.
-        max_queued_tokens: Prompt tokens of all requests that run or wait; shared as `max_queued` is.
-        prefix_cache: MiB for beginnings of prompts that later requests need not read; 0 turns it off.
-        shared_prefixes: Requests of all API keys find each other's beginnings there.
-        max_per_key: Samples of one key, or without keys of one address, that run or wait; further requests
-            get status 429. 0 is no limit.
+    Args:
+        host: Address to listen on. 0.0.0.0 serves other machines: give `api_key_file`, too.
+        port: Port to listen on; 0 takes a free one.
+        api_key_file: File with one API key a line; # begins a comment. Keys in the environment variable
+            FOREDRAFT_API_KEY, separated by commas, count, too. Default: no key is asked for.
+        fair_shares: Share rows and the reading of prompts among API keys or, without keys, among addresses.
+            Otherwise all requests are those of one client.
+        max_queued: Samples that may wait for a row of the batch; further requests get status 503, unless
+            their client has less than its share; such clients are served up to twice as many samples in all.
+        max_queued_tokens: Prompt tokens of all requests that run or wait, shared in the same way.
+        prefix_cache: MiB of memory for beginnings of prompts that later requests need not read; 0 turns it
+            off.
+        shared_prefixes: Let all API keys find each other's beginnings there: how soon a prompt is read then
+            tells a client whether another one has sent it.
+        max_per_key: Samples of one API key, or without keys of one address, that run or wait; further
+            requests get status 429. 0 is no limit.
         max_body: Largest body of a request, in bytes; 0 follows from the length of the model's context.
         max_bodies: Bytes of all bodies that are being read or are not answered yet, shared among addresses as
             `max_queued` is among clients; 0 is the largest body for each row and 64 times more.
         max_patterns: Bytes of a request's stop strings, banned phrases and grammar together.
-        max_connections: Open at a time; further ones are refused. The limit of open files may allow fewer.
-        max_connections_per_address: The same of one address; 0 is no limit.
-        head_seconds: The time that the head of a request has to come.
-        body_seconds: The time that its body has.
-        drain_seconds: After SIGTERM, the time that requests have to finish.
-        max_unread: A sample of a stream pauses where its reader has not taken so many of its tokens.
+        max_connections: Connections that are open at a time, as far as the limit of open files allows them.
+        max_connections_per_address: Connections of one address, such as a proxy's; 0 is no limit.
+        head_seconds: Time that the head of a request has to come.
+        body_seconds: Time that the body of a request has to come.
+        drain_seconds: Time that requests have to finish after SIGTERM; a second signal ends the server at
+            once.
+        max_unread: A sample of a stream pauses where its reader has not taken so many of its tokens, and goes
+            on once the reader takes them. Meanwhile it gives its row to a request that waits.
         slow_reader_seconds: A stream whose reader takes nothing for this long ends.
         heartbeat_seconds: A stream that is silent for this long sends a comment.
-        vllm_metrics: Name metrics as vLLM does, where it has them.
-        log_format: The form of lines in the log.
+        vllm_metrics: Give metrics vLLM's names where it has them.
+        log_format: Form of the log's lines, "text" or "json", one for each request and each warning; "json"
+            is one object a line.
         access_log: Write a line for each request.
-        log_prompts: Write prompts to the log.
-        otel: Send a trace of each request to an OpenTelemetry collector, which the environment names.
-        cors: Origins that browsers may call from; none by default.
+        otel: Send a trace of each request to an OpenTelemetry collector: OTEL_EXPORTER_OTLP_ENDPOINT and the
+            other standard variables of the environment say where.
+        log_prompts: Write prompts, as token ids, to the log.
+        cors: Origins that browsers may call from.
+
+    Raises:
+        ConfigError: An option does not take its value.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key_file: Path | None = None
-    fair_shares: bool = True
-    max_queued: int = 256
-    max_queued_tokens: int = 1_000_000
-    prefix_cache: int = 512
-    shared_prefixes: bool = False
-    max_per_key: int = 0
-    max_body: int = 0
-    max_bodies: int = 0
-    max_patterns: int = 256 << 10
-    max_connections: int = 4096
-    max_connections_per_address: int = 1024
-    head_seconds: float = 10.0
-    body_seconds: float = 60.0
-    drain_seconds: float = 30.0
-    max_unread: int = 256
-    slow_reader_seconds: float = 30.0
-    heartbeat_seconds: float = 15.0
-    vllm_metrics: bool = False
-    log_format: Literal["text", "json"] = "text"
-    access_log: bool = True
-    log_prompts: bool = False
-    otel: bool = False
-    cors: tuple[str, ...] = ()
+    host: str = field(default="127.0.0.1", metadata=option(Name("an address")))
+    port: int = field(default=8000, metadata=option(COUNT))
+    api_key_file: Path | None = field(default=None, metadata=option(File("a file")))
+    fair_shares: bool = field(default=True, metadata=option(Flag()))
+    max_queued: int = field(default=256, metadata=option(COUNT))
+    max_queued_tokens: int = field(default=1_000_000, metadata=option(COUNT))
+    prefix_cache: int = field(default=512, metadata=option(COUNT))
+    shared_prefixes: bool = field(default=False, metadata=option(Flag()))
+    max_per_key: int = field(default=0, metadata=option(COUNT))
+    max_body: int = field(default=0, metadata=option(COUNT))
+    max_bodies: int = field(default=0, metadata=option(COUNT))
+    max_patterns: int = field(default=256 << 10, metadata=option(COUNT))
+    max_connections: int = field(default=4096, metadata=option(SEVERAL))
+    max_connections_per_address: int = field(default=1024, metadata=option(COUNT))
+    head_seconds: float = field(default=10.0, metadata=option(SECONDS))
+    body_seconds: float = field(default=60.0, metadata=option(SECONDS))
+    drain_seconds: float = field(default=30.0, metadata=option(SECONDS))
+    max_unread: int = field(default=256, metadata=option(SEVERAL))
+    slow_reader_seconds: float = field(default=30.0, metadata=option(SECONDS))
+    heartbeat_seconds: float = field(default=15.0, metadata=option(SECONDS))
+    vllm_metrics: bool = field(default=False, metadata=option(Flag()))
+    log_format: Literal["text", "json"] = field(default="text", metadata=option(Choice(names=FORMS)))
+    access_log: bool = field(default=True, metadata=option(Flag()))
+    otel: bool = field(default=False, metadata=option(Flag()))
+    log_prompts: bool = field(default=False, metadata=option(Flag()))
+    cors: tuple[str, ...] = field(default=(), metadata=option(Strings()))
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)

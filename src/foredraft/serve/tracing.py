@@ -97,12 +97,11 @@ def _attributes(record: Record) -> dict[str, Any]:
 
 def requested(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     """Return the fields of a request that its span shows."""
-    limit = getattr(request, "max_completion_tokens", None)
+    given, limit = request.shared, getattr(request, "max_completion_tokens", None)
     found: dict[str, Any] = {
         "gen_ai.request.model": request.model,
-        "gen_ai.request.max_tokens": request.max_tokens if limit is None else limit,
-        "gen_ai.request.temperature": request.temperature, "gen_ai.request.top_p": request.top_p,
-        "gen_ai.request.top_k": request.top_k, "gen_ai.request.seed": request.seed,
+        "gen_ai.request.max_tokens": given.get("max_new_tokens") if limit is None else limit,
+        **{f"gen_ai.request.{name}": given.get(name) for name in ("temperature", "top_p", "top_k", "seed")},
         "gen_ai.request.choice.count": None if request.n in (None, 1) else request.n,
         "gen_ai.request.stream": request.stream or None,
     }  # fmt: skip

@@ -1,21 +1,48 @@
-"""Calls of the public API that do not fit a function's signature raise the package's errors.
+"""Calls of the public API: functions that take the fields of a dataclass, and calls that fit no signature.
 
-Python's own TypeError names neither the nearest known name nor a remedy.
+Python's own TypeError names neither the nearest known name nor a remedy, so such calls raise the package's
+errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
-from inspect import Parameter, signature
-from typing import ParamSpec, TypeVar
+from inspect import Parameter, getdoc, signature
+from typing import Any, ParamSpec, TypeVar, cast
 
+from foredraft.arguments.declaration import arguments_section
 from foredraft.errors import ForedraftError, did_you_mean
 
-__all__ = ["clear_calls"]
+__all__ = ["clear_calls", "takes_fields_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+
+
+def takes_fields_of(record: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
+    """Return a decorator by which a function takes the fields of a dataclass as its own arguments.
+
+    Type checkers and `help` see the dataclass's parameters, so that these are written once. The section
+    "Args:" of its docstring becomes part of the function's, before "Returns:".
+
+    Args:
+        record: The dataclass.
+    """
+
+    def decorate(function: Callable[[T], R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*values: P.args, **options: P.kwargs) -> R:
+            return function(record(*values, **options))
+
+        own = signature(function).return_annotation
+        cast(Any, called).__signature__ = signature(record).replace(return_annotation=own)
+        before, returns, after = (getdoc(function) or "").partition("Returns:\n")
+        called.__doc__ = f"{before}{arguments_section(record)}\n{returns}{after}" if returns else before
+        return called
+
+    return decorate
 
 
 def clear_calls(
