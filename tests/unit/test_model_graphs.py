@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,14 +193,15 @@ def test_prefill_and_ragged_passes_are_not_captured(runners: tuple[Runner, Runne
     assert pair.capturer.captures == 0
 
 
+class Forgetful(Rerun):
+    """A capturer whose graphs keep no reference to the pass, as CUDA graphs do not."""
+
+    def capture(self, body: Callable[[], Forward]) -> CapturedGraph:
+        self.captures += 1
+        return CapturedGraph(lambda: None, body())
+
+
 def test_each_cache_has_its_own_graphs_which_go_with_it(runners: tuple[Runner, Runner]) -> None:
-    class Forgetful(Rerun):
-        """A capturer whose graphs keep no reference to the pass, as CUDA graphs do not."""
-
-        def capture(self, body: Callable[[], Forward]) -> CapturedGraph:
-            self.captures += 1
-            return CapturedGraph(lambda: None, body())
-
     pair = Pair(runners, Forgetful())
     graphs = pair.captured.backend.graphs
     assert graphs is not None
@@ -213,6 +215,31 @@ def test_each_cache_has_its_own_graphs_which_go_with_it(runners: tuple[Runner, R
     del other
     gc.collect()
     assert len(graphs._kept) == 0
+
+
+def test_a_graph_keeps_the_rotary_tables_that_it_reads(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners, Forgetful())
+    backend: Any = pair.captured.backend
+    for _ in range(2):
+        pair.captured.forward(pair.caches[0], torch.ones(1, 1, dtype=torch.int64), [40])
+    table = weakref.ref(next(iter(backend._tables.values())))
+    pair.captured.reserve_positions(2 * len(table()))  # the runner has other tables from now on
+    gc.collect()
+    assert table() is not None
+    backend.graphs = None
+    gc.collect()
+    assert table() is None
+
+
+def test_nothing_is_captured_where_the_caller_says_so(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners)
+    with pair.captured.uncaptured():
+        for seed in range(3):
+            pair.both(1, 1, [40], seed)
+    assert pair.capturer.captures == 0
+    for seed in range(3):
+        pair.both(1, 1, [40], seed)
+    assert pair.capturer.captures == 1
 
 
 @pytest.mark.parametrize("quantum", [64, 256, 512, 1024])
