@@ -78,9 +78,9 @@ class Prophet:
         at: Tensor,
         plan: None,
         taps: tuple[int, ...],
-        exact: bool,
+        invariant: bool,
     ) -> Forward:
-        assert not exact and not taps
+        assert not invariant and not taps
         assert not all(idle)
         assert first_row + len(tokens) <= len(self.rows)
         self.passes += 1
