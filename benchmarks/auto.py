@@ -54,8 +54,8 @@ from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
 from foredraft.decode.sequence import State
 from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.model.device import synchronise
 from foredraft.model.runner import DraftInputs, FusedDraft
+from foredraft.model.transfers import synchronise
 from foredraft.ngrams import repeated
 from foredraft.profiling.profile import measure_profile
 

@@ -31,7 +31,7 @@ from workload import DEMO_LAYERS, demo_plan, heldout, machine, padded_demo, writ
 
 import foredraft
 from foredraft import LLM, Output, SamplingParams
-from foredraft.constraints.phrases import PhraseAutomaton, State, Symbols
+from foredraft.constraints.phrases import PhraseAutomaton, PhraseState, Symbols
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
 
@@ -170,13 +170,13 @@ def masks_case(dice: random.Random, states: int) -> dict[str, Any]:
         automaton = PhraseAutomaton(phrases, Symbols(ignore_case=False, whole_words=whole_words))
         masks = TokenMasks(automaton, table)
         compiled = time.perf_counter() - start
-        seen: set[State] = set()
+        seen: set[PhraseState] = set()
         seconds: list[float] = []
         while len(seen) < states:
             node, pending = automaton.start
             for symbol in automaton.symbols.of(dice.choice(phrases)[: dice.randint(1, 8)]):
                 node = automaton.step(node, symbol)
-            if automaton.shortest[node] or (state := State(node, pending)) in seen:
+            if automaton.shortest[node] or (state := PhraseState(node, pending)) in seen:
                 states -= 1
                 continue
             seen.add(state)

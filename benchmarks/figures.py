@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.records import Report, Row, Spread
+from foredraft.bench.bench_records import BenchReport, Row, Spread
 from foredraft.files import write_whole
 
 HERE = Path(__file__).parent
@@ -40,9 +40,9 @@ def result(name: str) -> dict[str, Any]:
 
 
 @cache
-def report(name: str) -> Report:
+def report(name: str) -> BenchReport:
     """Return a committed report of `foredraft bench` on the demo models."""
-    return Report.from_dict(result(f"bench_demo_{name}"))
+    return BenchReport.from_dict(result(f"bench_demo_{name}"))
 
 
 def rows(name: str, contender: str, workload: str | None = None, policy: str | None = None) -> list[Row]:
@@ -113,7 +113,7 @@ def speed() -> list[str]:
         return percent(median_of(row.repeated) for row in lossless(name))
 
     def low_bit_gain(name: str) -> str:
-        found = Report.from_dict(result(f"bench_widened_low_bit_{('greedy', 'sampled').index(name)}"))
+        found = BenchReport.from_dict(result(f"bench_widened_low_bit_{('greedy', 'sampled').index(name)}"))
         return gain([row for row in found.rows if row.contender == "low-bit" and row.speedup is not None])
 
     def few_bits_step(name: str) -> str:
@@ -421,7 +421,7 @@ def low_bit() -> list[str]:
     """Drafts of a target's own copy in 4 bits, where a step waits for memory."""
     lines = []
     for temperature in (0, 1):
-        found = Report.from_dict(result(f"bench_widened_low_bit_{temperature}"))
+        found = BenchReport.from_dict(result(f"bench_widened_low_bit_{temperature}"))
         own = [row for row in found.rows if row.contender == "low-bit" and row.speedup is not None]
         step = span(costs.drafting["low-bit"].further for costs in found.costs)
         alpha, tau = drafts(own, "alpha", "mean_accepted_length")

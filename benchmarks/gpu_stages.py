@@ -20,10 +20,10 @@ from random_model import SHAPES, Pair, Shape, find_factor, make_llm, random_prom
 from timing import Quiet, interleaved, spread
 
 from foredraft import LLM, SamplingParams, Stats
+from foredraft.bench.bench_records import Cost, DraftCost, ForwardCosts, Spread
 from foredraft.bench.figures import divergence
-from foredraft.bench.machine import bandwidth
-from foredraft.bench.prediction import ceiling, predicted_speedup
-from foredraft.bench.records import Cost, Costs, DraftCost, Spread
+from foredraft.bench.machine_record import bandwidth
+from foredraft.bench.predicted_speedup import ceiling, predicted_speedup
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
 from foredraft.model.weights import weight_bytes
@@ -116,7 +116,7 @@ class Bench:
 
     # --- shared by the stages ---------------------------------------------------------------------------
 
-    def _costs(self, target: Runner, draft: Runner | None, rows: Sequence[int]) -> Costs:
+    def _costs(self, target: Runner, draft: Runner | None, rows: Sequence[int]) -> ForwardCosts:
         """Measure v by rows of a forward, and c as the mean step of a whole draft."""
         cache = target.new_cache(1, self.positions + CONTEXT)
         rows = [n for n in rows if n <= target.max_queries]
@@ -142,7 +142,7 @@ class Bench:
         drafting = {} if draft is None else {DRAFT: DraftCost(c, c)}
         read = self._bytes_per_step(target.decoder, CONTEXT) / step
         share = None if self.bandwidth is None else read / self.bandwidth.bytes_per_second
-        return Costs(1, CONTEXT, verifying, drafting, share)
+        return ForwardCosts(1, CONTEXT, verifying, drafting, share)
 
     def _compared(self, runs: dict[str, Run], bytes_per_step: int) -> dict[str, Any]:
         """Time the contenders in turns after a warm-up; a failing one is dropped, with its error.

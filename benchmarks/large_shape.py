@@ -28,9 +28,9 @@ import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.figures import divergence
-from foredraft.bench.hugging_face import Checkpoints, plain
+from foredraft.bench.hugging_face import TransformersModels, plain
 from foredraft.bench.llama_cpp import LlamaCpp
-from foredraft.bench.weights import model_record
+from foredraft.bench.model_size import model_record
 from foredraft.errors import ForedraftError
 from foredraft.profiling.phases import DecodingClock, RoundClock, observed
 
@@ -114,7 +114,7 @@ class Bench:
         """Time plain decoding of one prompt by Foredraft and by transformers."""
         llm = self.load()
         context = self.context(llm)
-        peer = plain(Checkpoints(context), context)
+        peer = plain(TransformersModels(context), context)
         prompt = [[100 + i for i in range(32)]]
         params = SamplingParams(temperature=0, max_new_tokens=self.new_tokens, ignore_eos=True)
         runs: dict[str, list[tuple[float, list[int]]]] = {"foredraft": [], "transformers": []}

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from foredraft import LLM
-from foredraft.bench.weights import model_record
+from foredraft.bench.model_size import model_record
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import foredraft
 from benchmarks.workload_kinds import KINDS, Beginning, Text
 from foredraft import LLM, SamplingParams
-from foredraft.bench.options import MAX_REPEATED
+from foredraft.bench.bench_settings import MAX_REPEATED
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.ngrams import repeated
 from recipes.demo.corpus import PACKAGES, Source, read_sources, write_jsonl

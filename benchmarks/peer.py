@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import CompileConfig, LogitsProcessor, LogitsProcessorList
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foredraft.model.device import synchronise
+from foredraft.model.transfers import synchronise
 
 # Options of `generate`: a dynamic cache, a static cache, and a static cache with a compiled forward.
 WAYS: dict[str, dict[str, Any]] = {

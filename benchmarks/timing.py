@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from foredraft.bench.records import Spread
+from foredraft.bench.bench_records import Spread
 from foredraft.profiling.others import Load, QuietTurns, Watch
 from foredraft.profiling.timing import OwnSeconds, Turns, Work, timed
 

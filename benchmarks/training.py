@@ -29,10 +29,10 @@ from foredraft.drafters.adapter import adapter_spec
 from foredraft.model.weights import layer_tensors
 from foredraft.train.adapter import train_adapter
 from foredraft.train.losses import FUNCTIONS, overlap
-from foredraft.train.options import AdapterOptions
-from foredraft.train.packed import Document, Packed
+from foredraft.train.packed_documents import Document, Packed
 from foredraft.train.students import AdapterStudent
 from foredraft.train.target import FrozenTarget
+from foredraft.train.training_options import AdapterOptions
 
 DEPTH, LENGTH = 1, 512  # layers below the adapter; tokens of a document
 GROUP, LARGE = 4096, 2048  # tokens of a group, of the demo and of a real model's shape

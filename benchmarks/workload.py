@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foredraft import LLM, SamplingParams, demo
-from foredraft.bench.machine import machine
-from foredraft.bench.options import MAX_REPEATED
+from foredraft.bench.bench_settings import MAX_REPEATED
+from foredraft.bench.machine_record import machine
 from foredraft.bench.workload import load_workloads
 from foredraft.files import write_whole
 from foredraft.ngrams import repeated

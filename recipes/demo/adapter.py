@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from foredraft.train.adapter import train_adapter
-from foredraft.train.options import AdapterOptions
+from foredraft.train.training_options import AdapterOptions
 
 from .corpus import read_sources
 

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from foredraft import LLM
-from foredraft.bench import forward_costs, machine, run
+from foredraft.bench import bench_run as run
+from foredraft.bench import forward_costs
+from foredraft.bench import machine_record as machine
+from foredraft.bench.bench_records import Bandwidth, BenchReport, Cost, ForwardCosts, ModelRecord, Spread
 from foredraft.bench.contender import Timing
 from foredraft.bench.contenders import resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
-from foredraft.bench.records import Bandwidth, Cost, Costs, Model, Report, Spread
 from foredraft.cli import main
 from foredraft.cli.bench import lines as report_lines
 from foredraft.cli.bench import listed, options_of
@@ -83,7 +85,7 @@ def test_stdout_is_one_json_document(words: Words, tmp_path: Path, capfd: pytest
         *begun, "words, plain outputs",
         *(f"words, batch {batch}{stage}" for batch in (1, 2) for stage in (", warm-up", "")),
     ]  # fmt: skip
-    report = Report.from_dict(document(stdout))
+    report = BenchReport.from_dict(document(stdout))
     assert document(file.read_text()) == document(stdout)
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
     assert [(row.workload, row.batch, row.contender) for row in report.rows] == [
@@ -119,7 +121,7 @@ def test_stdout_has_a_table_without_json(words: Words, out: Path, capsys: pytest
     assert main(words.command(prompts="2", repeats="2", out=str(out))) == 0
     captured = capsys.readouterr().out.splitlines()
     assert not any(line.startswith("{") for line in captured)
-    report = Report.from_dict(document(out.read_text()))
+    report = BenchReport.from_dict(document(out.read_text()))
     captured = [line for line in captured if not line.startswith("WARNING: ")]
     assert "temperature 0, 4 tokens, 2 repeats" in captured[0] and "a bare step takes" in captured[0]
     assert captured[2].split()[:3] == ["workload", "batch", "method"]
@@ -138,11 +140,11 @@ def test_stdout_has_a_table_without_json(words: Words, out: Path, capsys: pytest
 
 
 def test_a_terminal_shows_doubts_first_and_explains_a_share_above_one() -> None:
-    costs = Costs(1, 5, (Cost(1, 1.0, Spread(0.01, 0.01, 0.01, 3)),), {}, 1.1)
-    made = Report(
+    costs = ForwardCosts(1, 5, (Cost(1, 1.0, Spread(0.01, 0.01, 0.01, 3)),), {}, 1.1)
+    made = BenchReport(
         {"temperature": 0.0, "new_tokens": 4, "repeats": 2, "model": "x", "max_repeated": 0.3, "deterministic": True},
         {"cpu": "a CPU", "cores": 2, "threads": 2, "torch": "2", "highest_load": 3.5},
-        (Model("target", "x", 1, 1, "float32"),), Bandwidth(1e9, "read"), (costs,), (),
+        (ModelRecord("target", "x", 1, 1, "float32"),), Bandwidth(1e9, "read"), (costs,), (),
     )  # fmt: skip
     load, repeats, about, *rest = report_lines(made)
     assert load.startswith("WARNING: The load rose to 3.5 on 2 cores") and "a bare step takes" in about
@@ -156,7 +158,7 @@ def test_a_table_by_policy_follows_the_table_by_method(
     assert main(words.command(prompts="2", policy="fixed", policies="all", out=str(out))) == 0
     captured = capsys.readouterr()
     shown = captured.out.splitlines()
-    report = Report.from_dict(document(out.read_text()))
+    report = BenchReport.from_dict(document(out.read_text()))
     shown = [line for line in shown if not line.startswith("WARNING: ")]
     assert [line.split()[2] for line in shown[3:6]] == ["plain", "lookup", "draft-model"]
     assert shown[6] == "" and shown[7].split()[:4] == ["workload", "batch", "method", "policy"]
@@ -200,7 +202,7 @@ def test_a_lossy_method_is_labelled(
         "bild is lossy: its output does not have the model&#39;s own distribution. It reaches"
         in html.read_text()
     )
-    row = Report.from_dict(document(out.read_text())).rows[2]
+    row = BenchReport.from_dict(document(out.read_text())).rows[2]
     assert (row.contender, row.lossless, row.policy) == ("bild", False, "fallback")
     assert row.drafting is not None and len(row.drafting.acceptance_by_position) <= 2
     assert without_progress(captured.err) == ["foredraft: bild keeps to policy fallback"]
@@ -213,7 +215,7 @@ def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.C
         assert main([*command, "--json", "--policy-option", f"threshold={threshold}"]) == 0
         captured = capsys.readouterr()
         assert without_progress(captured.err) == []
-        drafting = Report.from_dict(document(captured.out)).rows[1].drafting
+        drafting = BenchReport.from_dict(document(captured.out)).rows[1].drafting
         assert drafting is not None
         lengths.append(drafting.mean_draft_length)
     assert lengths[0] > lengths[1] == 0
@@ -332,18 +334,18 @@ def test_a_broken_line_of_a_workload_is_named(
 def test_notes_are_written_to_stderr(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Report({"deterministic": True}, {}, (), None, (), (), ("left out: lookup",))
+    made = BenchReport({"deterministic": True}, {}, (), None, (), (), ("left out: lookup",))
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main([*words.command(), "--json"]) == 0
     captured = capsys.readouterr()
     assert without_progress(captured.err) == ["foredraft: left out: lookup"]
-    assert Report.from_dict(document(captured.out)) == made
+    assert BenchReport.from_dict(document(captured.out)) == made
 
 
 def test_an_interrupt_shows_the_finished_rows(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    made = Report({"deterministic": True}, {}, (), None, (), (), finished=False)
+    made = BenchReport({"deterministic": True}, {}, (), None, (), (), finished=False)
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main([*words.command(out=str(tmp_path / "part.json")), "--json"]) == 130
     captured = capsys.readouterr()

@@ -115,7 +115,7 @@ def test_bench_has_a_row_for_the_plan(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("foredraft.bench.machine.BYTES", 2**20)
+    monkeypatch.setattr("foredraft.bench.machine_record.BYTES", 2**20)
     (tmp_path / "words.jsonl").write_text('{"prompt": "def accept(draft, p):"}\n')
     command = [
         "bench", "--model", str(models / "big"), "--workload", str(tmp_path / "words.jsonl"), "--device", "cpu",

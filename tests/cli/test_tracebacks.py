@@ -21,9 +21,9 @@ from foredraft.model.config import read_json
 from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.train.options import AdapterOptions
 from foredraft.train.preparation import RunKey
 from foredraft.train.texts import Reader
+from foredraft.train.training_options import AdapterOptions
 from tests.support.checkpoints import save_checkpoint
 from tests.support.limits import no_more_bytes
 

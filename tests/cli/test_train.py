@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from foredraft.cli import main
-from foredraft.train.checkpoints import Checkpoints
+from foredraft.train.training_checkpoints import TrainingCheckpoints
 from tests.support.checkpoints import TEXT
 from tests.support.command import foredraft
 from tests.support.drawings import check_alone
@@ -155,13 +155,13 @@ def test_an_interrupt_within_a_save_waits_for_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """PyTorch takes it for a file that cannot be written."""
-    sound, work = Checkpoints.save, tmp_path / "work"
+    sound, work = TrainingCheckpoints.save, tmp_path / "work"
 
     def interrupted(*args: Any, **more: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return sound(*args, **more)
 
-    monkeypatch.setattr(Checkpoints, "save", interrupted)
+    monkeypatch.setattr(TrainingCheckpoints, "save", interrupted)
     code = main(command(models, "adapter", data, "--work", str(work)))
     assert code == 130 and "interrupted" in capsys.readouterr().err
     assert list(work.glob(CHECKPOINT)), "the checkpoint is whole"

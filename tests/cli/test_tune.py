@@ -239,7 +239,7 @@ def test_no_plan_is_written_if_none_wins(
 
 
 def finalist(speedup: float, identical: bool | None, tau: float = 2.0, error: float = 0.0) -> Finalist:
-    from foredraft.bench.records import Spread
+    from foredraft.bench.bench_records import Spread
 
     spread = Spread(speedup, speedup, speedup, 8)
     return Finalist("skip:attn=1", 2, 1.2, 2.0, tau, 0.9, 0.5, spread, identical, 8, spread, 8, 2.1, error)

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from foredraft.decode import draft_choice, faults, rows
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.draft_choice import choose_drafts
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Policy
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.rows import Rows
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from foredraft.constraints.phrases import ROOT, PhraseAutomaton, State
+from foredraft.constraints.phrases import ROOT, PhraseAutomaton, PhraseState
 from foredraft.constraints.token_automaton import Move, TokenAutomaton
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
@@ -52,7 +52,7 @@ def without_failure_links(step: Function) -> Function:
 
 
 def complete_at_the_end_alone(read: Function) -> Function:
-    def spoilt(automaton: TokenAutomaton, state: State, token: int, last: bool = False) -> Move:
+    def spoilt(automaton: TokenAutomaton, state: PhraseState, token: int, last: bool = False) -> Move:
         move: Move = read(automaton, state, token, last)
         return move if automaton.phrases.shortest[move.state.node] else move._replace(found=None)
 

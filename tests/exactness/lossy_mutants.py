@@ -15,10 +15,10 @@ from torch import Tensor
 from foredraft.decode import accept
 from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft
 from foredraft.decode.drafting import _Steps
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fallback
+from foredraft.decode.round_draft import Draft
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.vocab_ops import leading
 from tests.exactness import test_enumeration as enumeration

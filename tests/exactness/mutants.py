@@ -16,9 +16,9 @@ from foredraft.decode import accept, drafting, noise, vocab_ops
 from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.constraint import Walks
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafting import _Steps
 from foredraft.decode.noise import COUPLED, DRAFT, RESIDUAL, NoiseKeys
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import TorchVocabOps, leading, running, total
 from tests.exactness import round_checks as checks

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.draft_choice import choose_drafts
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy.target_confidence import target_confidence
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.sequence import Sequence
 from tests.exactness import test_policies as policies

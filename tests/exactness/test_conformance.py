@@ -17,11 +17,11 @@ from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafter import Guesser, Stepper
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.draft_model import DraftModel

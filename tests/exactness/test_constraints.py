@@ -17,7 +17,7 @@ from torch import Tensor
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
-from foredraft.decode.trace import RoundTrace
+from foredraft.decode.round_trace import RoundTrace
 from tests.support import distributions
 from tests.support.bans import Ban
 from tests.support.forking import Case, outputs_of

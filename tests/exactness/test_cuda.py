@@ -13,7 +13,7 @@ from foredraft import SamplingParams
 from foredraft.decode import round_results
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.loading.device import check_dtype
-from foredraft.loading.memory import free_memory
+from foredraft.loading.free_memory import free_memory
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder, weight_bytes
 from tests.support.checkpoints import VARIANTS, save_variant

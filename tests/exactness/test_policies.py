@@ -14,9 +14,9 @@ from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import PLAIN, Candidates, Decision, Policy, Signal
+from foredraft.decode.round_trace import RoundTrace
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Round
-from foredraft.decode.trace import RoundTrace
 from tests.exactness import test_identity as identity
 from tests.support.harness import make_engine, request, run
 from tests.support.tabular import Tabular

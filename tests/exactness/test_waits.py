@@ -15,7 +15,7 @@ import foredraft
 from foredraft import SamplingParams, loading
 from foredraft.decode import penalty_context, round_results, sampling, vocab_ops
 from foredraft.drafters import draft_model
-from foredraft.model import device
+from foredraft.model import transfers as device
 from foredraft.model.runner import Runner
 from tests.support import checkpoints
 from tests.support.loaded import engine_of

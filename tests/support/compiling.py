@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from foredraft.kernels import building, compilation, pool
-from foredraft.model.runner.native import backend, check, linear
+from foredraft.model.runner.native import check, linear
+from foredraft.model.runner.native import native_backend as backend
 
 QUICK = "-O0"
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafter import Drafter, Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.asset import Found, Parts, Search
 from foredraft.drafters.lookup import Lookup

@@ -24,7 +24,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
-from foredraft.drafters.vocabulary import VocabularyMap
+from foredraft.drafters.vocabulary_map import VocabularyMap
 from foredraft.model.runner import Resume
 from foredraft.model.tokenizer import Tokenizer
 from tests.support.tabular import DEPTH, WIDTH, Table, Tabular, TokenCache

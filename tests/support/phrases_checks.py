@@ -12,8 +12,9 @@ import torch
 
 import foredraft
 from foredraft import ConfigError, SamplingParams
-from foredraft.bench import forward_costs, machine
-from foredraft.bench import run as bench_run
+from foredraft.bench import bench_run as bench_run
+from foredraft.bench import forward_costs
+from foredraft.bench import machine_record as machine
 from foredraft.cli import main
 from foredraft.loading import capacity
 from foredraft.loading.inspection import inspect_models

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafting import _Steps
 from foredraft.decode.engine import Engine
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.vocab_ops import VocabOps
 from foredraft.drafters.known_states import KnownStates
 from foredraft.model.quantisation import Codes

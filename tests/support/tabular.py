@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.decode.noise import DRAFT, Keys, Noise
+from foredraft.decode.noise import DRAFT, DrawKeys, Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
@@ -106,7 +106,7 @@ def _weight(position: int) -> int:
 
 
 @dataclass(frozen=True)
-class Raced(Keys):
+class Raced(DrawKeys):
     """The key of one draw, whatever its purpose."""
 
     key: Tensor  # [1, 1]

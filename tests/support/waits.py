@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
 UPLOAD = upload.__code__
 SOURCE = str(Path(UPLOAD.co_filename).parents[1])

@@ -16,18 +16,18 @@ import torch
 import foredraft
 from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
+from foredraft.bench.bench_records import DraftCost
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, resolve_methods
 from foredraft.bench.foredraft_contender import BigLittle, ForedraftContender
 from foredraft.bench.forward_costs import measure_costs
 from foredraft.bench.lineup import LineUp
-from foredraft.bench.machine import Memory
-from foredraft.bench.records import DraftCost
-from foredraft.bench.weights import model_record
+from foredraft.bench.machine_record import Memory
+from foredraft.bench.model_size import model_record
 from foredraft.decode.observer import SILENT
 from foredraft.decode.policy import CostTable, Policy
 from foredraft.kinds import POLICIES
-from foredraft.loading.policies import make_policy
+from foredraft.loading.policy_choice import make_policy
 from foredraft.model.hub import resolve
 from foredraft.profiling import profile
 from foredraft.profiling.forwards import draft_seconds
@@ -226,8 +226,8 @@ def test_coupled_runs_repeat_their_text_and_others_draw_fresh_noise(context: Ben
 
 
 @pytest.fixture(scope="module")
-def models(context: BenchContext) -> hugging_face.Checkpoints:
-    return hugging_face.Checkpoints(context)
+def models(context: BenchContext) -> hugging_face.TransformersModels:
+    return hugging_face.TransformersModels(context)
 
 
 @pytest.mark.parametrize("make", [hugging_face.plain, hugging_face.assisted, hugging_face.prompt_lookup])
@@ -555,7 +555,7 @@ def test_a_program_without_memory_for_the_weights_is_not_loaded(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foredraft.bench.lineup.free_memory", lambda device: 2**10, raising=False)
-    monkeypatch.setattr(hugging_face, "Checkpoints", lambda context: pytest.fail("it was loaded"))
+    monkeypatch.setattr(hugging_face, "TransformersModels", lambda context: pytest.fail("it was loaded"))
     lineup = LineUp()
     lineup.load(context, ("plain", "transformers"), Memory(context.device), 0)
     assert [contender.name for contender in lineup.contenders] == ["plain"]

@@ -7,28 +7,28 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from foredraft.bench.bench_records import (
+    Bandwidth,
+    BenchReport,
+    Ceiling,
+    Cost,
+    DraftCost,
+    Exactness,
+    FirstDifference,
+    ForwardCosts,
+    ModelRecord,
+    RoundTime,
+    Row,
+    Spread,
+)
 from foredraft.bench.contender import Timing
 from foredraft.bench.figures import Group, Runs, Series, divergence, make_row
-from foredraft.bench.prediction import (
+from foredraft.bench.predicted_speedup import (
     ceiling,
     forward_cost,
     mean_accepted_length,
     predicted_speedup,
     verifying_cost,
-)
-from foredraft.bench.records import (
-    Bandwidth,
-    Ceiling,
-    Cost,
-    Costs,
-    Divergence,
-    DraftCost,
-    Exactness,
-    Model,
-    Report,
-    RoundTime,
-    Row,
-    Spread,
 )
 from foredraft.bench.schedule import groups_of, turns
 from foredraft.decode.stats import Round, Stats
@@ -58,9 +58,9 @@ class Named:
     def close(self) -> None: ...
 
 
-def costs() -> Costs:
+def costs() -> ForwardCosts:
     verifying = [Cost(rows, v, Spread(v * STEP, v * STEP, v * STEP, 5)) for rows, v in enumerate(V, start=1)]
-    return Costs(
+    return ForwardCosts(
         1, 256, tuple(verifying), {"draft-model": DraftCost(0.35, 0.15), "lookup": DraftCost(0.0, 0.0)}, 0.5
     )
 
@@ -270,7 +270,7 @@ def test_one_differing_run_makes_a_prompt_differ() -> None:
     timings = {"plain": [plain(1.0)] * 2, "lookup": [drafted(1.0), drafted(1.0, OTHER)]}
     two = series(Runs(Group((0,), True), timings), Runs(Group((1,), False), timings), prompts=2)
     found = make_row(two, Named("lookup"), [], comparable=True).exactness
-    assert found == Exactness(True, 0, 2, Divergence(0, 4)) and found.holds is False
+    assert found == Exactness(True, 0, 2, FirstDifference(0, 4)) and found.holds is False
     assert make_row(two, Named("plain"), [], comparable=True).exactness == Exactness(True, 2, 2)
     uncompared = make_row(two, Named("lookup"), [], comparable=False).exactness
     assert uncompared is not None and uncompared.holds is None
@@ -333,17 +333,17 @@ def test_groups_are_full_and_do_not_mix_counted_prompts() -> None:
     assert groups_of([], 4) == []
 
 
-def report() -> Report:
+def report() -> BenchReport:
     timings = {"plain": [plain(0.11)], "draft-model": [drafted(0.08)], "other": [peer(0.2, OTHER)]}
     runs = series(Runs(Group((0,), True), timings))
     rows = [make_row(runs, Named(name), ["other"], comparable=True) for name in ("plain", "draft-model")]
     rows[1] = replace(rows[1], round_time=RoundTime(0.005, 0.013, 0.002, 4), peak_memory=2**20)
     rows.append(make_row(runs, Named("other", peer=True), [], comparable=True))
     rows.append(Row("tables", 8, "other", peer=True, note="decodes at batch size 1 only"))
-    return Report(
+    return BenchReport(
         options={"batch": [1, 8], "model": "demo"},
         machine={"threads": 2},
-        models=(Model("target", "demo", 1000, 1800, "bfloat16"),),
+        models=(ModelRecord("target", "demo", 1000, 1800, "bfloat16"),),
         bandwidth=Bandwidth(2e10, "read"),
         costs=(costs(),),
         rows=tuple(rows),
@@ -353,16 +353,16 @@ def report() -> Report:
 
 def test_a_report_survives_json() -> None:
     made = report()
-    assert Report.from_dict(json.loads(json.dumps(made.as_dict(), allow_nan=False))) == made
-    assert made.rows[2].exactness == Exactness(True, 0, 1, Divergence(0, 4))
+    assert BenchReport.from_dict(json.loads(json.dumps(made.as_dict(), allow_nan=False))) == made
+    assert made.rows[2].exactness == Exactness(True, 0, 1, FirstDifference(0, 4))
 
 
 def test_a_document_with_wrong_keys_is_refused() -> None:
     document = report().as_dict()
     with pytest.raises(TypeError, match="which has the unknown field 'speed'"):
-        Report.from_dict(document | {"rows": [document["rows"][0] | {"speed": 1}]})
+        BenchReport.from_dict(document | {"rows": [document["rows"][0] | {"speed": 1}]})
     with pytest.raises(TypeError, match="whose batch is '8', not a whole number"):
-        Report.from_dict(document | {"rows": [document["rows"][0] | {"batch": "8"}]})
+        BenchReport.from_dict(document | {"rows": [document["rows"][0] | {"batch": "8"}]})
     del document["machine"]
     with pytest.raises(TypeError, match="whose machine is missing, not an object"):
-        Report.from_dict(document)
+        BenchReport.from_dict(document)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from foredraft import ConfigError, RequestError, SamplingParams, demo, load
-from foredraft.bench import machine
+from foredraft.bench import machine_record as machine
+from foredraft.bench.bench_records import BenchReport, Cost, ForwardCosts, Spread, TurnCount
+from foredraft.bench.bench_run import bench
+from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.contender import Timing
 from foredraft.bench.foredraft_contender import ForedraftContender
-from foredraft.bench.forward_costs import Meter
+from foredraft.bench.forward_costs import CostMeter
 from foredraft.bench.hugging_face import Generate
-from foredraft.bench.options import Options
-from foredraft.bench.prediction import ceiling
-from foredraft.bench.records import Cost, Costs, Report, Spread, TurnCount
-from foredraft.bench.run import bench
+from foredraft.bench.predicted_speedup import ceiling
 from foredraft.bench.workload import Workload
 from foredraft.decode.stats import Stats
 from foredraft.drafters.plan_files import PlanFile, model_hash, write_plan
@@ -50,7 +50,7 @@ def test_the_demo_pairs_report_is_complete() -> None:
     seen: list[tuple[str, int, int]] = []
     report = bench(
         [Workload("code", (prompts[39], prompts[0]))],
-        Options(methods=(*FOREDRAFT, "transformers"), new_tokens=8, repeats=2, batch=(2, 1)),
+        BenchSettings(methods=(*FOREDRAFT, "transformers"), new_tokens=8, repeats=2, batch=(2, 1)),
         device="cpu",
         policy="fixed",
         max_draft=3,
@@ -81,7 +81,7 @@ def test_the_demo_pairs_report_is_complete() -> None:
     assert [made.batch for made in report.costs] == [1, 2]
     assert set(report.costs[0].drafting) == {"lookup", "prediction", "draft-model"}
     assert report.machine["transformers"]
-    assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
+    assert BenchReport.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
     assert seen[-1] == ("code, batch 2", 2, 2)
     assert "prefill" not in {stage for stage, _, _ in seen}  # drawing within a run would slow it down
 
@@ -98,7 +98,7 @@ def test_contenders_take_turns_in_alternating_order(
         return run(self, prompts, new_tokens)
 
     monkeypatch.setattr(ForedraftContender, "run", recording)
-    bench([TEXTS], Options(methods=("lookup",), new_tokens=2, repeats=3), **pair)
+    bench([TEXTS], BenchSettings(methods=("lookup",), new_tokens=2, repeats=3), **pair)
     texts, warm, runs, parts = order[:3], order[3:5], order[5:23], order[23:]
     assert [name for name, _, _ in texts] == ["plain"] * 3
     assert [name for name, _, _ in warm] == ["plain", "lookup"]
@@ -123,7 +123,7 @@ def beside(monkeypatch: pytest.MonkeyPatch, *others: float | None) -> None:
 class TestOtherPrograms:
     """Two contenders on three prompts, once each: three turns of two runs."""
 
-    OPTIONS = Options(methods=("lookup",), new_tokens=4, repeats=1)
+    OPTIONS = BenchSettings(methods=("lookup",), new_tokens=4, repeats=1)
 
     def test_a_disturbed_turn_is_repeated_whole(
         self, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -140,7 +140,7 @@ class TestOtherPrograms:
         assert (
             report.turns_remark is not None and "Beside the 3 turns that count, 1 had" in report.turns_remark
         )
-        assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
+        assert BenchReport.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
 
     def test_a_machine_that_is_never_quiet_ends_in_a_doubt(
         self, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -198,7 +198,7 @@ def test_a_wrong_token_is_reported_with_its_position(
         return replace(timing, tokens=tuple((*ids[:2], ids[2] ^ 1, *ids[3:]) for ids in timing.tokens))
 
     monkeypatch.setattr(ForedraftContender, "run", altering)
-    report = bench([TEXTS], Options(methods=("lookup",), new_tokens=4, repeats=1), **pair)
+    report = bench([TEXTS], BenchSettings(methods=("lookup",), new_tokens=4, repeats=1), **pair)
     plain, lookup = (row.exactness for row in report.rows)
     assert plain is not None and plain.holds is True
     assert lookup is not None and lookup.holds is False and lookup.identical == 0
@@ -206,7 +206,7 @@ def test_a_wrong_token_is_reported_with_its_position(
 
 
 def test_a_drafter_has_a_row_for_each_policy(pair: dict[str, Any]) -> None:
-    options = Options(
+    options = BenchSettings(
         methods=("lookup", "draft-model"), policies=("heuristic", "auto"), new_tokens=6, repeats=2
     )
     report = bench([TEXTS], options, policy="heuristic", max_draft=4, **pair)
@@ -224,7 +224,7 @@ def test_a_drafter_has_a_row_for_each_policy(pair: dict[str, Any]) -> None:
         alpha = row.drafting.alpha
         assert row.ceiling == (None if alpha is None else ceiling(report.costs[0], row.contender, alpha))
     assert report.options["policies"] == ["heuristic", "auto"] and report.options["policy"] == "heuristic"
-    assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
+    assert BenchReport.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
 
 
 def test_contenders_draft_as_far_as_generate_would(pair: dict[str, Any], tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_contenders_draft_as_far_as_generate_would(pair: dict[str, Any], tmp_pat
         expected[drafter] = stats.drafted / stats.rounds
     assert expected["lookup"] <= 5 < expected["layer-skip"]
     for policy in ("fixed", "auto"):
-        options = Options(("lookup", "layer-skip"), ("fixed",), new_tokens=24, repeats=1)
+        options = BenchSettings(("lookup", "layer-skip"), ("fixed",), new_tokens=24, repeats=1)
         report = bench([TEXTS], options, model=str(model), plan=str(plan), device="cpu", policy=policy)
         found = {row.contender: row.drafting for row in report.policies if row.policy == "fixed"}
         counted = {name: drafting and drafting.mean_draft_length for name, drafting in found.items()}
@@ -260,7 +260,7 @@ def test_the_report_has_the_highest_load_of_the_run(
 ) -> None:
     loads = iter([0.5, 7.25])
     monkeypatch.setattr(os, "getloadavg", lambda: (next(loads, 1.0), 99.0, 99.0))
-    report = bench([TEXTS], Options(methods=("plain",), new_tokens=2, repeats=1), **pair)
+    report = bench([TEXTS], BenchSettings(methods=("plain",), new_tokens=2, repeats=1), **pair)
     assert report.machine["highest_load"] == 7.25 and report.machine["load_average"] == 1.0
 
 
@@ -269,17 +269,17 @@ def test_costs_are_measured_between_the_runs_they_explain(
 ) -> None:
     """The meter runs after every repeat of every group, at the context of each workload's own prompts."""
     happened: list[str] = []
-    turn = Meter.turn
+    turn = CostMeter.turn
 
     def watch(stage: str, done: int, total: int) -> None:
         if "batch" in stage and "warm-up" not in stage and done:
             happened.append("repeat")
 
-    monkeypatch.setattr(Meter, "turn", lambda meter: (happened.append("meter"), turn(meter))[1])
+    monkeypatch.setattr(CostMeter, "turn", lambda meter: (happened.append("meter"), turn(meter))[1])
     long = Workload("long", ("the target checks all of them, and keeps what it would have written",) * 2)
     report = bench(
         [TEXTS, long],
-        Options(methods=FOREDRAFT, new_tokens=4, repeats=2),
+        BenchSettings(methods=FOREDRAFT, new_tokens=4, repeats=2),
         progress=watch,
         **pair,
     )
@@ -294,22 +294,24 @@ def test_costs_are_measured_between_the_runs_they_explain(
 
 
 def test_typical_costs_have_the_median_step() -> None:
-    def costs(batch: int, step: float) -> Costs:
-        return Costs(batch, 10, (Cost(1, 1.0, Spread(step, step, step, 1)),), {}, None, f"of {step}")
+    def costs(batch: int, step: float) -> ForwardCosts:
+        return ForwardCosts(batch, 10, (Cost(1, 1.0, Spread(step, step, step, 1)),), {}, None, f"of {step}")
 
-    report = Report({}, {}, (), None, (costs(1, 3.0), costs(2, 9.0), costs(1, 1.0), costs(1, 2.0)), ())
+    report = BenchReport({}, {}, (), None, (costs(1, 3.0), costs(2, 9.0), costs(1, 1.0), costs(1, 2.0)), ())
     assert [(made.batch, made.workload) for made in report.typical_costs] == [(1, "of 2.0"), (2, "of 9.0")]
 
 
 def test_costs_cover_the_longest_draft_of_any_policy(pair: dict[str, Any]) -> None:
-    made = Options(methods=("draft-model",), policies=("adaptive-exit",), new_tokens=2, repeats=1, batch=(2,))
+    made = BenchSettings(
+        methods=("draft-model",), policies=("adaptive-exit",), new_tokens=2, repeats=1, batch=(2,)
+    )
     (costs,) = bench([TEXTS], made, policy="fixed", **pair).costs
     assert [cost.rows for cost in costs.verifying] == list(range(1, 14))  # drafts of 12, not of 5
 
 
 def test_sampled_texts_are_compared_only_under_the_coupled_rule(pair: dict[str, Any]) -> None:
     for coupled in (True, False):
-        options = Options(methods=FOREDRAFT, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
+        options = BenchSettings(methods=FOREDRAFT, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
         report = bench([TEXTS], options, **pair)
         assert [row.exactness and row.exactness.holds for row in report.rows] == [coupled or None] * 3
 
@@ -321,11 +323,11 @@ def test_a_failing_program_is_left_out_unless_named(
         raise ValueError("no such cache")
 
     monkeypatch.setattr(Generate, "run", broken)
-    report = bench([TEXTS], Options(methods=("all",), new_tokens=2, repeats=1), **pair)
+    report = bench([TEXTS], BenchSettings(methods=("all",), new_tokens=2, repeats=1), **pair)
     assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == [*FOREDRAFT, "auto"]
     assert "left out: transformers failed (ValueError: no such cache)" in report.notes
     with pytest.raises(ValueError, match="no such cache"):
-        bench([TEXTS], Options(methods=("transformers",), new_tokens=2, repeats=1), **pair)
+        bench([TEXTS], BenchSettings(methods=("transformers",), new_tokens=2, repeats=1), **pair)
 
 
 @pytest.fixture
@@ -345,7 +347,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_interrupt_keeps_the_finished_rows(pair: dict[str, Any], interrupted: list[int]) -> None:
-    options = Options(methods=("plain",), new_tokens=2, repeats=1)
+    options = BenchSettings(methods=("plain",), new_tokens=2, repeats=1)
     runs = 3 + 1 + 3 + 3  # plain outputs, warm-up, timed runs, parts of a round
     interrupted.append(runs + 5)
     report = bench([TEXTS, Workload("more", TEXTS.prompts)], options, **pair)
@@ -371,14 +373,14 @@ def test_an_interrupt_keeps_the_finished_rows(pair: dict[str, Any], interrupted:
 )
 def test_invalid_options_are_refused_before_loading(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Options(**options)
+        BenchSettings(**options)
 
 
 def test_unknown_and_unused_policies_are_refused(pair: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="policy is 'hope'; give one of auto, "):
-        bench([TEXTS], Options(methods=("plain",)), policy="hope", **pair)
+        bench([TEXTS], BenchSettings(methods=("plain",)), policy="hope", **pair)
     with pytest.raises(ConfigError, match="policy is 'fixed', but none of the methods can follow it"):
-        bench([TEXTS], Options(methods=("plain",)), policy="fixed", **pair)
+        bench([TEXTS], BenchSettings(methods=("plain",)), policy="fixed", **pair)
 
 
 def test_a_batch_is_decoded_side_by_side(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,12 +399,12 @@ def test_a_batch_is_decoded_side_by_side(pair: dict[str, Any], monkeypatch: pyte
             return run(self, prompts, new_tokens)
 
     monkeypatch.setattr(ForedraftContender, "run", counting)
-    report = bench([TEXTS], Options(methods=("plain",), new_tokens=16, repeats=1, batch=(12,)), **pair)
+    report = bench([TEXTS], BenchSettings(methods=("plain",), new_tokens=16, repeats=1, batch=(12,)), **pair)
     assert max(seen) == 12 and report.rows[0].batch == 12
 
 
 def test_prompts_and_batches_that_do_not_fit_are_refused(pair: dict[str, Any], tmp_path: Path) -> None:
-    options = Options(methods=("plain",), new_tokens=2, repeats=1, batch=(1, 4))
+    options = BenchSettings(methods=("plain",), new_tokens=2, repeats=1, batch=(1, 4))
     with pytest.raises(ConfigError, match="max_batch is 2, but batch asks for 4"):
         bench([TEXTS], options, max_batch=2, **pair)
     with pytest.raises(RequestError, match="truncate='left'"):

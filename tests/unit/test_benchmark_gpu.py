@@ -16,8 +16,8 @@ import timing
 import torch
 import workload
 
-from foredraft.bench import machine as bench_machine
-from foredraft.bench.records import Bandwidth
+from foredraft.bench import machine_record as bench_machine
+from foredraft.bench.bench_records import Bandwidth
 from foredraft.model.runner.invariant_shapes import FALLBACK
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_rows_are_limited_by_the_batch_invariant_shapes(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of at most 8 rows: wider ones and longer drafts are left out."""
-    monkeypatch.setattr("foredraft.model.runner.runner.find_shapes", lambda *_: FALLBACK)
+    monkeypatch.setattr("foredraft.model.runner.torch_backend.find_shapes", lambda *_: FALLBACK)
     options = [*SMALL, "--stages", "forwards,arranged-0.9", "--max-draft", "9"]
     assert gpu.main(options) == 0
     stages = json.loads(results.read_text())["stages"]

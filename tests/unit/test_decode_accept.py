@@ -10,8 +10,8 @@ from torch import Tensor
 
 from foredraft.decode.accept import SurpriseLimit, accept, bild, coupled, speculative
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, no_draft
 from foredraft.decode.noise import COUPLED, RESIDUAL, ROLLBACK, Noise, NoiseKeys
+from foredraft.decode.round_draft import Draft, no_draft
 
 
 class Coins:

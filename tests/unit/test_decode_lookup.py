@@ -13,11 +13,11 @@ from hypothesis import given
 
 from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafting import DraftTools, _guess, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.lookup import CONFIDENCE, Lookup, NGramIndex

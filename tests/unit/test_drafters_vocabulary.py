@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
-from foredraft.drafters import vocabulary
+from foredraft.drafters import vocabulary_map as vocabulary
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
+from foredraft.drafters.vocabulary_map import VocabularyMap, same_tokenizer
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets, checkpoints
 from tests.support.loaded import engine_of

@@ -17,9 +17,9 @@ import foredraft
 from foredraft import RequestError, SamplingParams, demo
 from foredraft.decode import scores
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.prompt_scores import score_chunk
+from foredraft.decode.round_draft import Draft
 from foredraft.decode.round_results import fetch_results
 from foredraft.decode.sequence import Finish, Sequence
 from foredraft.model.byte_codec import ByteCodec

@@ -18,7 +18,7 @@ import foredraft
 from foredraft import ConfigError, loading
 from foredraft.kernels.compilation import library
 from foredraft.loading import device as devices
-from foredraft.loading import memory
+from foredraft.loading import free_memory as memory
 from foredraft.model import checkpoint, weights
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner.native import NativeCodes, unserved_because

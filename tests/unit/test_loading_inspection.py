@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import foredraft
-from foredraft.bench.weights import model_record
+from foredraft.bench.model_size import model_record
 from foredraft.drafters.adapter_files import adapter_place, target_hash
 from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash
 from foredraft.errors import ForedraftError

@@ -11,8 +11,8 @@ import pytest
 
 import foredraft
 from foredraft import ConfigError, SamplingParams
+from foredraft.bench.bench_records import DraftCost
 from foredraft.bench.forward_costs import measure_costs
-from foredraft.bench.records import DraftCost
 from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash, plan_place, write_plan
 from foredraft.drafters.skips import Skips
 from tests.support import checkpoints

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foredraft.decode import constraint
-from foredraft.model import device
-from foredraft.model.device import upload
+from foredraft.model import transfers as device
+from foredraft.model.transfers import upload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

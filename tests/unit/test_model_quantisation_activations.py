@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.bench.weights import model_record
+from foredraft.bench.model_size import model_record
 from foredraft.drafters.low_bit import low_bit_copy
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library

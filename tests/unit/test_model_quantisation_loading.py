@@ -28,14 +28,14 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
 from foredraft.model.decoder import Decoder
-from foredraft.model.device import dtype_name
 from foredraft.model.quantisation import Codes, Coding, Quantisation
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes, NativeLinear
 from foredraft.model.spec import ModelSpec
+from foredraft.model.transfers import dtype_name
 from foredraft.model.weights import layer_tensors, load_decoder, parameter_count, read_tensors, weight_bytes
 from foredraft.train.draft import draft_config
-from foredraft.train.options import DraftOptions
+from foredraft.train.training_options import DraftOptions
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_variant
 from tests.support.planting import Mutant, assert_caught, defect

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from foredraft.bench.records import (
+from foredraft.bench.bench_records import (
     Bandwidth,
+    BenchReport,
     Ceiling,
     Cost,
-    Costs,
-    Divergence,
     DraftCost,
-    Drafting,
+    DraftFigures,
     Exactness,
-    Model,
-    Report,
+    FirstDifference,
+    ForwardCosts,
+    ModelRecord,
     RoundTime,
     Row,
     Spread,
@@ -60,7 +60,7 @@ def drafted(workload: str, contender: str, speed: float, **more: Any) -> Row:
     common: dict[str, Any] = {
         "over_peers": {"transformers": spread(2 * speed)},
         "policy": "auto",
-        "drafting": Drafting(0.61, 0.42, (0.71, 0.57), 2.34, 3.21),
+        "drafting": DraftFigures(0.61, 0.42, (0.71, 0.57), 2.34, 3.21),
         "ceiling": Ceiling(0.61, 2, 1.99),
         "perfect": Ceiling(1.0, 7, 4.98),
         "predicted": spread(speed * 1.07),
@@ -72,19 +72,19 @@ def drafted(workload: str, contender: str, speed: float, **more: Any) -> Row:
     return row(workload, contender, speed, **common | more)
 
 
-def report(**more: Any) -> Report:
+def report(**more: Any) -> BenchReport:
     verifying = tuple(Cost(rows, v, spread(0.005 * v)) for rows, v in ((1, 1.0), (2, 1.04), (8, 1.31)))
     common: dict[str, Any] = {
         "options": {"temperature": 0.0, "repeats": 3, "coupled": False, "max_repeated": 0.3, "methods": None},
         "machine": {"cpu": "Some Processor", "threads": 1},
-        "models": (Model("target", "big", 21_145_920, 42_291_840, "bfloat16"),),
+        "models": (ModelRecord("target", "big", 21_145_920, 42_291_840, "bfloat16"),),
         "bandwidth": Bandwidth(23.4e9, "read, best of 20"),
-        "costs": (Costs(1, 319, verifying, {"draft-model": DraftCost(0.27, 0.13)}, 0.44),),
+        "costs": (ForwardCosts(1, 319, verifying, {"draft-model": DraftCost(0.27, 0.13)}, 0.44),),
         "rows": (
             row("tables", "plain", 1.0),
             drafted("tables", "draft-model", 1.83),
             drafted("tables", "lookup", 2.61),
-            row("tables", "transformers", 0.52, peer=True, exactness=replace(SAME, identical=2, first=Divergence(1, 16))),
+            row("tables", "transformers", 0.52, peer=True, exactness=replace(SAME, identical=2, first=FirstDifference(1, 16))),
             row("prose", "plain", 1.0),
             drafted("prose", "draft-model", 1.71),
             drafted("prose", "lookup", 0.84),
@@ -92,7 +92,7 @@ def report(**more: Any) -> Report:
         ),
         "notes": ("left out: retokenize needs another draft",),
     }  # fmt: skip
-    return Report(**common | more)
+    return BenchReport(**common | more)
 
 
 @cache
@@ -281,7 +281,7 @@ def under(policy: str, speed: float, **more: Any) -> Row:
     return drafted("tables", "draft-model", speed, **{"policy": policy, "ceiling": None} | more)
 
 
-def by_policy(**more: Any) -> Report:
+def by_policy(**more: Any) -> BenchReport:
     """The usual report, with two more policies for the draft model on one of the workloads."""
     usual = report()
     rows = (*usual.rows[:2], under("fixed", 1.97), under("heuristic", 0.66, **more), *usual.rows[2:])
@@ -320,7 +320,7 @@ class TestPolicies:
         assert verdicts(page(by_policy()))[0] == verdicts(usual_page())[0]
 
     def test_differing_tokens_are_reported_with_the_policy(self) -> None:
-        wrong = replace(SAME, identical=1, first=Divergence(0, 4))
+        wrong = replace(SAME, identical=1, first=FirstDifference(0, 4))
         assert verdicts(page(by_policy(exactness=wrong)))[1] == (
             "bad",
             "Tokens differ from plain decoding&#39;s: draft-model under heuristic on tables at batch 1.",
@@ -379,7 +379,9 @@ class TestVerdict:
         assert Page(usual_page()).cells(3)["identical"] == "2 of 3 (first at prompt 2, token 17)"
 
     def test_differing_tokens_are_reported_and_marked(self) -> None:
-        wrong = drafted("prose", "lookup", 1.2, exactness=replace(SAME, identical=1, first=Divergence(0, 4)))
+        wrong = drafted(
+            "prose", "lookup", 1.2, exactness=replace(SAME, identical=1, first=FirstDifference(0, 4))
+        )
         rows = report().rows
         text = page(report(rows=(*rows[:6], wrong, *rows[7:])))
         assert verdicts(text)[1] == (
@@ -474,7 +476,7 @@ class TestPlots:
         assert "Foredraft benchmark" in text
 
     def test_the_same_records_give_the_same_page(self) -> None:
-        assert page(report()) == page(Report.from_dict(report().as_dict()))
+        assert page(report()) == page(BenchReport.from_dict(report().as_dict()))
 
 
 class TestSelfContained:
@@ -497,7 +499,7 @@ class TestSelfContained:
                 notes=(evil,),
                 options={evil: evil},
                 machine={"cpu": evil},
-                models=(Model("target", evil, 1, 1, evil),),
+                models=(ModelRecord("target", evil, 1, 1, evil),),
             )
         )
         assert "<script" not in text

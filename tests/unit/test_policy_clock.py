@@ -11,7 +11,7 @@ import pytest
 
 from foredraft.decode.policy import Auto
 from foredraft.decode.policy import clock as clock_module
-from foredraft.decode.policy.clock import FADE, TEXT, Clock, ClockedTable, Pace, Sample, Window
+from foredraft.decode.policy.clock import FADE, TEXT, Clock, ClockedTable, DrafterPace, Sample, Window
 from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.simulation import Row, Simulated, Slowdown, flat, right_with, simulate
 
@@ -227,8 +227,8 @@ MUTANTS: list[Mutant] = [
     defect("no checks", Clock.wants_plain, lambda wants: lambda clock: False, dear_drafts),
     defect("the slowest round", clock_module.level, lambda level: highest, with_stalls),
     defect("changes of load are not seen", Window.add, lambda add: lambda own, sample: add(own, sample) and False, with_load),
-    defect("nothing fades", Pace.faded, lambda faded: lambda pace, now: pace.found, test_what_was_found_heals),
-    defect("a confirmed finding fades as fast", Pace.renew, lambda renew: lambda pace, now, base, sample: renew(pace, now, base, Sample(0.0)), test_what_is_confirmed_fades_ever_more_slowly),
+    defect("nothing fades", DrafterPace.faded, lambda faded: lambda pace, now: pace.found, test_what_was_found_heals),
+    defect("a confirmed finding fades as fast", DrafterPace.renew, lambda renew: lambda pace, now, base, sample: renew(pace, now, base, Sample(0.0)), test_what_is_confirmed_fades_ever_more_slowly),
     defect("drafting in proportion to the round", ClockedTable.draft, pass_only, test_what_a_round_takes_beyond_the_table_is_its_drafting),
     defect("reading counts as drafting", Clock.learn, lambda learn: lambda clock, drafter, sample, *reads: learn(clock, drafter, sample), test_a_wrong_cost_of_reading_does_not_make_steps_cheap),
     defect("one clock for all batches", Auto._costs, lambda costs: lambda policy, draws, batch: costs(policy, draws, 1), test_batches_have_clocks_of_their_own),

@@ -15,7 +15,7 @@ from foredraft.decode.policy.target_confidence import target_confidence
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES
-from foredraft.loading.policies import check_settings
+from foredraft.loading.policy_choice import check_settings
 
 
 def logits(*rows: list[float]) -> torch.Tensor:

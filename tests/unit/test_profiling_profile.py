@@ -22,8 +22,9 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Auto, Fixed, Policy
 from foredraft.decode.sequence import Sequence
-from foredraft.model.runner import Forward
-from foredraft.profiling import host, measuring, phases, profile, samples, timing
+from foredraft.model.runner import DraftInputs, Forward
+from foredraft.profiling import host, phases, profile, samples, timing
+from foredraft.profiling import measured_samples as measuring
 from foredraft.profiling.phases import DecodingClock, RoundClock, observed
 from foredraft.profiling.profile import load_profile, measure_profile
 from foredraft.profiling.samples import Samples, agreed
@@ -93,10 +94,9 @@ class FakeRunner:
         self.machine.spend(self.first + self.column * (len(tokens) - 1), (self.name, "prefill", len(tokens)))
         return SimpleNamespace(taps={})
 
-    def draft(
-        self, cache: Any, tokens: Any, starts: Any, lengths: list[int], *more: Any, **named: Any
-    ) -> Any:
-        self.machine.spend(0.1 + self.first * max(lengths), (self.name, "draft", max(lengths)))
+    def draft(self, cache: Any, inputs: DraftInputs, **more: Any) -> Any:
+        longest = max(inputs.lengths)
+        self.machine.spend(0.1 + self.first * longest, (self.name, "draft", longest))
         return object()
 
 

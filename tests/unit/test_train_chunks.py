@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foredraft.train import chunks
 from foredraft.train.losses import FUNCTIONS, overlap
-from foredraft.train.packed import Packed
+from foredraft.train.packed_documents import Packed
 from foredraft.train.students import AdapterStudent, DraftStudent, Student
 from foredraft.train.target import FrozenTarget
 from tests.support.planting import assert_caught, defect

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft.train.draft import train_draft
-from foredraft.train.options import DraftOptions
+from foredraft.train.training_options import DraftOptions
 from tests.support.checkpoints import FAMILIES, TEXT, save_checkpoint
 
 PROMPT = [1, 5, 9, 11, 20]

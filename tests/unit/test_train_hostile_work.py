@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from foredraft import ConfigError
 from foredraft.train.adapter import train_adapter
-from foredraft.train.checkpoints import Checkpoints
-from foredraft.train.options import AdapterOptions
 from foredraft.train.preparation import RunKey
+from foredraft.train.training_checkpoints import TrainingCheckpoints
+from foredraft.train.training_options import AdapterOptions
 from tests.support.checkpoints import TEXT, save_checkpoint
 from tests.support.limits import no_more_bytes
 
@@ -59,14 +59,14 @@ def train(model: Path, given: AdapterOptions) -> Any:
 def stopped(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that stopped after step 4 of 8."""
     folder = tmp_path_factory.mktemp("stopped")
-    save = Checkpoints.save
+    save = TrainingCheckpoints.save
 
-    def save_and_stop(self: Checkpoints, *state: Any) -> None:
+    def save_and_stop(self: TrainingCheckpoints, *state: Any) -> None:
         save(self, *state)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_and_stop)
+        patch.setattr(TrainingCheckpoints, "save", save_and_stop)
         with pytest.raises(KeyboardInterrupt):
             train(model, options(data, folder))
     return folder
@@ -279,7 +279,7 @@ def test_a_broken_record_is_one_line(
 def test_states_of_another_run_are_computed_again(
     spoil: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Checkpoints, "restore", lambda *_: None)
+    monkeypatch.setattr(TrainingCheckpoints, "restore", lambda *_: None)
     given = options(data, tmp_path, kept_states=0.1, self_generate=0)
     train(model, given)
     sound = (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()

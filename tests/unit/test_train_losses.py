@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.errors import ConfigError
 from foredraft.train.losses import FUNCTIONS, mixture, overlap
-from foredraft.train.options import LOSSES, parse_loss
+from foredraft.train.training_options import LOSSES, parse_loss
 from tests.support.planting import assert_caught, defect
 
 P, Q = torch.tensor([[0.5, 0.3, 0.2]]).double(), torch.tensor([[0.2, 0.2, 0.6]]).double()

@@ -14,7 +14,7 @@ from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.runner import Runner
 from foredraft.model.weights import layer_tensors, load_decoder
-from foredraft.train.packed import Document, Packed, PackedPass
+from foredraft.train.packed_documents import Document, Packed, PackedPass
 from foredraft.train.parameters import Parameters, TrainedNorm
 from foredraft.train.students import AdapterStudent, DraftStudent
 from foredraft.train.target import FrozenTarget

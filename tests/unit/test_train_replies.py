@@ -11,8 +11,8 @@ import pytest
 from foredraft.errors import ConfigError, RequestError
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.train import replies
-from foredraft.train.replies import TooManyRepliesError, reply_spans
+from foredraft.train import reply_spans as replies
+from foredraft.train.reply_spans import TooManyRepliesError, reply_spans
 from foredraft.train.texts import Reader
 from tests.support.checkpoints import save_checkpoint
 from tests.unit.test_model_chat import TEMPLATES

@@ -27,16 +27,16 @@ from foredraft.drafters.adapter_files import read_adapter
 from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors
-from foredraft.train import checkpoints
+from foredraft.train import training_checkpoints as checkpoints
 from foredraft.train.adapter import train_adapter
-from foredraft.train.checkpoints import Checkpoints
 from foredraft.train.draft import train_draft
-from foredraft.train.loop import Run
+from foredraft.train.loop import TrainingRun
 from foredraft.train.losses import overlap
-from foredraft.train.options import AdapterOptions, DraftOptions
-from foredraft.train.packed import Document, Packed
+from foredraft.train.packed_documents import Document, Packed
 from foredraft.train.students import AdapterStudent
 from foredraft.train.target import FrozenTarget
+from foredraft.train.training_checkpoints import TrainingCheckpoints
+from foredraft.train.training_options import AdapterOptions, DraftOptions
 from foredraft.train.validation import acceptance, summarise
 from foredraft.tune.expected_rounds import ExpectedRounds
 from tests.support.checkpoints import TEXT, save_checkpoint
@@ -159,14 +159,14 @@ def test_two_processes_have_the_curve_of_one(
     """Sharded over two processes of gloo, from a checkpoint of one; one process ends with theirs."""
     train(model, options(data, tmp_path / "one"))
     given = options(data, tmp_path / "two", steps=12)
-    save = Checkpoints.save
+    save = TrainingCheckpoints.save
 
-    def save_and_stop(self: Checkpoints, *state: Any) -> None:
+    def save_and_stop(self: TrainingCheckpoints, *state: Any) -> None:
         save(self, *state)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_and_stop)
+        patch.setattr(TrainingCheckpoints, "save", save_and_stop)
         with pytest.raises(KeyboardInterrupt):
             train(model, given)
     assert len(curve(tmp_path / "two" / "work")) == 5, "four steps and a validation"
@@ -471,7 +471,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         with pytest.raises(ConfigError, match="No space left on device.*the one before it is whole"):
             train(model, given)
     assert {path: path.stat().st_size for path in before} == before
-    assert Checkpoints(folder, Any, "").latest == folder / "step-4.safetensors"  # type: ignore[arg-type]
+    assert TrainingCheckpoints(folder, Any, "").latest == folder / "step-4.safetensors"  # type: ignore[arg-type]
     assert (tmp_path / "adapter" / "model.safetensors").read_bytes() != b"" != adapter
     assert train(model, given).steps == 12
 
@@ -552,4 +552,4 @@ def test_the_gradient_counts_every_token_once(model: Path, data: Path, tmp_path:
         train(model, options(data, tmp_path / name, steps=1, validate_every=1, group_tokens=tokens))
     first, second = (curve(tmp_path / name / "work")[0] for name in ("a", "b"))
     assert first["loss"] != second["loss"], "the groups hold other documents, so this compares nothing else"
-    assert Run.__doc__ and Fixed
+    assert TrainingRun.__doc__ and Fixed

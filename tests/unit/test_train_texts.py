@@ -11,7 +11,7 @@ import pytest
 from foredraft.errors import ConfigError
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.train.batches import Batches, hold_out
-from foredraft.train.packed import Document
+from foredraft.train.packed_documents import Document
 from foredraft.train.texts import Reader
 from tests.support.checkpoints import save_checkpoint
 from tests.support.planting import assert_caught, defect

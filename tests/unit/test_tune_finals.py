@@ -11,7 +11,7 @@ import pytest
 
 import foredraft
 from foredraft import LLM
-from foredraft.bench.records import Spread
+from foredraft.bench.bench_records import Spread
 from foredraft.decode.stats import Stats
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Runner

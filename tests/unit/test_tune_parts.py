@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import foredraft
 from foredraft import LLM, SamplingParams
-from foredraft.bench.options import MAX_REPEATED
-from foredraft.bench.records import Spread
+from foredraft.bench.bench_records import Spread
+from foredraft.bench.bench_settings import MAX_REPEATED
 from foredraft.cli.tune import lines
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError

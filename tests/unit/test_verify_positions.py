@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.decode.trace import RoundTrace
+from foredraft.decode.round_trace import RoundTrace
 from foredraft.verify.cells import Cells
 from foredraft.verify.positions import PositionCounts
-from foredraft.verify.records import DraftPosition
+from foredraft.verify.verify_records import DraftPosition
 
 LENGTH, GAMMA, VOCABULARY = 4, 3, 5
 P = np.array([0.4, 0.3, 0.15, 0.1, 0.05])  # the target's distribution, whatever the text before

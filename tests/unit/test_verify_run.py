@@ -19,17 +19,18 @@ import foredraft
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
 from foredraft.decode import accept, drafting
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import RoundInputs
 from foredraft.decode.drafting import _Steps
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import CostTable
+from foredraft.decode.round_draft import RoundInputs
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Stats
 from foredraft.decode.vocab_ops import TorchVocabOps
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.lookup import Lookup
-from foredraft.verify import DistributionTest, Options, Report, run, verify
+from foredraft.verify import DistributionTest, VerifySettings, VerifyReport, verify
+from foredraft.verify import verify_run as run
 from foredraft.verify.always import DraftsAlways
 from foredraft.verify.cells import Cells
 from foredraft.verify.defects import DEFECTS as PLANTED
@@ -37,10 +38,10 @@ from foredraft.verify.distribution_tests import DistributionCheck, run_test
 from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.planting import planted
 from foredraft.verify.prompt_choice import PROBES, choose_cases
-from foredraft.verify.records import TextRun
-from foredraft.verify.run import FAMILY_LEVEL, _affordable, _checks
 from foredraft.verify.sampler import BATCH, TARGET, TREE_WIDTHS, Sampler, SamplingCase
-from foredraft.verify.settings import SETTINGS
+from foredraft.verify.sampling_settings import SETTINGS
+from foredraft.verify.verify_records import TextRun
+from foredraft.verify.verify_run import FAMILY_LEVEL, _affordable, _checks
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 from tests.support.planting import Edit, Mutant, Spoiler
@@ -55,7 +56,7 @@ from tests.support.vocab_ops_choice import by_definition
 
 VOCABULARY = 40
 PROMPTS = [[1, 5, 9, 5], [1, 7, 3, 30, 12], [1, 20], [1, *range(3, 33)], [1, 8, 8, 8, 9]]
-QUICK = Options(tokens=10, detect=0.1, seed=3)
+QUICK = VerifySettings(tokens=10, detect=0.1, seed=3)
 # A weak drafter's drafts are seldom accepted whole, so the few samples of these tests may hold too few.
 FEW_BONUSES = "too few tokens for a test of the bonus token; take more samples, or other prompts"
 SELF_TEST = replace(QUICK, self_test="residual")
@@ -89,7 +90,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
     Mutant("", edits, lambda: None).plant(monkeypatch)
 
 
-def failed(report: Report) -> set[tuple[str, str]]:
+def failed(report: VerifyReport) -> set[tuple[str, str]]:
     """Return (drafter, acceptance rule) of the chi-square tests that failed; a stand-in is the drafter."""
     return {
         (test.drafter if test.control else "draft-model", test.acceptance)
@@ -158,7 +159,7 @@ def test_without_a_seed_each_run_draws_one_and_reports_it(llm: LLM) -> None:
 def test_without_a_distance_the_tests_detect_what_a_few_minutes_can(seconds: float, distance: float) -> None:
     """The time of the samples that chose the prompts decides: about 47,000 samples detect 0.03, 4,300 0.1."""
     case = SamplingCase(0, PROMPTS[0], SamplingParams(drafter="draft-model"))
-    checks = _checks([case] * len(SETTINGS), "draft-model", Options())
+    checks = _checks([case] * len(SETTINGS), "draft-model", VerifySettings())
     assert _affordable(checks, seconds) == distance
 
 
@@ -644,7 +645,7 @@ def test_positions_without_tokens_are_inconclusive(llm: LLM) -> None:
     enough = {"tokens": 90, "corrections": 30, "degrees": 1, "p_value": 0.5, "detectable": 0.4}
     none = {"tokens": 0, "corrections": 0, "degrees": 0, "p_value": 1.0, "detectable": 1.0}
 
-    def without(*numbers: int) -> Report:
+    def without(*numbers: int) -> VerifyReport:
         def changed(test: DistributionTest) -> DistributionTest:
             made = [replace(e, **(none if e.position in numbers else enough)) for e in test.positions]
             return replace(test, positions=tuple(made))
@@ -758,7 +759,7 @@ def test_a_failure_outweighs_weak_evidence(llm: LLM, altered: Any) -> None:
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Options(**options)
+        VerifySettings(**options)
 
 
 def test_missing_drafters_and_wrong_prompts_are_refused(llm: LLM, folders: tuple[Path, Path]) -> None:

@@ -17,7 +17,7 @@ import torch
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.llm import LLM
-from foredraft.loading.policies import make_policy
+from foredraft.loading.policy_choice import make_policy
 from foredraft.profiling.others import Load
 
 __all__ = ["BenchContext", "Contender", "Timing"]

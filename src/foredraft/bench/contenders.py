@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foredraft.bench.records import PLAIN
+from foredraft.bench.bench_records import PLAIN
 from foredraft.errors import ConfigError, Option, did_you_mean
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, missing_part, suits
 
@@ -91,7 +91,7 @@ def _module(name: str) -> Any:
 PROGRAMS: dict[str, Program] = {
     "foredraft": Program(lambda context: context.llm),
     "transformers": Program(
-        lambda context: _module("hugging_face").Checkpoints(context),
+        lambda context: _module("hugging_face").TransformersModels(context),
         "transformers",
         "pip install 'foredraft[bench]'",
     ),

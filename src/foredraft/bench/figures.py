@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-from foredraft.bench.contender import Contender, Timing
-from foredraft.bench.prediction import ceiling, forward_cost, predicted_speedup
-from foredraft.bench.records import (
+from foredraft.bench.bench_records import (
     PLAIN,
     Ceiling,
-    Costs,
-    Divergence,
-    Drafting,
+    DraftFigures,
     Exactness,
+    FirstDifference,
+    ForwardCosts,
     Row,
     Spread,
 )
+from foredraft.bench.contender import Contender, Timing
+from foredraft.bench.predicted_speedup import ceiling, forward_cost, predicted_speedup
 from foredraft.decode.stats import Stats
 from foredraft.ngrams import repeated
 
@@ -100,7 +100,7 @@ class Series:
     batch: int
     runs: tuple[Runs, ...]
     expected: tuple[tuple[int, ...], ...]
-    costs: Costs
+    costs: ForwardCosts
     weight_read_seconds: float | None
 
     @property
@@ -195,11 +195,11 @@ def _with_drafting(row: Row, series: Series, name: str) -> Row:
     )
 
 
-def _drafting(name: str, counted: Sequence[Runs]) -> Drafting | None:
+def _drafting(name: str, counted: Sequence[Runs]) -> DraftFigures | None:
     if not counted:
         return None
     stats = Stats.merge(runs.stats(name) for runs in counted)
-    return Drafting(
+    return DraftFigures(
         alpha=stats.alpha,
         acceptance_rate=stats.acceptance_rate,
         acceptance_by_position=tuple(stats.acceptance_by_position),
@@ -208,7 +208,7 @@ def _drafting(name: str, counted: Sequence[Runs]) -> Drafting | None:
     )
 
 
-def _overhead(costs: Costs, runs: Runs, name: str) -> float:
+def _overhead(costs: ForwardCosts, runs: Runs, name: str) -> float:
     """Return o: the median time of a round less the cost of its forwards, in plain steps."""
     rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
     return median(rounds) / costs.step_seconds - forward_cost(costs, runs.stats(name))
@@ -242,6 +242,6 @@ def _exactness(series: Series, name: str, *, comparable: bool) -> Exactness:
                 position = divergence(tokens, series.expected[prompt])
                 if position is not None:
                     diverged[prompt] = min(position, diverged.get(prompt, position))
-    found = [Divergence(prompt, position) for prompt, position in sorted(diverged.items())]
+    found = [FirstDifference(prompt, position) for prompt, position in sorted(diverged.items())]
     total = len(series.expected)
     return Exactness(True, total - len(found), total, found[0] if found else None)

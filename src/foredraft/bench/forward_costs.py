@@ -1,6 +1,6 @@
 """The costs of bare forwards: v(n) of the target and c of the drafters, in plain steps.
 
-Contract: medians of bare forwards (`profiling.forwards`) in interleaved turns, after a warm-up. A `Meter`
+Contract: medians of bare forwards (`profiling.forwards`) in interleaved turns, after a warm-up. A `CostMeter`
 takes the turns one by one, between the runs that its costs are to explain, because costs on a shared machine
 change from one minute to the next. c is measured by drafts of one token and by the longest. Host work is not
 in these costs, so the predicted speed-up (`prediction`) is that of a round without any (docs/architecture.md,
@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
-from foredraft.bench.records import Cost, Costs, DraftCost, Spread
+from foredraft.bench.bench_records import Cost, DraftCost, ForwardCosts, Spread
 from foredraft.llm.loaded import Loaded
 from foredraft.profiling.forwards import ForwardMeter, draft_seconds
 from foredraft.profiling.others import Load, Watch
 
-__all__ = ["REPEATS", "WIDE", "Meter", "measure_costs"]
+__all__ = ["REPEATS", "WIDE", "CostMeter", "measure_costs"]
 
 WIDE = (8, 16, 32)  # columns beyond the longest draft that are measured for one sequence
 REPEATS = 30  # turns of a cost that is measured by itself
 
 
-class Meter:
+class CostMeter:
     """Measures the costs of `batch` sequences of `context` tokens, with drafts of up to `longest` tokens.
 
     It warms up when it is made.
@@ -47,7 +47,7 @@ class Meter:
         if (load := watch.load()) is not None:
             self._loads.append(load)
 
-    def costs(self, read_seconds: float | None = None, workload: str | None = None) -> Costs:
+    def costs(self, read_seconds: float | None = None, workload: str | None = None) -> ForwardCosts:
         """Return the costs of all turns so far, one at least.
 
         Args:
@@ -64,7 +64,7 @@ class Meter:
         drafting = {name: self._draft_cost(name, step) for name in self._drafters}
         share = None if read_seconds is None else read_seconds / step
         others = Spread.of(load.others for load in self._loads)
-        return Costs(self.batch, self.context, tuple(verifying), drafting, share, workload, others)
+        return ForwardCosts(self.batch, self.context, tuple(verifying), drafting, share, workload, others)
 
     def _draft_cost(self, name: str, step: float) -> DraftCost:
         seconds, longest = self._meter.seconds, self.longest
@@ -85,12 +85,12 @@ def measure_costs(
     read_seconds: float | None = None,
     repeats: int = REPEATS,
     after: Callable[[], object] = lambda: None,
-) -> Costs:
-    """Measure the costs in one go; arguments as `Meter` and its methods have them.
+) -> ForwardCosts:
+    """Measure the costs in one go; arguments as `CostMeter` and its methods have them.
 
     after: Called after the warm-up, and after every turn.
     """
-    meter = Meter(loaded, batch, context, longest)
+    meter = CostMeter(loaded, batch, context, longest)
     after()
     for _ in range(repeats):
         meter.turn()

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from foredraft.bench.contender import BenchContext, Timing
 from foredraft.errors import ConfigError, Option
-from foredraft.model.device import synchronise
 from foredraft.model.gguf.tensors import source_of
+from foredraft.model.transfers import synchronise
 
-__all__ = ["Checkpoints", "Generate", "assisted", "plain", "prompt_lookup"]
+__all__ = ["Generate", "TransformersModels", "assisted", "plain", "prompt_lookup"]
 
 LOOKUP_TOKENS = 10  # draft length in tokens, from the library's documentation; it has no default
 
 
-class Checkpoints:
+class TransformersModels:
     """The target and, if there is one, the draft model, each loaded once for all contenders.
 
     Raises:
@@ -47,12 +47,12 @@ class Checkpoints:
             self.draft = None if context.draft is None else _load(context.draft, context)
 
 
-def plain(models: Checkpoints, context: BenchContext) -> Generate:
+def plain(models: TransformersModels, context: BenchContext) -> Generate:
     """Return `generate` without drafts."""
     return Generate("transformers", models.target, context, batch_sizes=None)
 
 
-def assisted(models: Checkpoints, context: BenchContext) -> Generate:
+def assisted(models: TransformersModels, context: BenchContext) -> Generate:
     """Return `generate` with `assistant_model`.
 
     Raises:
@@ -66,7 +66,7 @@ def assisted(models: Checkpoints, context: BenchContext) -> Generate:
     return Generate("transformers-assisted", models.target, context, assistant_model=models.draft)
 
 
-def prompt_lookup(models: Checkpoints, context: BenchContext) -> Generate:
+def prompt_lookup(models: TransformersModels, context: BenchContext) -> Generate:
     """Return `generate` with `prompt_lookup_num_tokens`."""
     return Generate("transformers-lookup", models.target, context, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 

@@ -9,9 +9,9 @@ from typing import Any
 from foredraft.bench.contender import BenchContext, Contender
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS
 from foredraft.bench.foredraft_contender import ForedraftContender
-from foredraft.bench.machine import Memory
+from foredraft.bench.machine_record import Memory
 from foredraft.errors import ConfigError, ForedraftError, Option, python_spelling
-from foredraft.loading.memory import free_memory
+from foredraft.loading.free_memory import free_memory
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 

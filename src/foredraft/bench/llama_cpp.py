@@ -25,8 +25,8 @@ from foredraft.bench.contender import BenchContext, Timing
 from foredraft.bench.gguf_file import write_gguf
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError, Option
-from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import source_of
+from foredraft.model.transfers import dtype_name
 
 __all__ = ["LlamaCpp"]
 

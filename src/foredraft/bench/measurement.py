@@ -17,12 +17,12 @@ from math import ceil
 from statistics import median
 
 from foredraft.bench import forward_costs
+from foredraft.bench.bench_records import PLAIN, ForwardCosts, RoundTime, Row, Spread, TurnCount
+from foredraft.bench.bench_settings import MAX_REPEATED, BenchSettings
 from foredraft.bench.contender import BenchContext, Contender, Timing
 from foredraft.bench.figures import Group, Runs, Series, make_row
 from foredraft.bench.lineup import LineUp
-from foredraft.bench.machine import Memory
-from foredraft.bench.options import MAX_REPEATED, Options
-from foredraft.bench.records import PLAIN, Costs, RoundTime, Row, Spread, TurnCount
+from foredraft.bench.machine_record import Memory
 from foredraft.bench.schedule import groups_of, turns
 from foredraft.ngrams import repeated
 from foredraft.profiling.others import Load, QuietTurns, Watch, worst
@@ -54,7 +54,7 @@ class Measurement:
 
     context: BenchContext
     lineup: LineUp
-    options: Options
+    options: BenchSettings
     memory: Memory
     longest_draft: int
     weight_read_seconds: float | None
@@ -62,7 +62,7 @@ class Measurement:
 
     def measure(
         self, workload: str, prompts: list[list[int]]
-    ) -> Iterator[tuple[Costs, list[Row], TurnCount]]:
+    ) -> Iterator[tuple[ForwardCosts, list[Row], TurnCount]]:
         """Yield the costs of bare forwards, the rows and the turns of a workload, one batch size at a time.
 
         Args:
@@ -132,10 +132,10 @@ class Measurement:
         self.progress(f"{stage}, warm-up", len(contenders), len(contenders))
         return added
 
-    def _meter(self, prompts: list[list[int]], batch: int) -> forward_costs.Meter:
+    def _meter(self, prompts: list[list[int]], batch: int) -> forward_costs.CostMeter:
         """Return a meter at the context length of the median prompt, half way through its new tokens."""
         context = int(median(map(len, prompts))) + self.options.new_tokens // 2
-        return forward_costs.Meter(self.context.llm.loaded, batch, context, self.longest_draft)
+        return forward_costs.CostMeter(self.context.llm.loaded, batch, context, self.longest_draft)
 
     def _timed_runs(
         self,
@@ -143,7 +143,7 @@ class Measurement:
         prompts: list[list[int]],
         groups: Sequence[Group],
         contenders: list[Contender],
-        meter: forward_costs.Meter,
+        meter: forward_costs.CostMeter,
         quiet: QuietTurns,
     ) -> Iterator[Runs]:
         """Yield each group's timings: in every repeat the contenders take turns, then the meter runs."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foredraft.bench.records import Exactness, Report, Row, Spread
+from foredraft.bench.bench_records import BenchReport, Exactness, Row, Spread
 from foredraft.cli.drafting import refuse_lossy
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
@@ -23,7 +23,7 @@ from foredraft.cli.progress import started
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foredraft.bench.options import Options
+    from foredraft.bench.bench_settings import BenchSettings
 
 __all__ = ["bench"]
 
@@ -49,7 +49,7 @@ def bench(
     workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
     bars = started()
     try:
-        from foredraft.bench.run import bench as run
+        from foredraft.bench.bench_run import bench as run
 
         with Raised():
             report = run(
@@ -76,20 +76,20 @@ def bench(
     return FAILED if differing(report) else 0
 
 
-def page(report: Report) -> str:
+def page(report: BenchReport) -> str:
     """Return the --html page."""
     from foredraft.pages.benchmark import benchmark_page
 
     return benchmark_page(report)
 
 
-def options_of(benchmark: BenchOptions, drafting: Given) -> Options:
+def options_of(benchmark: BenchOptions, drafting: Given) -> BenchSettings:
     """Return the options of the benchmark.
 
     Raises:
         ConfigError: An option has a wrong value.
     """
-    from foredraft.bench.options import Options
+    from foredraft.bench.bench_settings import BenchSettings
 
     refuse_lossy(drafting)
     if benchmark.prompts is not None and benchmark.prompts < 1:
@@ -100,7 +100,7 @@ def options_of(benchmark: BenchOptions, drafting: Given) -> Options:
         raise ConfigError(
             option="batch", value=benchmark.batch, remedy="give whole numbers, as in 1,8"
         ) from None
-    return Options(
+    return BenchSettings(
         methods=None if benchmark.methods is None else listed(benchmark.methods),
         policies=() if benchmark.policies is None else listed(benchmark.policies),
         new_tokens=benchmark.new_tokens,
@@ -116,7 +116,7 @@ def listed(words: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in words.split(","))
 
 
-def differing(report: Report) -> list[Row]:
+def differing(report: BenchReport) -> list[Row]:
     """Return Foredraft's rows whose tokens differ from plain decoding's although they must not."""
     if not report.options["deterministic"]:
         return []
@@ -147,7 +147,7 @@ METHODS = (
 BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:11], "drafted", "ceiling", "identical")
 
 
-def lines(report: Report, width: int | None = None) -> list[str]:
+def lines(report: BenchReport, width: int | None = None) -> list[str]:
     """Return the report as tables, at most `width` characters wide, and sentences."""
     shown = [*(f"WARNING: {doubt}" for doubt in report.doubts), about(report), ""]
     shown += table([METHODS, *(cells(row, METHODS) for row in report.methods)], width, keys=3)
@@ -167,7 +167,7 @@ def lines(report: Report, width: int | None = None) -> list[str]:
     return shown
 
 
-def about(report: Report) -> str:
+def about(report: BenchReport) -> str:
     """Return one line on the model, the options and the machine."""
     target, costs, speed = report.models[0], report.typical_costs[0], report.bandwidth
     options, machine = report.options, report.machine

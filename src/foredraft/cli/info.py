@@ -120,7 +120,7 @@ def in_gib(size: int) -> str:
 
 def room(context: Context, found: Inspection) -> str:
     """Return one line on the length of sequences that fit into memory."""
-    from foredraft.model.device import as_gib
+    from foredraft.model.transfers import as_gib
 
     free = f"{as_gib(found.free_bytes)} are free on {found.device}"
     if context.longest is None or context.refusal is not None:

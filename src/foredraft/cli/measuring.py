@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter, Token
 
+from foredraft.bench.bench_settings import BenchSettings as BenchDefaults
 from foredraft.bench.contenders import CONTENDERS
-from foredraft.bench.options import Options as BenchDefaults
 from foredraft.cli.options import CHAT, Flag, bullets, common
 from foredraft.model.prompt_form import PromptForm
 from foredraft.tune.options import Options as TuneDefaults
 from foredraft.tune.options import SamplerName
-from foredraft.verify import Options as VerifyDefaults
+from foredraft.verify import VerifySettings as VerifyDefaults
 from foredraft.verify.defects import ALL, DEFAULT, DEFECTS
 
 __all__ = ["BenchOptions", "PromptOptions", "TuneOptions", "VerifyOptions"]

@@ -34,8 +34,8 @@ from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
 from foredraft.errors import ConfigError, Option
 from foredraft.files import check_folder_place, write_whole
-from foredraft.train.options import LOSSES, AdapterOptions, TrainOptions
-from foredraft.train.options import DraftOptions as TrainedDraftOptions
+from foredraft.train.training_options import LOSSES, AdapterOptions, TrainOptions
+from foredraft.train.training_options import DraftOptions as TrainedDraftOptions
 
 if TYPE_CHECKING:
     from foredraft.train.result import Result

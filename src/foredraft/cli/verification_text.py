@@ -9,8 +9,8 @@ from foredraft.kinds import DRAFTERS
 from foredraft.verify.defects import DEFECTS
 
 if TYPE_CHECKING:
-    from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, Report
-    from foredraft.verify.records import TextRun
+    from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, VerifyReport
+    from foredraft.verify.verify_records import TextRun
 
 __all__ = ["Names", "defect_name", "lines"]
 
@@ -33,7 +33,7 @@ ALWAYS = "drafting always"  # of runs in which every round drafts
 POSITIONS = ("position", "tokens", "corrected", "chi2", "df", "p-value", "detects", "if corrected", "")
 
 
-def lines(report: Report, names: Names, width: int | None = None) -> list[str]:
+def lines(report: VerifyReport, names: Names, width: int | None = None) -> list[str]:
     """Return the report as sentences and tables, at most `width` characters wide."""
     room = None if width is None else width - 2
     return [
@@ -51,7 +51,7 @@ def lines(report: Report, names: Names, width: int | None = None) -> list[str]:
     ]
 
 
-def header(report: Report, names: Names) -> str:
+def header(report: VerifyReport, names: Names) -> str:
     """Return one line on what was tested, and on which machine."""
     about = report.about
     drafters = ", ".join(described(name, about["plan"], names["draft"]) for name in about["drafters"])
@@ -106,7 +106,7 @@ def divergence_line(found: Divergence) -> str:
     )
 
 
-def test_lines(report: Report, width: int | None) -> list[str]:
+def test_lines(report: VerifyReport, width: int | None) -> list[str]:
     """Return the chi-square tests as a table, at most `width` characters wide."""
     first = report.tests[0]
     return [
@@ -118,7 +118,7 @@ def test_lines(report: Report, width: int | None) -> list[str]:
     ]
 
 
-def in_turns(report: Report) -> str:
+def in_turns(report: VerifyReport) -> str:
     """Return a clause on the drafters of the samples, where the policy chooses among several."""
     always = any(run.always for run in report.identities[0].runs)
     turns = (
@@ -150,7 +150,7 @@ def drafter_of(test: DistributionTest) -> str:
     return test.drafter + (f", logits / {test.draft_temperature:g}" if test.draft_temperature != 1 else "")
 
 
-def position_lines(report: Report, width: int | None) -> list[str]:
+def position_lines(report: VerifyReport, width: int | None) -> list[str]:
     """Return the tests by draft position as tables, at most `width` characters wide."""
     found: list[str] = []
     for test in report.tests:
@@ -185,7 +185,7 @@ def position_row(position: DraftPosition) -> tuple[str, ...]:
     )
 
 
-def power(report: Report) -> str:
+def power(report: VerifyReport) -> str:
     """Return one line on the difference that the tests detect."""
     by_position = [
         f"{each.detectable_correction:.3f} at draft position {each.position + 1}"
@@ -199,13 +199,13 @@ def power(report: Report) -> str:
     )
 
 
-def defect_name(report: Report) -> str:
+def defect_name(report: VerifyReport) -> str:
     """Return the name of the planted defect, and what is wrong."""
     assert report.planted is not None
     return f"{report.planted}: {DEFECTS[report.planted].summary}"
 
 
-def conclusion(report: Report) -> str:
+def conclusion(report: VerifyReport) -> str:
     """Return one line on the outcome."""
     if report.planted is not None:
         found = "was found" if report.found_planted else "was NOT found: these tests prove nothing here"

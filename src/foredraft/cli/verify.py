@@ -22,15 +22,15 @@ from foredraft.cli.progress import started
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.verification_text import Names, defect_name, lines
 from foredraft.errors import ConfigError
-from foredraft.verify import Options
+from foredraft.verify import VerifySettings
 from foredraft.verify.defects import ALL, DEFECTS
-from foredraft.verify.options import no_drafter
+from foredraft.verify.verify_settings import no_drafter
 
 if TYPE_CHECKING:
     from foredraft.model.prompt_form import PromptForm
     from foredraft.model.tokenizer import Tokenizer
-    from foredraft.verify import Report
-    from foredraft.verify.report import Verdict
+    from foredraft.verify import VerifyReport
+    from foredraft.verify.verify_report import Verdict
 
 __all__ = ["verify"]
 
@@ -87,28 +87,28 @@ def verify(
     return EXIT_CODES[overall(reports)]
 
 
-def page(reports: Sequence[Report], names: Names) -> str:
+def page(reports: Sequence[VerifyReport], names: Names) -> str:
     """Return the --html page."""
     from foredraft.pages.verification import verification_page
 
     return verification_page(reports, names)
 
 
-def overall(reports: Sequence[Report]) -> Verdict:
+def overall(reports: Sequence[VerifyReport]) -> Verdict:
     """Return the verdict of one report, or of the self-tests with every defect."""
     verdicts = {report.verdict for report in reports}
     return verdicts.pop() if len(verdicts) == 1 else "inconclusive"
 
 
 def run(
-    prompts: list[str], form: PromptForm, each: Sequence[Options], model: Given, drafting: Given
-) -> list[Report]:
+    prompts: list[str], form: PromptForm, each: Sequence[VerifySettings], model: Given, drafting: Given
+) -> list[VerifyReport]:
     """Load the models with room for the verification, and run it with each of the options."""
     bars = started()
     from foredraft.loading import load_for
     from foredraft.verify import verify as run_checks
-    from foredraft.verify.run import max_new_tokens
     from foredraft.verify.sampler import BATCH
+    from foredraft.verify.verify_run import max_new_tokens
 
     def needs(tokenizer: Tokenizer | None, defaults: object) -> tuple[int, int]:
         longest = 0 if tokenizer is None else form.longest(tokenizer, prompts)
@@ -129,7 +129,7 @@ def run(
         bars.clear()
 
 
-def options_of(verifying: VerifyOptions, drafting: Given) -> list[Options]:
+def options_of(verifying: VerifyOptions, drafting: Given) -> list[VerifySettings]:
     """Return the options of the verification, or of one for each defect.
 
     Raises:
@@ -148,4 +148,4 @@ def options_of(verifying: VerifyOptions, drafting: Given) -> list[Options]:
     planted = [name]
     if name == ALL:
         planted = [defect for defect, kind in DEFECTS.items() if rule in (None, kind.rule) or not kind.rule]
-    return [Options(**own, acceptance=rule, self_test=each) for each in planted]
+    return [VerifySettings(**own, acceptance=rule, self_test=each) for each in planted]

@@ -17,7 +17,7 @@ from foredraft.constraints.compiling import SIMPLER, compile_grammar, grammar_to
 from foredraft.constraints.grammar import Grammar
 from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
 from foredraft.constraints.pace import MAX_OVERDUE, MaskThreads, Pace
-from foredraft.constraints.phrases import State
+from foredraft.constraints.phrases import PhraseState
 from foredraft.constraints.token_automaton import TokenAutomaton
 from foredraft.constraints.token_table import TokenTable
 from foredraft.constraints.track import PhraseTrack, prompt_state
@@ -118,7 +118,7 @@ class ConstraintFactory:
             self._vocabulary, params.ban_rollbacks, holds_all=holds_all,
         )  # fmt: skip
 
-    def _prompt_state(self, automaton: TokenAutomaton, prompt: list[int], show_special: bool) -> State:
+    def _prompt_state(self, automaton: TokenAutomaton, prompt: list[int], show_special: bool) -> PhraseState:
         """Return the automaton's state after as much of the prompt's end as a phrase may span."""
         phrases, table = automaton.phrases, automaton.table
         reach, texts = 4 * max(map(len, phrases.patterns)) + 4, list[bytes | None]()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from foredraft.constraints.open_characters import is_word
 
-__all__ = ["BOUNDARY", "PhraseAutomaton", "State", "Symbols"]
+__all__ = ["BOUNDARY", "PhraseAutomaton", "PhraseState", "Symbols"]
 
 BOUNDARY = "\ud800"  # a lone surrogate: no text contains it
 BETWEEN = "\ud802"  # another one, between texts that become symbols in one call
@@ -65,7 +65,7 @@ class Symbols(dict[int, str]):
         return edge + self.of(phrase) + edge
 
 
-class State(NamedTuple):
+class PhraseState(NamedTuple):
     """Where an automaton stands: a node, and the bytes of an incomplete character."""
 
     node: int = ROOT
@@ -103,7 +103,7 @@ class PhraseAutomaton:
         for pattern in self.patterns:
             self.shortest[self._insert(pattern)] = len(pattern)
         self._link()
-        self.start = State(self.step(ROOT, BOUNDARY) if symbols.whole_words else ROOT)
+        self.start = PhraseState(self.step(ROOT, BOUNDARY) if symbols.whole_words else ROOT)
 
     def _insert(self, pattern: str) -> int:
         node = ROOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from foredraft.constraints.phrases import PhraseAutomaton, State
+from foredraft.constraints.phrases import PhraseAutomaton, PhraseState
 from foredraft.constraints.token_table import TokenTable
 
 __all__ = ["Move", "TokenAutomaton"]
@@ -26,7 +26,7 @@ class Move(NamedTuple):
             token adds; below 0 in front of it. None where no phrase is complete.
     """
 
-    state: State
+    state: PhraseState
     symbols: int
     joined: int
     waits: bool
@@ -43,9 +43,9 @@ class TokenAutomaton:
 
     def __init__(self, phrases: PhraseAutomaton, table: TokenTable) -> None:
         self.phrases, self.table = phrases, table
-        self._moves: dict[tuple[State, int, bool], Move] = {}
+        self._moves: dict[tuple[PhraseState, int, bool], Move] = {}
 
-    def read(self, state: State, token: int, last: bool = False) -> Move:
+    def read(self, state: PhraseState, token: int, last: bool = False) -> Move:
         """Return the move of a token; last: the text ends with it."""
         key = state, token, last
         move = self._moves.get(key)
@@ -55,7 +55,7 @@ class TokenAutomaton:
             move = self._moves[key] = self._move(*key)
         return move
 
-    def _move(self, state: State, token: int, last: bool) -> Move:
+    def _move(self, state: PhraseState, token: int, last: bool) -> Move:
         phrases, text = self.phrases, self.table.texts[token]
         symbols, pending = phrases.decoded(state.pending, text)
         joined = len(phrases.first_symbols(state.pending, text)) if state.pending else 0
@@ -63,9 +63,9 @@ class TokenAutomaton:
         if last or token in self.table.ends:
             symbols += phrases.end_symbols
         node, found = self._search(state.node, symbols)
-        return Move(State(node, pending), len(symbols), joined, waits, found)
+        return Move(PhraseState(node, pending), len(symbols), joined, waits, found)
 
-    def found_at_end(self, state: State) -> int | None:
+    def found_at_end(self, state: PhraseState) -> int | None:
         """Return `Move.found` of the end of the text."""
         return self._search(state.node, self.phrases.end_symbols)[1]
 

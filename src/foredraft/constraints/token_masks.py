@@ -27,7 +27,7 @@ from foredraft.constraints.open_characters import (
     missing_bytes,
     words_within,
 )
-from foredraft.constraints.phrases import BOUNDARY, ROOT, PhraseAutomaton, State
+from foredraft.constraints.phrases import BOUNDARY, ROOT, PhraseAutomaton, PhraseState
 from foredraft.constraints.token_table import TokenTable
 
 __all__ = ["TokenMasks"]
@@ -88,17 +88,17 @@ class TokenMasks:
                 self._within_last[id] = automaton.completes(ROOT, stream + automaton.end_symbols)
         self._silent = table.silent.numpy()
         self._ranges: dict[tuple[int, bool], Ids] = {}
-        self._masks: dict[tuple[State, int], Tensor] = {}
+        self._masks: dict[tuple[PhraseState, int], Tensor] = {}
         self._named = self._named_by_patterns()
         self._symbols: dict[bytes, list[str]] = {}
-        self._completable: dict[tuple[State, int], bool] = {}
+        self._completable: dict[tuple[PhraseState, int], bool] = {}
         self._most = max(256, KEPT_BYTES // size)
         self._spans = _spans(automaton)
         for node, (first, stop) in enumerate(self._spans):
             if node != ROOT and stop - first >= EAGER_PHRASES:
                 self._starting(node, False)
 
-    def allowed(self, state: State, left: int = FAR) -> Tensor:
+    def allowed(self, state: PhraseState, left: int = FAR) -> Tensor:
         """Return the tokens that lead to no phrase after `state`, [V] bool; it must not be written to.
 
         Where no token that adds text is among them, only ends are.
@@ -117,7 +117,7 @@ class TokenMasks:
             mask = self._masks[key] = self.table.without_idle(mask)
         return mask
 
-    def _forbidden(self, state: State, left: int) -> npt.NDArray[np.bool_]:
+    def _forbidden(self, state: PhraseState, left: int) -> npt.NDArray[np.bool_]:
         if state.pending:
             return self._forbidden_mid_character(state, left)
         forbidden = self._within.copy() if left else (self._within | self._within_last)
@@ -128,18 +128,18 @@ class TokenMasks:
         for (symbols, pending), ids in self._opening.items():
             if self._is_always_completable(pending, left):
                 continue
-            if not self._can_complete(State(self.automaton.walk(state.node, symbols), pending), left):
+            if not self._can_complete(PhraseState(self.automaton.walk(state.node, symbols), pending), left):
                 forbidden[ids] = True
         return forbidden
 
-    def _forbidden_mid_character(self, state: State, left: int) -> npt.NDArray[np.bool_]:
+    def _forbidden_mid_character(self, state: PhraseState, left: int) -> npt.NDArray[np.bool_]:
         """Return the forbidden tokens where the text ends within a character."""
         automaton, texts = self.automaton, self.table.texts
         node, broken = state.node, automaton.broken(state.pending)
         if automaton.completes(node, broken):
             forbidden = np.ones(len(texts), dtype=bool)
         else:
-            forbidden = self._forbidden(State(automaton.walk(node, broken)), left)
+            forbidden = self._forbidden(PhraseState(automaton.walk(node, broken)), left)
         ends = automaton.completes(node, automaton.end_symbols)
         forbidden[self._silent] = ends and not left
         for id in self.table.ends:
@@ -149,7 +149,7 @@ class TokenMasks:
             forbidden[id] = not self._may_continue(state, *automaton.decoded(state.pending, texts[id]), left)
         return forbidden
 
-    def _may_continue(self, state: State, symbols: str, pending: bytes, left: int) -> bool:
+    def _may_continue(self, state: PhraseState, symbols: str, pending: bytes, left: int) -> bool:
         """Return whether a token may follow an open character.
 
         Args:
@@ -161,9 +161,11 @@ class TokenMasks:
         automaton = self.automaton
         if automaton.completes(state.node, symbols + ("" if left else automaton.end_symbols)):
             return False
-        return not pending or self._can_complete(State(automaton.walk(state.node, symbols), pending), left)
+        return not pending or self._can_complete(
+            PhraseState(automaton.walk(state.node, symbols), pending), left
+        )
 
-    def _can_complete(self, state: State, left: int) -> bool:
+    def _can_complete(self, state: PhraseState, left: int) -> bool:
         """Return whether tokens can complete the open character at the end of a text, or the text is over.
 
         Args:
@@ -179,7 +181,7 @@ class TokenMasks:
             self._completable[key] = self._finds_completion(state, left)
         return self._completable[key]
 
-    def _finds_completion(self, state: State, left: int) -> bool:
+    def _finds_completion(self, state: PhraseState, left: int) -> bool:
         automaton, node = self.automaton, state.node
         is_legal = not all(automaton.completes(node, symbols) for symbols in self._becomes(state.pending))
         if left == FAR and (not is_legal or self.table.has_all_continuations):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-from foredraft.constraints.phrases import PhraseAutomaton, State
+from foredraft.constraints.phrases import PhraseAutomaton, PhraseState
 from foredraft.constraints.token_automaton import TokenAutomaton
 
 __all__ = ["PhraseTrack", "prompt_state"]
@@ -21,7 +21,7 @@ class _Step(NamedTuple):
         joined: Symbols of the character that the last token completed.
     """
 
-    state: State
+    state: PhraseState
     emitted: int
     begun: int
     joined: int
@@ -40,13 +40,13 @@ class PhraseTrack:
         tokens: New tokens read.
     """
 
-    def __init__(self, automaton: TokenAutomaton, start: State, last: int) -> None:
+    def __init__(self, automaton: TokenAutomaton, start: PhraseState, last: int) -> None:
         self.automaton, self.last = automaton, last
         self.tokens: list[int] = []
         self._steps = [_Step(start, 0, -1 if start.pending else 0, 0)]  # after n tokens
 
     @property
-    def state(self) -> State:
+    def state(self) -> PhraseState:
         return self._steps[-1].state
 
     @property
@@ -119,7 +119,7 @@ class PhraseTrack:
         return min(index, len(self.tokens) - 1)
 
 
-def prompt_state(automaton: PhraseAutomaton, texts: list[bytes | None]) -> State:
+def prompt_state(automaton: PhraseAutomaton, texts: list[bytes | None]) -> PhraseState:
     """Return the state after a prompt, whose special tokens (None) cut its text."""
     node, pending = automaton.start
     for text in texts:
@@ -128,4 +128,4 @@ def prompt_state(automaton: PhraseAutomaton, texts: list[bytes | None]) -> State
             continue
         symbols, pending = automaton.decoded(pending, text)
         node = automaton.walk(node, symbols)
-    return State(node, pending)
+    return PhraseState(node, pending)

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft
-from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Keys, Noise
+from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, DrawKeys, Noise
 from foredraft.decode.penalty_context import PenaltyContext
+from foredraft.decode.round_draft import Draft
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import leading
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
 __all__ = ["SurpriseLimit", "Verdict", "accept", "bild", "coupled", "speculative"]
 
@@ -78,7 +78,7 @@ class SurpriseLimit:
         return cls(judge, table.bound, ~table.bound.isnan(), table.bounded)
 
 
-def speculative(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> Verdict:
+def speculative(draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Noise) -> Verdict:
     """Accept by rejection sampling.
 
     Args:
@@ -112,7 +112,7 @@ def _keeps(u: Tensor, q: Tensor, p: Tensor) -> Tensor:
     return u * q < p
 
 
-def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> Verdict:
+def coupled(draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Noise) -> Verdict:
     """Accept the longest prefix that the target draws itself by the same noise; q is not read."""
 
     def pick(weights: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> V
     return Verdict(*p.vocab_ops.match_prefix(draft.tokens, y, draft.lengths))
 
 
-def bild(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise, limit: SurpriseLimit) -> Verdict:
+def bild(draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Noise, limit: SurpriseLimit) -> Verdict:
     """Accept tokens up to a bound of surprise; a token that the judge rules out never stands. Lossy."""
     stands = _stands(limit.judge.at(draft.tokens), p.at(draft.tokens), limit.bound[:, None])
     accepted = leading(stands, draft.lengths)
@@ -143,7 +143,7 @@ def _stands(judged: Tensor, p: Tensor, bound: Tensor) -> Tensor:
 def accept(
     draft: Draft,
     p: Distribution,
-    keys: Keys | None,
+    keys: DrawKeys | None,
     noise: Noise,
     is_coupled: list[bool],
     limit: SurpriseLimit | None = None,

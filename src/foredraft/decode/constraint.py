@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
 __all__ = ["Along", "Constraint", "ConstraintError", "Walks", "masks_along"]
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from foredraft.decode.constraint import Walks, masks_along
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows
 from foredraft.decode.drafter import Drafter, Guesser, Stepper
 from foredraft.decode.fused_drafting import FusedDrafting
 from foredraft.decode.noise import DRAFT, Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
+from foredraft.decode.round_draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows
 from foredraft.decode.sampling import distribution_of
-from foredraft.model.device import upload
 from foredraft.model.runner import DraftInputs, Resume
+from foredraft.model.transfers import upload
 
 __all__ = ["DraftTools", "propose"]
 

@@ -21,35 +21,35 @@ import torch
 
 from foredraft.decode.accept import SurpriseLimit, Verdict, accept
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.draft_choice import choose_drafts, has_drafters
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
+from foredraft.decode.engine_target import Target
 from foredraft.decode.faults import nonfinite_message, reset_drafter
 from foredraft.decode.jump_forward import JUMP_FORWARD, JumpForward
-from foredraft.decode.noise import Keys, Noise
+from foredraft.decode.noise import DrawKeys, Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import ByRequest, Policy
 from foredraft.decode.prefill import prefill_chunk
 from foredraft.decode.prefix_cache import PrefixCache
+from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
-from foredraft.decode.target import Target
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
 from foredraft.model.cache import KVCache
-from foredraft.model.device import upload
 from foredraft.model.runner import Forward
+from foredraft.model.transfers import upload
 
 __all__ = ["Engine"]
 
 FREE_DRAFTERS = {JUMP_FORWARD: JumpForward()}  # that no request names, and no policy decides about
 
 Rule: TypeAlias = Callable[
-    [Draft, Distribution, Keys | None, Noise, list[bool], SurpriseLimit | None], Verdict
+    [Draft, Distribution, DrawKeys | None, Noise, list[bool], SurpriseLimit | None], Verdict
 ]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from foredraft.decode.constraint import Walks
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, lengths_tensor, pad_rows
 from foredraft.decode.drafter import Stepper
+from foredraft.decode.round_draft import Draft, lengths_tensor, pad_rows
 from foredraft.model.runner import DraftInputs
 
 __all__ = ["FusedDrafting"]

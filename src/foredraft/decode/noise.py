@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
-__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "ROLLBACK", "Keys", "Noise", "NoiseKeys", "seed_key"]
+__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "ROLLBACK", "DrawKeys", "Noise", "NoiseKeys", "seed_key"]
 
 DRAFT: Final = 1  # the drafter's own draw
 ACCEPT: Final = 2  # the coin of the acceptance test
@@ -48,7 +48,7 @@ def seed_key(seed: int, sample: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-class Keys:
+class DrawKeys:
     """Noise keys of B rows at T positions; draws are a function of them.
 
     Attributes:
@@ -63,21 +63,21 @@ class Keys:
         """Return the hashed keys for one purpose, [B, T] int64."""
         raise NotImplementedError
 
-    def column(self, index: int) -> Keys:
+    def column(self, index: int) -> DrawKeys:
         """Return the keys of one column, the same in every row, with T = 1."""
         return _Part(self.base, self.vocab_ops, self, lambda x: x[:, index : index + 1])
 
-    def first(self, count: int) -> Keys:
+    def first(self, count: int) -> DrawKeys:
         """Return the keys of the first `count` columns."""
         return _Part(self.base, self.vocab_ops, self, lambda x: x[:, :count])
 
-    def columns(self, index: Tensor) -> Keys:
+    def columns(self, index: Tensor) -> DrawKeys:
         """Return the keys at column `index` [B] of every row, with T = 1."""
         return _Part(self.base, self.vocab_ops, self, lambda x: x.gather(1, index[:, None]))
 
 
 @dataclass(frozen=True)
-class NoiseKeys(Keys):
+class NoiseKeys(DrawKeys):
     """Keys of whole rows.
 
     Attributes:
@@ -117,12 +117,12 @@ class NoiseKeys(Keys):
 
 
 @dataclass(frozen=True)
-class _Part(Keys):
+class _Part(DrawKeys):
     """Some of the positions of other keys, which are hashed once as a whole."""
 
     base: Tensor
     vocab_ops: VocabOps
-    whole: Keys
+    whole: DrawKeys
     part: Callable[[Tensor], Tensor]
 
     def bits(self, purpose: int) -> Tensor:
@@ -138,11 +138,11 @@ class Noise:
 
     uses_gumbel_argmax = True
 
-    def coin(self, keys: Keys, purpose: int) -> Tensor:
+    def coin(self, keys: DrawKeys, purpose: int) -> Tensor:
         """Return uniform numbers in [0, 1), [B, T] float64."""
         return keys.vocab_ops.uniform(keys.bits(purpose))
 
-    def pick(self, weights: Tensor, keys: Keys, purpose: int) -> Tensor:
+    def pick(self, weights: Tensor, keys: DrawKeys, purpose: int) -> Tensor:
         """Draw token ids by weights [B, T, V], unnormalised -> [B, T] int64.
 
         Ties go to the smallest id. A row of zeros or NaN gives some id; the caller has ruled both out.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.token_counts import TokenCounts
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
 __all__ = ["PenaltyContext"]
 

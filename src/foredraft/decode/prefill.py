@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from foredraft.decode.drafter import Drafter, Stepper
+from foredraft.decode.engine_target import Target
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.sequence import Sequence
-from foredraft.decode.target import Target
 from foredraft.decode.vocab_ops import VocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import next_chunk

@@ -16,7 +16,7 @@ from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.scores import Score, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.vocab_ops import VocabOps
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
 __all__ = ["score_chunk"]
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from foredraft.decode.accept import Verdict
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft
 from foredraft.decode.policy import Signal
 from foredraft.decode.policy.target_confidence import target_confidence
+from foredraft.decode.round_draft import Draft
+from foredraft.decode.round_trace import RoundTrace
 from foredraft.decode.scores import Integers, Score, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.decode.trace import RoundTrace
-from foredraft.model.device import download, upload
+from foredraft.model.transfers import download, upload
 
 __all__ = ["RowResult", "fetch_results"]
 

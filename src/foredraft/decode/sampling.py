@@ -21,8 +21,8 @@ from foredraft.decode.distribution import Distribution
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps, running, total
-from foredraft.model.device import upload
 from foredraft.model.runner import SamplingInputs
+from foredraft.model.transfers import upload
 
 __all__ = ["SamplingTable", "distribution_of"]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.model.device import bits
+from foredraft.model.transfers import bits
 
 __all__ = ["Integers", "Score", "likeliest", "score", "scores_in"]
 

@@ -16,11 +16,11 @@ from foredraft.decode.guarded import guarded
 from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.prefix_cache import NOTHING, Prefix
+from foredraft.decode.round_trace import RoundTrace
 from foredraft.decode.scores import Score
 from foredraft.decode.stats import Round
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.decode.token_counts import TokenCounts
-from foredraft.decode.trace import RoundTrace
 from foredraft.model.cache import KVCache, Span
 
 __all__ = ["Finish", "Origin", "Sequence", "State"]

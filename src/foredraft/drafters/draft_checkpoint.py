@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from foredraft.decode.drafter import Drafter
 from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
-from foredraft.drafters.vocabulary import same_tokenizer
+from foredraft.drafters.vocabulary_map import same_tokenizer
 from foredraft.errors import ConfigError, Option
 from foredraft.model.cache import KVCache
 from foredraft.model.unread import Checkpoint

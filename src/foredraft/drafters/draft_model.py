@@ -14,7 +14,7 @@ from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import Parts
 from foredraft.drafters.draft_checkpoint import DraftCheckpoint, FoundModel
-from foredraft.drafters.vocabulary import VocabularyMap
+from foredraft.drafters.vocabulary_map import VocabularyMap
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner, next_chunk
 
 __all__ = ["ASSET", "DraftModel"]

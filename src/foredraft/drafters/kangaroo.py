@@ -34,7 +34,7 @@ from foredraft.drafters.adapter_files import (
 )
 from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
 from foredraft.drafters.known_states import KnownStates
-from foredraft.drafters.vocabulary import VocabularyMap
+from foredraft.drafters.vocabulary_map import VocabularyMap
 from foredraft.errors import ConfigError, Option
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner

@@ -28,11 +28,11 @@ from foredraft.errors import ConfigError, Option
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Layer
-from foredraft.model.device import as_gib
 from foredraft.model.layers import Product
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner, unserved_because
 from foredraft.model.runner.native import code_native
+from foredraft.model.transfers import as_gib
 from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import coded_copy_bytes, weight_bytes
 

@@ -10,7 +10,7 @@ from foredraft.drafters.asset import Search
 from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
 from foredraft.drafters.skips import Skips, is_skips
 from foredraft.errors import ConfigError
-from foredraft.model.device import dtype_name
+from foredraft.model.transfers import dtype_name
 
 __all__ = ["ChosenPlan", "fitting_plan", "given_plan", "kept_plan"]
 

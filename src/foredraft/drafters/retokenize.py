@@ -26,9 +26,9 @@ from foredraft.drafters.draft_checkpoint import DraftCheckpoint, FoundModel
 from foredraft.drafters.translation import Translation
 from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
-from foredraft.model.device import upload
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.transfers import upload
 
 __all__ = ["ASSET", "Retokenize"]
 

@@ -31,8 +31,8 @@ from foredraft.llm.policies import RequestPolicies
 from foredraft.llm.requests import Prompts, Requests
 from foredraft.llm.stream import Stream
 from foredraft.model.chat import Message
-from foredraft.model.device import dtype_name
 from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
+from foredraft.model.transfers import dtype_name
 
 __all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 

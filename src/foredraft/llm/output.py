@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foredraft.decode.round_trace import RoundTrace
 from foredraft.decode.scores import Score
 from foredraft.decode.stats import Stats
-from foredraft.decode.trace import RoundTrace
 
 __all__ = ["Output", "Piece"]
 

@@ -26,7 +26,7 @@ from foredraft.loading.checkpoints import default_params, find_target
 from foredraft.loading.device import find_device
 from foredraft.loading.drafting import ChosenDrafting, choose_drafting
 from foredraft.loading.options import LoadOptions, Needs, checked
-from foredraft.loading.policies import make_policy
+from foredraft.loading.policy_choice import make_policy
 from foredraft.loading.runners import check_compile, make_runners
 from foredraft.loading.threads import settle_threads, use_threads
 from foredraft.model.runner import Runner

@@ -14,10 +14,10 @@ import torch
 
 from foredraft.drafters.asset import Found
 from foredraft.errors import ConfigError, Option, shortened
-from foredraft.loading.memory import free_memory
+from foredraft.loading.free_memory import free_memory
 from foredraft.model.cache import KVCache
-from foredraft.model.device import as_gib, dtype_name
 from foredraft.model.runner.native import unserved_because
+from foredraft.model.transfers import as_gib, dtype_name
 from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import expanded_bytes, weight_bytes
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.capacity import DEVICES
-from foredraft.model.device import dtype_name
+from foredraft.model.transfers import dtype_name
 
 __all__ = ["check_dtype", "find_device"]
 

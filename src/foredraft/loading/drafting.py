@@ -18,7 +18,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.kinds.compatibility import asset_options, check_fits_assets, default_drafter
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading.checkpoints import find_draft, read_draft
-from foredraft.loading.memory import free_memory
+from foredraft.loading.free_memory import free_memory
 from foredraft.loading.options import LoadOptions
 from foredraft.model.unread import Checkpoint
 

@@ -30,12 +30,12 @@ from foredraft.loading.capacity import (
 from foredraft.loading.checkpoints import find_target
 from foredraft.loading.device import check_dtype, find_device
 from foredraft.loading.drafting import ChosenDrafting, choose_drafting
-from foredraft.loading.memory import free_memory
+from foredraft.loading.free_memory import free_memory
 from foredraft.loading.threads import choose_threads
 from foredraft.model.cache import KVCache
-from foredraft.model.device import dtype_name
 from foredraft.model.hub import weights_to_come
 from foredraft.model.quantisation import BITS
+from foredraft.model.transfers import dtype_name
 from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import load_decoder, parameter_count
 

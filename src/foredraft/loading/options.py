@@ -14,7 +14,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.kinds.compatibility import check_named_drafter
 from foredraft.kinds.load_options import LoadOptions
-from foredraft.loading.policies import check_settings
+from foredraft.loading.policy_choice import check_settings
 from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["DTYPES", "LoadOptions", "Needs", "checked"]

@@ -11,8 +11,8 @@ from foredraft.errors import ConfigError, Option
 from foredraft.kernels.compilation import library, must_compile
 from foredraft.loading.device import check_dtype
 from foredraft.loading.options import LoadOptions
-from foredraft.model.device import as_gib
 from foredraft.model.runner import Runner, cached_shapes, check_compiler, probe_shapes, unserved_because
+from foredraft.model.transfers import as_gib
 from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import expanded_bytes, load_decoder
 

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
-from foredraft.model.device import dtype_name
 from foredraft.model.gguf.tensors import RECORD, open_tensors
 from foredraft.model.quantisation import ActivationFormat, Codes, Coding, Quantisation, WeightFormat, pieces
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.spec import ModelSpec
+from foredraft.model.transfers import dtype_name
 
 __all__ = [
     "EMBEDDING",

@@ -340,7 +340,7 @@ def _progress_class(report: Report) -> type[Any]:
     """Return a progress bar class for the hub that shows nothing and reports downloaded bytes."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
-    class Progress(tqdm):  # type: ignore[misc]
+    class DownloadProgress(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # start no monitor thread
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -351,4 +351,4 @@ def _progress_class(report: Report) -> type[Any]:
             if self.unit == "B" and self.total:
                 report("download", int(self.n // MEGABYTE), -int(-self.total // MEGABYTE))
 
-    return Progress
+    return DownloadProgress

@@ -18,13 +18,13 @@ import torch
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
-from foredraft.model.device import dtype_name
 from foredraft.model.families import FAMILIES, Family
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.quantisation import Quantisation, read_quantisation
 from foredraft.model.reference import HARMLESS, check_unread
 from foredraft.model.reference_keys import CONFIG as REFERENCE
 from foredraft.model.rope import Rope
+from foredraft.model.transfers import dtype_name
 
 __all__ = ["ModelSpec", "Rope", "with_dtype"]
 

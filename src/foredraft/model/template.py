@@ -76,12 +76,14 @@ def _compiled(source: str) -> jinja2.Template:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, ext.loopcontrols]
+    )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "namespace": Namespace}
     return environment
 
 
-class Generation(ext.Extension):
+class GenerationBlock(ext.Extension):
     """The `{% generation %}` block, which marks assistant text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja declares it an instance variable

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from foredraft.bench.records import PLAIN, Ceiling, Report, Row, Spread
+from foredraft.bench.bench_records import PLAIN, BenchReport, Ceiling, Row, Spread
 from foredraft.pages.benchmark_plots import plots
 from foredraft.pages.report_page import DASH, Cell, Line, ReportPage, Table, Verdict, plain, render
 
@@ -25,7 +25,7 @@ REMARK = (
 COUNTED = "A prompt counts if plain decoding repeats less than {:.0%} of its 4-grams. "
 
 
-def benchmark_page(report: Report) -> str:
+def benchmark_page(report: BenchReport) -> str:
     """Return the whole HTML document."""
     limit = report.options.get("max_repeated")
     return render(
@@ -56,7 +56,7 @@ def benchmark_page(report: Report) -> str:
 # --- verdicts ---------------------------------------------------------------------------------------
 
 
-def _speed_verdict(report: Report) -> Verdict:
+def _speed_verdict(report: BenchReport) -> Verdict:
     """Name the lossless drafter with the largest median speed-up, at the smallest batch size.
 
     Where the report has doubts, the verdict is not a good one.
@@ -79,7 +79,7 @@ def _speed_verdict(report: Report) -> Verdict:
     return Verdict(kind, f"The fastest {_drafter(report)} is {best}: {_gain(report, gains[best], *peers)}.")
 
 
-def _exactness_verdict(report: Report) -> Verdict:
+def _exactness_verdict(report: BenchReport) -> Verdict:
     """Say whether the tokens of Foredraft's lossless drafters equal plain decoding's."""
     rows = [row for row in report.rows if not row.peer and row.exactness and row.contender != PLAIN]
     lossless = [row for row in rows if row.lossless]
@@ -97,7 +97,7 @@ def _exactness_verdict(report: Report) -> Verdict:
     )
 
 
-def _lossy_verdicts(report: Report) -> list[Verdict]:
+def _lossy_verdicts(report: BenchReport) -> list[Verdict]:
     """Return a verdict for each method that is not lossless."""
     gains = _gains([row for row in _drafter_rows(report) if not row.lossless])
     verdicts = []
@@ -109,17 +109,17 @@ def _lossy_verdicts(report: Report) -> list[Verdict]:
     return verdicts
 
 
-def _drafter(report: Report) -> str:
+def _drafter(report: BenchReport) -> str:
     return "lossless drafter" if report.lossy else "drafter"
 
 
-def _drafter_rows(report: Report) -> list[Row]:
+def _drafter_rows(report: BenchReport) -> list[Row]:
     """Return the rows of Foredraft's contenders that draft, at the smallest batch size."""
     batch = _smallest_batch(report)
     return [row for row in report.methods if row.batch == batch and not row.peer and row.contender != PLAIN]
 
 
-def _smallest_batch(report: Report) -> int:
+def _smallest_batch(report: BenchReport) -> int:
     return min((row.batch for row in report.rows), default=1)
 
 
@@ -132,7 +132,7 @@ def _gains(rows: Sequence[Row]) -> dict[str, list[float]]:
     return gains
 
 
-def _gain(report: Report, gains: Sequence[float], *peers: str) -> str:
+def _gain(report: BenchReport, gains: Sequence[float], *peers: str) -> str:
     """Return the median speed-up, as in "1.77 × plain decoding (median of 2 workloads, batch 1)"."""
     ratios = ", ".join([f"{median(gains):.2f} × plain decoding", *peers])
     workloads = f"{len(gains)} workload{'s'[: len(gains) > 1]}"
@@ -142,7 +142,7 @@ def _gain(report: Report, gains: Sequence[float], *peers: str) -> str:
 # --- facts ------------------------------------------------------------------------------------------
 
 
-def _facts(report: Report) -> dict[str, str]:
+def _facts(report: BenchReport) -> dict[str, str]:
     """Return the models, the memory bandwidth and the costs of a plain step in words, by label."""
     facts = {
         model.role: f"{model.name}, {model.parameters / 1e6:,.1f} M parameters, {model.dtype},"
@@ -171,7 +171,7 @@ def _facts(report: Report) -> dict[str, str]:
 Columns = dict[str, Callable[[Row], Cell]]
 
 
-def _methods_tables(report: Report, batch: int) -> list[Table]:
+def _methods_tables(report: BenchReport, batch: int) -> list[Table]:
     """Return two tables of the methods: one of all figures would be wider than a screen."""
     rows = [row for row in report.methods if row.batch == batch]
     lines = [(row.workload, row.contender, row) for row in rows]
@@ -211,7 +211,7 @@ def _draft_columns() -> Columns:
     }
 
 
-def _policies_table(report: Report, batch: int) -> Table:
+def _policies_table(report: BenchReport, batch: int) -> Table:
     columns: Columns = {
         "over plain": lambda row: _spread(row.speedup, ".2f"),
         "identical": _identical,

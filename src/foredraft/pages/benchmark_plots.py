@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foredraft.bench.records import PLAIN, Costs, Report, Row, Spread
+from foredraft.bench.bench_records import PLAIN, BenchReport, ForwardCosts, Row, Spread
 from foredraft.pages.drawing import Axis, Bars, Panel, Points, Rule, chart
 from foredraft.pages.report_page import Plot, sentence
 
@@ -15,7 +15,7 @@ HOW_TO_READ = "Medians and quartiles over the counted prompts; the dashed line i
 PARTS = {"draft": "drafting", "verify": "verifying", "rest": "rest"}  # field of RoundTime -> label
 
 
-def plots(report: Report) -> list[Plot]:
+def plots(report: BenchReport) -> list[Plot]:
     """Return all plots that the records have figures for."""
     batches = sorted({row.batch for row in report.rows})
     found = [_speedups(report, batch) for batch in batches]
@@ -27,7 +27,7 @@ def plots(report: Report) -> list[Plot]:
     return [plot for plot in found if plot is not None]
 
 
-def _speedups(report: Report, batch: int) -> Plot | None:
+def _speedups(report: BenchReport, batch: int) -> Plot | None:
     rows = [(row, row.speedup) for row in _compared(report, batch) if row.speedup is not None]
     if not rows:
         return None
@@ -46,7 +46,7 @@ def _speedups(report: Report, batch: int) -> Plot | None:
     )
 
 
-def _policies(report: Report, batch: int) -> Plot | None:
+def _policies(report: BenchReport, batch: int) -> Plot | None:
     rows = [(row, row.speedup) for row in report.policies if row.batch == batch and row.speedup is not None]
     if not rows:
         return None
@@ -74,7 +74,7 @@ def _policies(report: Report, batch: int) -> Plot | None:
     )
 
 
-def _acceptance(report: Report, batch: int) -> Plot | None:
+def _acceptance(report: BenchReport, batch: int) -> Plot | None:
     rows = [(row, row.drafting.acceptance_by_position) for row in _compared(report, batch) if row.drafting]
     rows = [(row, shares) for row, shares in rows if shares]
     if not rows:
@@ -102,7 +102,7 @@ def _acceptance(report: Report, batch: int) -> Plot | None:
     )
 
 
-def _costs(costs: Sequence[Costs]) -> Plot | None:
+def _costs(costs: Sequence[ForwardCosts]) -> Plot | None:
     if not costs:
         return None
     lines = [
@@ -137,7 +137,7 @@ def _costs(costs: Sequence[Costs]) -> Plot | None:
     )
 
 
-def _round_times(report: Report, batch: int) -> Plot | None:
+def _round_times(report: BenchReport, batch: int) -> Plot | None:
     rows = [
         (row, {part: getattr(row.round_time, part) * 1e3 for part in PARTS})
         for row in report.methods
@@ -173,7 +173,7 @@ def _round_times(report: Report, batch: int) -> Plot | None:
     )
 
 
-def _predictions(report: Report) -> Plot | None:
+def _predictions(report: BenchReport) -> Plot | None:
     rows = [
         (row, row.predicted.median, row.speedup.median)
         for row in report.methods
@@ -239,7 +239,7 @@ def _rows(labels: Sequence[str]) -> Axis:
     return Axis(low=len(labels) - 0.5, high=-0.5, ticks=dict(enumerate(labels)))
 
 
-def _compared(report: Report, batch: int) -> list[Row]:
+def _compared(report: BenchReport, batch: int) -> list[Row]:
     return [row for row in report.methods if row.batch == batch and row.contender != PLAIN]
 
 
@@ -248,12 +248,12 @@ def _distinct(rows: Iterable[Row], field: str) -> list[str]:
     return list(dict.fromkeys(getattr(row, field) for row in rows))
 
 
-def _contenders(report: Report) -> list[str]:
+def _contenders(report: BenchReport) -> list[str]:
     """Return all contenders but plain decoding; their order fixes each one's style in all plots."""
     return _distinct((row for row in report.rows if row.contender != PLAIN), "contender")
 
 
-def _batch_suffix(report: Report, batch: int) -> str:
+def _batch_suffix(report: BenchReport, batch: int) -> str:
     return f", batch {batch}" if len({row.batch for row in report.rows}) > 1 else ""
 
 

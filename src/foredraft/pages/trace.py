@@ -20,7 +20,7 @@ from foredraft.pages.origins import ORIGINS, stylesheet
 
 if TYPE_CHECKING:
     from foredraft import Output
-    from foredraft.decode.trace import RoundTrace
+    from foredraft.decode.round_trace import RoundTrace
     from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["write_trace"]

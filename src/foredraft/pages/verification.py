@@ -19,8 +19,8 @@ from foredraft.pages.report_page import (
     sentence,
 )
 from foredraft.verify.defects import DEFECTS
-from foredraft.verify.records import DistributionTest, DraftPosition, Identity, TextRun
-from foredraft.verify.report import Report
+from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity, TextRun
+from foredraft.verify.verify_report import VerifyReport
 
 __all__ = ["verification_page"]
 
@@ -37,7 +37,7 @@ REMARK = (
 LEAST = 1e-12  # p-values below it are drawn at it
 
 
-def verification_page(reports: Sequence[Report], names: Mapping[str, str | None]) -> str:
+def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str | None]) -> str:
     """Return the whole HTML document.
 
     Args:
@@ -61,7 +61,7 @@ def verification_page(reports: Sequence[Report], names: Mapping[str, str | None]
     )
 
 
-def _verdict(report: Report) -> Verdict:
+def _verdict(report: VerifyReport) -> Verdict:
     if report.planted is not None:
         defect = f"The planted defect ({report.planted}: {DEFECTS[report.planted].summary})"
         if report.found_planted:
@@ -70,7 +70,7 @@ def _verdict(report: Report) -> Verdict:
     return {"passed": PASSED, "failed": FAILED, "inconclusive": WEAK}[report.verdict]
 
 
-def _facts(report: Report, names: Mapping[str, str | None]) -> dict[str, str]:
+def _facts(report: VerifyReport, names: Mapping[str, str | None]) -> dict[str, str]:
     about: dict[str, Any] = report.about
     draft = f" ({names['draft']})" if names["draft"] is not None else ""
     return {
@@ -84,7 +84,7 @@ def _facts(report: Report, names: Mapping[str, str | None]) -> dict[str, str]:
 # --- tables -----------------------------------------------------------------------------------------
 
 
-def _tables(report: Report) -> Iterator[Table]:
+def _tables(report: VerifyReport) -> Iterator[Table]:
     suffix = "" if report.planted is None else f", with {report.planted} planted"
     identities = {_heading(each): [_identity(each, run) for run in each.runs] for each in report.identities}
     yield Table(
@@ -168,7 +168,7 @@ def _position(each: DraftPosition) -> Line:
 # --- plots ------------------------------------------------------------------------------------------
 
 
-def _p_values(report: Report) -> Plot:
+def _p_values(report: VerifyReport) -> Plot:
     """Draw the p-value of every test: without a difference, they are spread evenly from 0 to 1."""
     groups = {"drafter": False, "control": True}
     marks = []
@@ -193,7 +193,7 @@ def _p_values(report: Report) -> Plot:
     )
 
 
-def _detection(report: Report) -> list[Plot]:
+def _detection(report: VerifyReport) -> list[Plot]:
     best = report.best_by_position
     if not best:
         return []
@@ -212,9 +212,9 @@ def _detection(report: Report) -> list[Plot]:
     return [plot]
 
 
-def _id(name: str, report: Report) -> str:
+def _id(name: str, report: VerifyReport) -> str:
     return name if report.planted is None else f"{name}-{report.planted}"
 
 
-def _planted(report: Report) -> str:
+def _planted(report: VerifyReport) -> str:
     return "" if report.planted is None else f", with {report.planted} planted"

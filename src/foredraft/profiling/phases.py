@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from foredraft.decode.engine import Engine
 from foredraft.decode.observer import SILENT, Observer, Phase
 from foredraft.decode.sequence import Sequence
-from foredraft.model.device import synchronise
+from foredraft.model.transfers import synchronise
 
 __all__ = ["DecodingClock", "RoundClock", "observed"]
 

@@ -25,7 +25,7 @@ from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Auto, CostTable, Policy
 from foredraft.kernels.machine import describe_cpu
-from foredraft.profiling.measuring import Forwards, HostWork, Reading
+from foredraft.profiling.measured_samples import Forwards, HostWork, Reading
 from foredraft.profiling.samples import Samples
 
 __all__ = ["Profile", "load_profile", "measure_profile", "use_profile"]

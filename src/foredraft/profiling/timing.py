@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from foredraft.model.device import synchronise
+from foredraft.model.transfers import synchronise
 
 __all__ = ["OwnSeconds", "Turns", "Work", "interleaved", "replaced", "timed"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foredraft.model.decoder import Decoder
 from foredraft.train.batches import Batches
-from foredraft.train.packed import Document, Packed
+from foredraft.train.packed_documents import Document, Packed
 from foredraft.train.target import FrozenTarget
 
 __all__ = ["Quality", "measure_quality"]

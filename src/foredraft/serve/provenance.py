@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from typing_extensions import TypedDict
 
-from foredraft.decode.trace import RoundTrace
+from foredraft.decode.round_trace import RoundTrace
 from foredraft.llm.output import Piece
 
 __all__ = ["Origin", "Provenance", "Round"]

@@ -24,15 +24,15 @@ from foredraft.errors import ConfigError, Option
 from foredraft.loading.device import find_device
 from foredraft.model.weights import layer_parameters, layer_tensors
 from foredraft.train.batches import Batches
-from foredraft.train.checkpoints import Progress
-from foredraft.train.loop import Report, Run
+from foredraft.train.loop import Report, TrainingRun
 from foredraft.train.losses import overlap
-from foredraft.train.options import AdapterOptions
-from foredraft.train.packed import Document, Packed
+from foredraft.train.packed_documents import Document, Packed
 from foredraft.train.preparation import Prepared, check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import AdapterStudent
+from foredraft.train.training_checkpoints import TrainingProgress
+from foredraft.train.training_options import AdapterOptions
 from foredraft.train.validation import Validation
 from foredraft.user_cache import make_folder
 
@@ -79,7 +79,7 @@ def _trained(
     place = _place(options.out, prepared.hash)
     student = _student(prepared, options, processes)
 
-    def keep(validation: Validation, progress: Progress) -> None:
+    def keep(validation: Validation, progress: TrainingProgress) -> None:
         config = _config(prepared, options, student, validation, progress)
         tensors = processes.whole(student.tensors())
         if processes.first:
@@ -88,7 +88,7 @@ def _trained(
             _write(place, config, halves)
         processes.wait()
 
-    run = Run(
+    run = TrainingRun(
         student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
         prepared.folder, prepared.digest, processes, keep, place.exists, report,
     )  # fmt: skip
@@ -183,7 +183,7 @@ def _config(
     options: AdapterOptions,
     student: AdapterStudent,
     validation: Validation,
-    progress: Progress,
+    progress: TrainingProgress,
 ) -> AdapterConfig:
     vocabulary = student.vocabulary
     return AdapterConfig(

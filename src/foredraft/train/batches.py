@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foredraft.train.packed import Document
+from foredraft.train.packed_documents import Document
 
 __all__ = ["Batches", "hold_out"]
 

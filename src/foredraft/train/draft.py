@@ -20,13 +20,13 @@ from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
 from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import parameter_count, read_tensors
-from foredraft.train.checkpoints import Progress
-from foredraft.train.loop import Report, Run
-from foredraft.train.options import DraftOptions
+from foredraft.train.loop import Report, TrainingRun
 from foredraft.train.preparation import check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import DraftStudent
+from foredraft.train.training_checkpoints import TrainingProgress
+from foredraft.train.training_options import DraftOptions
 from foredraft.train.validation import Validation
 
 __all__ = ["draft_config", "train_draft"]
@@ -84,7 +84,7 @@ def _trained(
         spec, target.decoder.device, start, seed=options.seed, checkpointed=options.checkpointed
     )
 
-    def keep(validation: Validation, progress: Progress) -> None:
+    def keep(validation: Validation, progress: TrainingProgress) -> None:
         tensors = processes.whole(student.tensors())
         if processes.first:
             halves = {name: t.to(prepared.checkpoint.dtype) for name, t in tensors.items()}
@@ -92,7 +92,7 @@ def _trained(
         processes.wait()
 
     cost = _reads(spec) / _reads(target.spec)
-    run = Run(
+    run = TrainingRun(
         student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder,
         prepared.digest, processes, keep, place.exists, report,
     )  # fmt: skip

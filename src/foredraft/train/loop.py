@@ -17,18 +17,18 @@ from torch import Tensor
 
 from foredraft.errors import ConfigError
 from foredraft.train.batches import Batches
-from foredraft.train.checkpoints import Checkpoints, Progress
 from foredraft.train.journal import Journal
 from foredraft.train.losses import mixture, overlap
-from foredraft.train.options import TrainOptions, parse_loss
-from foredraft.train.packed import Document, Packed
+from foredraft.train.packed_documents import Document, Packed
 from foredraft.train.processes import Processes
 from foredraft.train.states import KeptStates
 from foredraft.train.students import Student
 from foredraft.train.target import FrozenTarget
+from foredraft.train.training_checkpoints import TrainingCheckpoints, TrainingProgress
+from foredraft.train.training_options import TrainOptions, parse_loss
 from foredraft.train.validation import Validation, acceptance, summarise
 
-__all__ = ["Report", "Run"]
+__all__ = ["Report", "TrainingRun"]
 
 LOWEST = 0.1  # of the learning rate, at the last step
 BETAS = (0.9, 0.95)  # of AdamW, as the reference has them
@@ -38,7 +38,7 @@ Report = Callable[[str, int, int, str], None]  # stage, done, total, note
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One training run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Run:
     folder: Path
     digest: str
     processes: Processes
-    keep: Callable[[Validation, Progress], None]
+    keep: Callable[[Validation, TrainingProgress], None]
     kept: Callable[[], bool]
     report: Report
 
@@ -86,18 +86,18 @@ class Run:
         self._kept = KeptStates(
             self.target, self.student.depth, self.folder / "states", int(options.kept_states * GIB)
         )
-        self._checkpoints = Checkpoints(self.folder / "checkpoints", self.processes, self.digest)
+        self._checkpoints = TrainingCheckpoints(self.folder / "checkpoints", self.processes, self.digest)
         tokens = self.batches.tokens
         self._groups = max(self.processes.count, round(options.step_tokens / tokens))
         self._groups -= self._groups % self.processes.count
 
-    def train(self) -> Progress:
+    def train(self) -> TrainingProgress:
         """Train to the last step, or until the validation gets no better; return how far it came.
 
         Raises:
             ConfigError: A checkpoint cannot be written, or the loss is not finite.
         """
-        progress = self._checkpoints.restore(self.student, self._optimizer) or Progress()
+        progress = self._checkpoints.restore(self.student, self._optimizer) or TrainingProgress()
         journal = Journal(self.folder, progress.step) if self.processes.first else None
         try:
             while progress.step < self.options.steps and not progress.finished:
@@ -112,7 +112,7 @@ class Run:
             self.keep(self.validate(), progress)
         return progress
 
-    def _step(self, progress: Progress, journal: Journal | None) -> None:
+    def _step(self, progress: TrainingProgress, journal: Journal | None) -> None:
         """Take one step over this process's groups of it."""
         began, options = time.perf_counter(), self.options
         places = range(progress.step * self._groups, (progress.step + 1) * self._groups)
@@ -166,7 +166,7 @@ class Run:
         torch.autograd.backward(sums[0] * (self.processes.count / counted))
         return sums.detach()
 
-    def _validate(self, progress: Progress, journal: Journal | None) -> None:
+    def _validate(self, progress: TrainingProgress, journal: Journal | None) -> None:
         """Validate, keep the student where it is the best so far, and stop where it has long not been."""
         found = self.validate()
         progress.worse += 1

@@ -16,7 +16,7 @@ from foredraft.model.decoder import Layer
 from foredraft.model.layers import RMSNorm
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import build_layer, build_norm
-from foredraft.train.packed import PackedPass
+from foredraft.train.packed_documents import PackedPass
 
 __all__ = ["Parameters", "TrainedLayer", "TrainedNorm"]
 

@@ -24,12 +24,12 @@ from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.model.unread import Checkpoint
 from foredraft.train.batches import Batches, hold_out
 from foredraft.train.loop import Report
-from foredraft.train.options import TrainOptions
-from foredraft.train.packed import Document
+from foredraft.train.packed_documents import Document
 from foredraft.train.processes import Processes
 from foredraft.train.self_generation import self_generated
 from foredraft.train.target import FrozenTarget
 from foredraft.train.texts import Reader
+from foredraft.train.training_options import TrainOptions
 from foredraft.user_cache import cache_folder, make_folder
 
 __all__ = ["Prepared", "check_out", "prepare"]

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.train.checkpoints import Progress
 from foredraft.train.preparation import Prepared
+from foredraft.train.training_checkpoints import TrainingProgress
 
 __all__ = ["Result"]
 
@@ -41,7 +41,7 @@ class Result:
     stopped_early: bool
 
     @classmethod
-    def of(cls, out: Path, progress: Progress, prepared: Prepared) -> Result:
+    def of(cls, out: Path, progress: TrainingProgress, prepared: Prepared) -> Result:
         """Return the result of a run."""
         return cls(
             out=str(out),

@@ -16,9 +16,9 @@ from foredraft.errors import ConfigError, RequestError
 from foredraft.loading import load_for
 from foredraft.train.kept_lines import broken_line, whole_lines
 from foredraft.train.loop import Report
-from foredraft.train.options import TrainOptions
-from foredraft.train.packed import Document
+from foredraft.train.packed_documents import Document
 from foredraft.train.processes import Processes
+from foredraft.train.training_options import TrainOptions
 
 __all__ = ["self_generated"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.files import replacing
 from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
-from foredraft.train.packed import Packed
+from foredraft.train.packed_documents import Packed
 from foredraft.train.target import FrozenTarget, States
 
 __all__ = ["KeptStates"]

@@ -19,7 +19,7 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear
 from foredraft.model.spec import ModelSpec
 from foredraft.train.chunks import Compare, by_chunks
-from foredraft.train.packed import Packed, PackedPass
+from foredraft.train.packed_documents import Packed, PackedPass
 from foredraft.train.parameters import Parameters, TrainedLayer, TrainedNorm
 
 __all__ = ["AdapterStudent", "DraftStudent", "Student"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.model.weights import load_decoder
-from foredraft.train.packed import Packed, PackedPass
+from foredraft.train.packed_documents import Packed, PackedPass
 
 __all__ = ["FrozenTarget", "States"]
 

@@ -22,8 +22,8 @@ from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.files import is_no_file
 from foredraft.model.config import parse_json
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.train.packed import Document
-from foredraft.train.replies import MAX_REPLIES, TooManyRepliesError, reply_spans, role_of
+from foredraft.train.packed_documents import Document
+from foredraft.train.reply_spans import MAX_REPLIES, TooManyRepliesError, reply_spans, role_of
 
 __all__ = ["Corpus", "Reader"]
 

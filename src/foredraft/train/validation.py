@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.train.losses import overlap
-from foredraft.train.packed import Document, Packed
+from foredraft.train.packed_documents import Document, Packed
 from foredraft.train.students import Student
 from foredraft.train.target import FrozenTarget
 from foredraft.tune.expected_rounds import ExpectedRounds, Floats

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from foredraft.bench.options import MAX_REPEATED
+from foredraft.bench.bench_settings import MAX_REPEATED
 from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
+from foredraft.bench.bench_records import Spread
+from foredraft.bench.bench_settings import MAX_REPEATED
 from foredraft.bench.contender import Timing
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.forward_costs import measure_costs
-from foredraft.bench.options import MAX_REPEATED
-from foredraft.bench.records import Spread
 from foredraft.bench.schedule import turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats

@@ -18,7 +18,7 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, probe
 from foredraft.llm.loaded import Loaded
-from foredraft.model.device import dtype_name
+from foredraft.model.transfers import dtype_name
 from foredraft.tune.options import Options
 from foredraft.tune.records import Finalist
 from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError, check_folder, make_folder

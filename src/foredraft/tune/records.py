@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
-from foredraft.bench.records import Spread, load_doubt
+from foredraft.bench.bench_records import Spread, load_doubt
 from foredraft.drafters.skips import Skips
 from foredraft.tune.plan_costs import PlanCosts
 

@@ -11,14 +11,14 @@ from statistics import median
 from typing import Any, Literal, TypeAlias
 
 from foredraft import demo
-from foredraft.bench.machine import LoadWatch, machine
+from foredraft.bench.machine_record import LoadWatch, machine
 from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
-from foredraft.loading.policies import longest_draft
+from foredraft.loading.policy_choice import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.prompt_form import AS_IT_IS, PromptForm
 from foredraft.model.runner import Runner

@@ -31,11 +31,11 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.errors import ConfigError, Option
-from foredraft.loading.memory import free_memory
+from foredraft.loading.free_memory import free_memory
 from foredraft.model.cache import KVCache
-from foredraft.model.device import upload
 from foredraft.model.plan import Plan
 from foredraft.model.runner import Resume, Runner, next_chunk
+from foredraft.model.transfers import upload
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.expected_rounds import ExpectedRounds, Floats
 from foredraft.tune.plan_trie import TrieNode, build_trie

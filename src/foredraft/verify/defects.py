@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foredraft.verify.settings import Rule, Setting
+from foredraft.verify.sampling_settings import Rule, Setting
 
 __all__ = ["ALL", "DEFAULT", "DEFECTS", "Defect"]
 

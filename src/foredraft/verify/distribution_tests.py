@@ -16,9 +16,9 @@ from foredraft.verify import chi_square
 from foredraft.verify.cells import Cells
 from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.positions import PositionCounts
-from foredraft.verify.records import DistributionTest
 from foredraft.verify.sampler import TREE_WIDTHS, WIDTHS, Sampler, SamplingCase
-from foredraft.verify.settings import Rule, Setting
+from foredraft.verify.sampling_settings import Rule, Setting
+from foredraft.verify.verify_records import DistributionTest
 
 __all__ = ["POWER", "DistributionCheck", "run_test"]
 

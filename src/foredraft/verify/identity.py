@@ -17,8 +17,8 @@ from foredraft.decode.scores import likeliest
 from foredraft.llm import LLM, Output
 from foredraft.verify.always import drafting_always
 from foredraft.verify.plain_target import PlainTarget
-from foredraft.verify.records import Divergence, Identity, TextRun
-from foredraft.verify.settings import Setting
+from foredraft.verify.sampling_settings import Setting
+from foredraft.verify.verify_records import Divergence, Identity, TextRun
 
 __all__ = ["TextCheck", "compare_tokens", "text_runs"]
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from foredraft.decode.accept import SurpriseLimit, Verdict
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.engine import Engine
-from foredraft.decode.noise import RESIDUAL, Keys, Noise, NoiseKeys
+from foredraft.decode.noise import RESIDUAL, DrawKeys, Noise, NoiseKeys
 from foredraft.decode.penalty_context import PenaltyContext
-from foredraft.model.device import upload
+from foredraft.decode.round_draft import Draft, RoundInputs
+from foredraft.model.transfers import upload
 from foredraft.verify.defects import DEFECTS
 
 __all__ = ["planted"]
@@ -62,7 +62,7 @@ def _spoilt_corrections(
         def defective(
             draft: Draft,
             p: Distribution,
-            keys: Keys | None,
+            keys: DrawKeys | None,
             noise: Noise,
             is_coupled: list[bool],
             limit: SurpriseLimit | None,
@@ -99,11 +99,11 @@ class _SharedCoin(Noise):
     def __init__(self, sound: Noise) -> None:
         self._sound, self.uses_gumbel_argmax = sound, sound.uses_gumbel_argmax
 
-    def coin(self, keys: Keys, purpose: int) -> Tensor:
+    def coin(self, keys: DrawKeys, purpose: int) -> Tensor:
         coins = self._sound.coin(keys, purpose)
         return coins[:, :1].expand_as(coins)
 
-    def pick(self, weights: Tensor, keys: Keys, purpose: int) -> Tensor:
+    def pick(self, weights: Tensor, keys: DrawKeys, purpose: int) -> Tensor:
         return self._sound.pick(weights, keys, purpose)
 
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from foredraft.decode.trace import RoundTrace
+from foredraft.decode.round_trace import RoundTrace
 from foredraft.verify.cells import Cells, Prefix
 from foredraft.verify.chi_square import detectable_distance, pearson, survival
-from foredraft.verify.records import DraftPosition
+from foredraft.verify.verify_records import DraftPosition
 
 __all__ = ["PositionCounts"]
 

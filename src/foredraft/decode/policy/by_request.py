@@ -12,7 +12,7 @@ from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy, Signal
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
 __all__ = ["ByRequest"]
 

@@ -89,7 +89,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class Pace:
+class DrafterPace:
     """What rounds of one drafter take.
 
     Attributes:
@@ -125,8 +125,8 @@ class Clock:
     def __init__(self) -> None:
         self._now = 0
         self._plain = Window()
-        self._paces: dict[tuple[str, bool], Pace] = {}  # by (drafter, whether it reads a text)
-        self._last: Pace | None = None  # of the drafter that drafted in the last rounds
+        self._paces: dict[tuple[str, bool], DrafterPace] = {}  # by (drafter, whether it reads a text)
+        self._last: DrafterPace | None = None  # of the drafter that drafted in the last rounds
         self._drafting = 0  # rounds since the last check
         self._check = FIRST_CHECK  # rounds until the next one
         self._checking = 0  # plain rounds that this check still takes
@@ -156,7 +156,7 @@ class Clock:
         if drafter is None:
             self._learn_plain(sample)
         else:
-            self._learn_drafting(self._paces.setdefault((drafter, reads), Pace(at=self._now)), sample)
+            self._learn_drafting(self._paces.setdefault((drafter, reads), DrafterPace(at=self._now)), sample)
         if self._last is not None:
             self._judge(self._last)
 
@@ -168,7 +168,7 @@ class Clock:
         if self._last is not None and self._now - self._last.at > FIRST_CHECK:
             self._last, self._check = None, FIRST_CHECK  # drafting has ended
 
-    def _learn_drafting(self, pace: Pace, sample: Sample) -> None:
+    def _learn_drafting(self, pace: DrafterPace, sample: Sample) -> None:
         base = self._plain.level
         if self._now - pace.at > pace.span and base is not None:
             pace.renew(self._now, base, sample)
@@ -181,7 +181,7 @@ class Clock:
             self._checking, self._drafting = LEAST, 0
             self._check = min(2 * self._check, LAST_CHECK)
 
-    def _judge(self, pace: Pace) -> None:
+    def _judge(self, pace: DrafterPace) -> None:
         """Hold rounds of a drafter against plain ones."""
         own, base = pace.window.level, self._plain.level
         if own is not None and base is not None:

@@ -15,7 +15,7 @@ from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy.base import Policy
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.model.device import upload
+from foredraft.model.transfers import upload
 
 __all__ = ["AdaptiveExit", "Confidence", "Fallback", "max_prob"]
 

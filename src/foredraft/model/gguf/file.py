@@ -28,7 +28,7 @@ from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.mapping import mapped_bytes
 from foredraft.model.quantisation import blocks
 
-__all__ = ["BLOCKS", "GGUFFile", "TensorInfo", "is_gguf"]
+__all__ = ["BLOCKS", "GGUFFile", "GGUFTensor", "is_gguf"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1, of 2023, counts in 32 bits
@@ -66,7 +66,7 @@ BOOL, STRING, ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class GGUFTensor:
     """A tensor of the file.
 
     Attributes:
@@ -147,7 +147,7 @@ class GGUFFile:
     def _unreadable(self, error: OSError) -> CheckpointError:
         return self.error(f"cannot be read ({error.strerror})", "give a file that can be read")
 
-    def bytes_of(self, info: TensorInfo) -> Tensor:
+    def bytes_of(self, info: GGUFTensor) -> Tensor:
         """Return the bytes of a tensor of this file, as a view of a map.
 
         Raises:
@@ -182,13 +182,13 @@ class GGUFFile:
             found[key] = self._value(self._number("I"))
         return found
 
-    def _tensors(self, tensors: int) -> dict[str, TensorInfo]:
+    def _tensors(self, tensors: int) -> dict[str, GGUFTensor]:
         heads = [self._tensor_head() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment % 8:
             raise self.error(f"has the alignment {shortened(alignment)}", "it must be a multiple of 8")
         first = -(-self._at // alignment) * alignment
-        found: dict[str, TensorInfo] = {}
+        found: dict[str, GGUFTensor] = {}
         for name, shape, number, offset in heads:
             if name in found:
                 raise self.error(f"has tensor {shortened(name)} twice", DOWNLOAD_AGAIN)
@@ -207,7 +207,7 @@ class GGUFFile:
             raise self.error(f"has tensor {shortened(name)} of shape {[*shape]}", DOWNLOAD_AGAIN)
         return name, shape, self._number("I"), self._number("Q")
 
-    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> TensorInfo:
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GGUFTensor:
         kind = KINDS.get(number, f"number {number}")
         if kind not in BLOCKS:
             raise self.error(
@@ -223,7 +223,7 @@ class GGUFFile:
         size *= math.prod(shape) // values
         if start + size > self.size:
             raise self.error(f"ends within tensor {name}, so it is incomplete", DOWNLOAD_AGAIN)
-        return TensorInfo(name, kind, shape, start, size)
+        return GGUFTensor(name, kind, shape, start, size)
 
     def _number(self, format: str) -> Any:
         [value] = struct.unpack(f"<{format}", self._take(struct.calcsize(f"<{format}")))

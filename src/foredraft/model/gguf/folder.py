@@ -27,7 +27,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import Shapes
-from foredraft.model.gguf.config import CONVERT_AGAIN, config_of, generation_of
+from foredraft.model.gguf.gguf_config import CONVERT_AGAIN, config_of, generation_of
 from foredraft.model.gguf.names import ROPE_FACTORS, file_name, model_name
 from foredraft.model.gguf.parts import GGUFModel, identity, part_names
 from foredraft.model.gguf.special import end_ids, special_ids

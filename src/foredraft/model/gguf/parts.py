@@ -16,7 +16,7 @@ from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN
-from foredraft.model.gguf.file import GGUFFile, TensorInfo
+from foredraft.model.gguf.file import GGUFFile, GGUFTensor
 
 __all__ = ["GGUFModel", "identity", "part_names"]
 
@@ -113,7 +113,7 @@ class GGUFModel:
         """Return an error of the model."""
         return self.parts[0].error(problem, remedy)
 
-    def holder(self, info: TensorInfo) -> GGUFFile:
+    def holder(self, info: GGUFTensor) -> GGUFFile:
         """Return the part that holds a tensor."""
         return self._holders[info.name]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
-from foredraft.model.gguf.file import TensorInfo
+from foredraft.model.gguf.file import GGUFTensor
 from foredraft.model.gguf.names import adds_one, model_name, row_order
 from foredraft.model.gguf.parts import GGUFModel, identity
 
@@ -107,7 +107,7 @@ class GGUFTensors:
         self.model, self.heads, self.kv_heads, self.meta = model, heads, kv_heads, meta
         self.architecture: str = model.metadata["general.architecture"]
         named = ((model_name(self.architecture, name), info) for name, info in model.tensors.items())
-        self.infos: dict[str, TensorInfo] = {name: info for name, info in named if name is not None}
+        self.infos: dict[str, GGUFTensor] = {name: info for name, info in named if name is not None}
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
@@ -125,7 +125,7 @@ class GGUFTensors:
 class GGUFSlice:
     """A tensor whose rows are read when they are asked for."""
 
-    def __init__(self, tensors: GGUFTensors, info: TensorInfo) -> None:
+    def __init__(self, tensors: GGUFTensors, info: GGUFTensor) -> None:
         self.tensors, self.info = tensors, info
 
     def get_dtype(self) -> str:
@@ -146,7 +146,7 @@ class GGUFSlice:
         return values.float() - 1.0 if adds_one(tensors.architecture, info.name) else values
 
 
-def stored_values(model: GGUFModel, info: TensorInfo) -> Tensor:
+def stored_values(model: GGUFModel, info: GGUFTensor) -> Tensor:
     """Return a tensor as its file stores it: numbers of its shape, or the bytes of each row, [M, bytes]."""
     stored = model.holder(info).bytes_of(info)
     if info.kind in PLAIN:

@@ -15,7 +15,7 @@ from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import GROUP, Codes, Coding
 from foredraft.model.quantisation.quantise import BITS, quantise
 from foredraft.model.quantisation.reading import read_quantisation
-from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, WeightFormat, pieces
+from foredraft.model.quantisation.scheme import Part, Quantisation, SchemeRule, WeightFormat, pieces
 
 __all__ = [
     "BITS",
@@ -25,7 +25,7 @@ __all__ = [
     "Coding",
     "Part",
     "Quantisation",
-    "Rule",
+    "SchemeRule",
     "WeightFormat",
     "pieces",
     "quantise",

@@ -20,7 +20,7 @@ from foredraft.model.quantisation.awq import AWQFormat
 from foredraft.model.quantisation.gptq import GPTQFormat
 from foredraft.model.quantisation.scheme import (
     Quantisation,
-    Rule,
+    SchemeRule,
     WeightFormat,
     check_plain_inputs,
     exactly,
@@ -102,12 +102,12 @@ def read_auto_round(read: ConfigReader) -> Quantisation:
     skipped = read_names(read, "modules_to_not_convert")
     for name in skipped:
         read_expression(read, "modules_to_not_convert", name, _anywhere([name]))
-    kept = [Rule(_anywhere(skipped), None)] if skipped else []
+    kept = [SchemeRule(_anywhere(skipped), None)] if skipped else []
     single = _modules(read, packing, bits, common)
-    return Quantisation(METHOD, (*kept, *single, Rule(_blocks(read), common.packed(packing))))
+    return Quantisation(METHOD, (*kept, *single, SchemeRule(_blocks(read), common.packed(packing))))
 
 
-def _modules(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Numbers) -> list[Rule]:
+def _modules(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Numbers) -> list[SchemeRule]:
     """Return the rules of `extra_config`.
 
     The settings under a module's name go before those under an expression. Every key is an expression, too,
@@ -134,8 +134,8 @@ def _modules(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Nu
             expressions.append((format, []))
         expressions[-1][1].append(name)
     return [
-        *(Rule(exactly(listed), format) for format, listed in names.items()),
-        *(Rule(_anywhere(listed), format) for format, listed in expressions),
+        *(SchemeRule(exactly(listed), format) for format, listed in names.items()),
+        *(SchemeRule(_anywhere(listed), format) for format, listed in expressions),
     ]
 
 

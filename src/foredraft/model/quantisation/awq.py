@@ -25,7 +25,7 @@ from foredraft.model.quantisation.scheme import (
     SCALES,
     Part,
     Quantisation,
-    Rule,
+    SchemeRule,
     check_auto_round,
     count_groups,
     exactly,
@@ -124,8 +124,8 @@ def read_awq(read: ConfigReader) -> Quantisation:
         raise read.error("sym", f"zero_point is {zero_point}; they must differ")
     found = AWQFormat(read_group(read, group, 128), not zero_point)
     kept = [re.escape(name) for name in read_names(read, "modules_to_not_convert")]  # parts of names
-    rules = [Rule(rf".*(?:{'|'.join(kept)})", None)] if kept else []
-    return Quantisation("awq", (*rules, Rule(exactly([HEAD]), None), Rule("", found)))
+    rules = [SchemeRule(rf".*(?:{'|'.join(kept)})", None)] if kept else []
+    return Quantisation("awq", (*rules, SchemeRule(exactly([HEAD]), None), SchemeRule("", found)))
 
 
 def _either(read: ConfigReader, key: str, old: str) -> str:

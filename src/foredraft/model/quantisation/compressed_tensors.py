@@ -30,7 +30,7 @@ from foredraft.model.quantisation.scheme import (
     SCALES,
     Part,
     Quantisation,
-    Rule,
+    SchemeRule,
     WeightFormat,
     count_groups,
     exactly,
@@ -166,16 +166,16 @@ def read_compressed_tensors(read: ConfigReader) -> Quantisation:
     # old versions of the library say "frozen" of compressed weights too; the stored dtypes are checked
     read.choice("quantization_status", ("compressed", "frozen"))
     layout = read.choice("format", (PACKED, INTEGERS, FLOATS, NAIVE, MIXED))
-    ignored = [Rule(_pattern(read, "ignore", name), None) for name in read_names(read, "ignore")]
+    ignored = [SchemeRule(_pattern(read, "ignore", name), None) for name in read_names(read, "ignore")]
     return Quantisation("compressed-tensors", (*ignored, *_rules(read, layout)))
 
 
-def _rules(read: ConfigReader, layout: str) -> list[Rule]:
+def _rules(read: ConfigReader, layout: str) -> list[SchemeRule]:
     """Return the rules of the groups of modules, in the order in which compressed-tensors matches them."""
     groups = read.take("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise read.error("config_groups", "it must be a JSON object of groups")
-    found: dict[str, Rule] = {}
+    found: dict[str, SchemeRule] = {}
     for name, group in groups.items():
         if not isinstance(group, dict):
             raise read.error("config_groups", f"{shortened(name)} must be a JSON object")
@@ -189,7 +189,7 @@ def _rules(read: ConfigReader, layout: str) -> list[Rule]:
                 raise inner.error("targets", f"another group has the target {shortened(target)}")
             if target[0].isupper() and target != LINEAR:
                 raise inner.error("targets", f"of the classes of modules only {LINEAR} is supported")
-            found[target] = Rule(_pattern(inner, "targets", target), format, inputs)
+            found[target] = SchemeRule(_pattern(inner, "targets", target), format, inputs)
         inner.reject_unknown_keys()
     # names go before expressions, and the class comes last
     order = sorted(found, key=lambda target: (target == LINEAR, _is_regex(target), target))

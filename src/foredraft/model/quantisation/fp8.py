@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.codes import Codes, Coding
-from foredraft.model.quantisation.scheme import SCALES, Part, Quantisation, Rule, exactly, read_names
+from foredraft.model.quantisation.scheme import SCALES, Part, Quantisation, SchemeRule, exactly, read_names
 
 __all__ = ["BLOCK", "HARMLESS", "FP8BlockFormat", "read_fp8"]
 
@@ -90,5 +90,5 @@ def read_fp8(read: ConfigReader) -> Quantisation:
     # transformers leaves the head alone unless a list is given
     kept = [re.escape(name) for key in lists for name in read_names(read, key)]
     pattern = rf"(?:.*\.)?(?:{'|'.join(kept)})(?:\.|\Z)" if kept else exactly([HEAD])
-    rules = [] if lists and not kept else [Rule(pattern, None)]
-    return Quantisation("fp8", (*rules, Rule("", FP8BlockFormat())), NOTE, float32_scales=True)
+    rules = [] if lists and not kept else [SchemeRule(pattern, None)]
+    return Quantisation("fp8", (*rules, SchemeRule("", FP8BlockFormat())), NOTE, float32_scales=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.blocks import BLOCKS
 from foredraft.model.quantisation.codes import Codes, Coding
-from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, exactly, read_names
+from foredraft.model.quantisation.scheme import Part, Quantisation, SchemeRule, exactly, read_names
 
 __all__ = ["METHOD", "TENSORS", "GGUFFormat", "read_gguf"]
 
@@ -58,5 +58,5 @@ def read_gguf(read: ConfigReader) -> Quantisation:
     if not isinstance(listed, dict) or not listed.keys() <= BLOCKS.keys():
         raise read.error(TENSORS, f"it must be a JSON object of {', '.join(BLOCKS)}")
     modules = ConfigReader(listed, f"{read.where}, {TENSORS}")
-    rules = [Rule(exactly(read_names(modules, kind)), GGUFFormat(kind)) for kind in listed]
+    rules = [SchemeRule(exactly(read_names(modules, kind)), GGUFFormat(kind)) for kind in listed]
     return Quantisation(METHOD, tuple(rules), embedding=True)

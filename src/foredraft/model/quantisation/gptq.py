@@ -32,7 +32,7 @@ from foredraft.model.quantisation.scheme import (
     SCALES,
     Part,
     Quantisation,
-    Rule,
+    SchemeRule,
     check_auto_round,
     count_groups,
     exactly,
@@ -170,8 +170,8 @@ def read_gptq(read: ConfigReader) -> Quantisation:
         layout == V1,
         act_order=read.flag("desc_act", if_null=False) and group is not None,
     )
-    head = Rule(exactly([HEAD]), found if read.flag("lm_head", if_null=False) else None)
-    return Quantisation("gptq", (head, Rule(_modules(read), found)))
+    head = SchemeRule(exactly([HEAD]), found if read.flag("lm_head", if_null=False) else None)
+    return Quantisation("gptq", (head, SchemeRule(_modules(read), found)))
 
 
 def _modules(read: ConfigReader) -> str:

@@ -23,7 +23,7 @@ __all__ = [
     "SCALES",
     "Part",
     "Quantisation",
-    "Rule",
+    "SchemeRule",
     "WeightFormat",
     "check_auto_round",
     "check_plain_inputs",
@@ -110,7 +110,7 @@ def pieces(format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, T
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SchemeRule:
     """A rule of a scheme.
 
     Attributes:
@@ -140,7 +140,7 @@ class Quantisation:
     """
 
     method: str
-    rules: tuple[Rule, ...]
+    rules: tuple[SchemeRule, ...]
     note: str | None = None
     embedding: bool = False
     float32_scales: bool = False
@@ -159,7 +159,7 @@ class Quantisation:
         rule = self._rule_of(module)
         return None if rule is None else rule.inputs
 
-    def _rule_of(self, module: str) -> Rule | None:
+    def _rule_of(self, module: str) -> SchemeRule | None:
         return next((rule for rule in self.rules if re.match(rule.pattern, module)), None)
 
     @property

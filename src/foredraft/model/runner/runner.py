@@ -22,7 +22,6 @@ from torch import Tensor
 
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder
-from foredraft.model.device import dtype_name, upload
 from foredraft.model.forward_context import rope_tables
 from foredraft.model.plan import Plan
 from foredraft.model.runner.backend import Backend
@@ -31,6 +30,7 @@ from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.runner.native import NativeBackend
 from foredraft.model.runner.passes import Forward, Pass, Resume
 from foredraft.model.runner.torch_backend import CHUNK, TorchBackend
+from foredraft.model.transfers import dtype_name, upload
 
 MAX_QUERIES = 64  # columns per row of a verifying pass where any shape is allowed
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, RunLayers
-from foredraft.model.device import upload
 from foredraft.model.forward_context import PassInputs, PassShape, at_columns, build_context
 from foredraft.model.plan import Plan
 from foredraft.model.rope import Rope
@@ -28,6 +27,7 @@ from foredraft.model.runner.invariant_shapes import ANY_SHAPE, InvariantShapes, 
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import Forward, Pass
 from foredraft.model.runner.ragged import RaggedRule
+from foredraft.model.transfers import upload
 
 __all__ = ["CHUNK", "TorchBackend"]
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from foredraft.model.quantisation.blocks import grids, nested, plain
 from foredraft.model.quantisation.codes import Codes, Coding
 
-__all__ = ["BLOCKS", "Block"]
+__all__ = ["BLOCKS", "BlockFormat"]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockFormat:
     """A block format.
 
     Attributes:
@@ -43,30 +43,30 @@ class Block:
     coding: Coding | None = None
 
 
-BLOCKS: dict[str, Block] = {
-    "Q4_0": Block(32, 18, plain.q4_0, plain.Q4_0),
-    "Q4_1": Block(32, 20, plain.q4_1, plain.Q4_1),
-    "Q5_0": Block(32, 22, plain.q5_0, plain.Q5_0),
-    "Q5_1": Block(32, 24, plain.q5_1, plain.Q5_1),
-    "Q8_0": Block(32, 34, plain.q8_0, plain.Q8_0),
-    "Q2_K": Block(256, 84, nested.q2_k, nested.Q2_K),
-    "Q3_K": Block(256, 110, nested.q3_k, nested.Q3_K),
-    "Q4_K": Block(256, 144, nested.q4_k, nested.Q4_K),
-    "Q5_K": Block(256, 176, nested.q5_k, nested.Q5_K),
-    "Q6_K": Block(256, 210, nested.q6_k, nested.Q6_K),
-    "IQ4_NL": Block(32, 18, plain.iq4_nl, plain.IQ4_NL),
-    "IQ4_XS": Block(256, 136, nested.iq4_xs, nested.IQ4_XS),
-    "MXFP4": Block(32, 17, plain.mxfp4, plain.MXFP4),
-    "NVFP4": Block(64, 36, plain.nvfp4),
-    "IQ1_S": Block(256, 50, grids.iq1_s),
-    "IQ1_M": Block(256, 56, grids.iq1_m),
-    "IQ2_XXS": Block(256, 66, grids.iq2_xxs),
-    "IQ2_XS": Block(256, 74, grids.iq2_xs),
-    "IQ2_S": Block(256, 82, grids.iq2_s),
-    "IQ3_XXS": Block(256, 98, grids.iq3_xxs),
-    "IQ3_S": Block(256, 110, grids.iq3_s),
-    "TQ1_0": Block(256, 54, plain.tq1_0),
-    "TQ2_0": Block(256, 66, plain.tq2_0),
-    "Q1_0": Block(128, 18, plain.q1_0),
-    "Q2_0": Block(64, 18, plain.q2_0),
+BLOCKS: dict[str, BlockFormat] = {
+    "Q4_0": BlockFormat(32, 18, plain.q4_0, plain.Q4_0),
+    "Q4_1": BlockFormat(32, 20, plain.q4_1, plain.Q4_1),
+    "Q5_0": BlockFormat(32, 22, plain.q5_0, plain.Q5_0),
+    "Q5_1": BlockFormat(32, 24, plain.q5_1, plain.Q5_1),
+    "Q8_0": BlockFormat(32, 34, plain.q8_0, plain.Q8_0),
+    "Q2_K": BlockFormat(256, 84, nested.q2_k, nested.Q2_K),
+    "Q3_K": BlockFormat(256, 110, nested.q3_k, nested.Q3_K),
+    "Q4_K": BlockFormat(256, 144, nested.q4_k, nested.Q4_K),
+    "Q5_K": BlockFormat(256, 176, nested.q5_k, nested.Q5_K),
+    "Q6_K": BlockFormat(256, 210, nested.q6_k, nested.Q6_K),
+    "IQ4_NL": BlockFormat(32, 18, plain.iq4_nl, plain.IQ4_NL),
+    "IQ4_XS": BlockFormat(256, 136, nested.iq4_xs, nested.IQ4_XS),
+    "MXFP4": BlockFormat(32, 17, plain.mxfp4, plain.MXFP4),
+    "NVFP4": BlockFormat(64, 36, plain.nvfp4),
+    "IQ1_S": BlockFormat(256, 50, grids.iq1_s),
+    "IQ1_M": BlockFormat(256, 56, grids.iq1_m),
+    "IQ2_XXS": BlockFormat(256, 66, grids.iq2_xxs),
+    "IQ2_XS": BlockFormat(256, 74, grids.iq2_xs),
+    "IQ2_S": BlockFormat(256, 82, grids.iq2_s),
+    "IQ3_XXS": BlockFormat(256, 98, grids.iq3_xxs),
+    "IQ3_S": BlockFormat(256, 110, grids.iq3_s),
+    "TQ1_0": BlockFormat(256, 54, plain.tq1_0),
+    "TQ2_0": BlockFormat(256, 66, plain.tq2_0),
+    "Q1_0": BlockFormat(128, 18, plain.q1_0),
+    "Q2_0": BlockFormat(64, 18, plain.q2_0),
 }

@@ -1,9 +1,10 @@
 """Forward passes by the project's own C kernels for CPUs (kernels/kernels.c)."""
 
 from foredraft.kernels.compilation import library
-from foredraft.model.runner.native.backend import NativeBackend
 from foredraft.model.runner.native.check import unserved_because
-from foredraft.model.runner.native.codes import (
+from foredraft.model.runner.native.linear import NativeLinear, fits, pack_native
+from foredraft.model.runner.native.native_backend import NativeBackend
+from foredraft.model.runner.native.native_codes import (
     NativeCodes,
     NativeProduct,
     code_native,
@@ -12,7 +13,6 @@ from foredraft.model.runner.native.codes import (
     pack_codes,
     pack_pieces,
 )
-from foredraft.model.runner.native.linear import NativeLinear, fits, pack_native
 
 __all__ = [
     "NativeBackend",

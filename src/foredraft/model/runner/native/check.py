@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import library, unavailable_because
-from foredraft.model.device import dtype_name
 from foredraft.model.quantisation.codes import SUPER, Codes, Coding, codebook_values
-from foredraft.model.runner.native.codes import pack_codes
 from foredraft.model.runner.native.linear import WORD, fits, pack_native, suffix
+from foredraft.model.runner.native.native_codes import pack_codes
 from foredraft.model.runner.native.structs import MAX_HEAD_DIM, CLayer, CModel, CPass, pass_struct
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 from foredraft.model.spec import ModelSpec
+from foredraft.model.transfers import dtype_name
 
 __all__ = ["unserved_because"]
 

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from foredraft.model.cache import CacheLayers
 from foredraft.model.layers import Product, RMSNorm, RowSource
-from foredraft.model.runner.native.codes import is_native
 from foredraft.model.runner.native.linear import CLinear
+from foredraft.model.runner.native.native_codes import is_native
 
 __all__ = [
     "MAX_HEAD_DIM",

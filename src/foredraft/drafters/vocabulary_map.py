@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from foredraft.model.byte_codec import ByteCodec
-from foredraft.model.device import upload
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.transfers import upload
 
 __all__ = ["VocabularyMap", "same_tokenizer"]
 

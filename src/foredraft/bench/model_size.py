@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.bench.records import Model
+from foredraft.bench.bench_records import ModelRecord
 from foredraft.model.decoder import Decoder
-from foredraft.model.device import dtype_name
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
+from foredraft.model.transfers import dtype_name
 
 __all__ = ["model_record"]
 
 
-def model_record(role: str, name: str, runner: Runner, weights: str | None = None) -> Model:
+def model_record(role: str, name: str, runner: Runner, weights: str | None = None) -> ModelRecord:
     """Return the record of a loaded model.
 
     A tied head counts once, as the head, because every step reads it. An untied embedding counts as
@@ -35,7 +35,7 @@ def model_record(role: str, name: str, runner: Runner, weights: str | None = Non
     coded = [product for product in decoder.products if isinstance(product, NativeCodes)]
     saved = sum(math.prod(each.shape) * decoder.dtype.itemsize - each.weight.nbytes for each in coded)
     looked_up = 0 if decoder.spec.tied else decoder.spec.vocab_size * decoder.spec.hidden_size
-    return Model(
+    return ModelRecord(
         role=role,
         name=name,
         parameters=read + looked_up,

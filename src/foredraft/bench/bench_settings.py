@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from foredraft.bench.contenders import resolve_methods, resolve_policies
 from foredraft.errors import ConfigError
 
-__all__ = ["MAX_REPEATED", "Options"]
+__all__ = ["MAX_REPEATED", "BenchSettings"]
 
 # A prompt counts if less than this share of the 4-grams of plain decoding's output occurred in it before.
 # Drafting a loop is easy, so prompts that lead into loops would overstate every speed-up.
@@ -15,7 +15,7 @@ MAX_REPEATED = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BenchSettings:
     """The options of a benchmark.
 
     Attributes:

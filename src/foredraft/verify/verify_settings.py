@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from foredraft.errors import ConfigError, Option
 from foredraft.verify.defects import DEFECTS
-from foredraft.verify.settings import RULES, Rule
+from foredraft.verify.sampling_settings import RULES, Rule
 
-__all__ = ["DISTANCES", "Options", "no_drafter"]
+__all__ = ["DISTANCES", "VerifySettings", "no_drafter"]
 
 DISTANCES = (0.03, 0.05, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class VerifySettings:
     """Options of a verification.
 
     Attributes:

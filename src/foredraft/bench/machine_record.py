@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import foredraft
-from foredraft.bench.records import Bandwidth
-from foredraft.loading.memory import free_memory
-from foredraft.model.device import synchronise
+from foredraft.bench.bench_records import Bandwidth
+from foredraft.loading.free_memory import free_memory
 from foredraft.model.freed import release_freed
+from foredraft.model.transfers import synchronise
 
 __all__ = ["LoadWatch", "Memory", "bandwidth", "machine"]
 

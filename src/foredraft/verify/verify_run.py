@@ -16,27 +16,27 @@ from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
-from foredraft.model.device import dtype_name
+from foredraft.model.transfers import dtype_name
 from foredraft.verify.always import drafting_always
 from foredraft.verify.cells import most_cells
 from foredraft.verify.chi_square import samples_needed
 from foredraft.verify.distribution_tests import POWER, DistributionCheck, run_test
 from foredraft.verify.identity import TextCheck, compare_tokens
-from foredraft.verify.options import DISTANCES, Options, no_drafter
 from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.planting import planted
 from foredraft.verify.prompt_choice import choose_cases, choose_stand_in
-from foredraft.verify.records import DistributionTest, Identity
-from foredraft.verify.report import Report
 from foredraft.verify.sampler import WIDTHS, Sampler, SamplingCase
-from foredraft.verify.settings import GREEDY, GREEDY_PENALISED, PENALISED, SETTINGS
+from foredraft.verify.sampling_settings import GREEDY, GREEDY_PENALISED, PENALISED, SETTINGS
+from foredraft.verify.verify_records import DistributionTest, Identity
+from foredraft.verify.verify_report import VerifyReport
+from foredraft.verify.verify_settings import DISTANCES, VerifySettings, no_drafter
 
 __all__ = ["max_new_tokens", "verify"]
 
 # Probability that any of the chi-square tests rejects a lossless set-up. Each test, joint or of a draft
 # position, gets an equal share of it, by Bonferroni's inequality.
 FAMILY_LEVEL = 1e-3
-DEFAULTS = Options()
+DEFAULTS = VerifySettings()
 # Tests that are not full have 1 / REDUCED_SHARE of the samples. Controls check the method, and plain steps
 # are slow. Under `coupled`, texts are compared token for token with plain decoding's, which finds far smaller
 # differences.
@@ -49,11 +49,11 @@ TEXTS = 8
 def verify(
     llm: LLM,
     prompts: Prompts,
-    options: Options = DEFAULTS,
+    options: VerifySettings = DEFAULTS,
     *,
     truncate: Literal["left"] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> Report:
+) -> VerifyReport:
     """Compare `llm` with its default drafter against plain decoding of its target.
 
     Two things are checked. At temperature 0, and under the `coupled` rule with a seed, the new tokens of a
@@ -93,7 +93,7 @@ def verify(
         identities = _compare_texts(task)
         with drafting_always(llm.loaded.engine):
             tests, detect = _run_tests(task)
-    return Report(
+    return VerifyReport(
         about=_about(llm, drafter),
         seed=seed,
         identities=tuple(identities),
@@ -105,7 +105,7 @@ def verify(
     )
 
 
-def max_new_tokens(options: Options) -> int:
+def max_new_tokens(options: VerifySettings) -> int:
     """Return the new tokens of the longest continuation that a verification generates."""
     return max(options.tokens, len(WIDTHS))
 
@@ -127,7 +127,7 @@ class _Task:
     plain: PlainTarget
     prompts: Sequence[list[int]]
     drafter: str
-    options: Options
+    options: VerifySettings
     progress: Callable[[str, int, int], None]
 
 
@@ -191,7 +191,7 @@ def _choose(task: _Task) -> list[SamplingCase]:
     return cases
 
 
-def _checks(cases: Sequence[SamplingCase], drafter: str, options: Options) -> list[DistributionCheck]:
+def _checks(cases: Sequence[SamplingCase], drafter: str, options: VerifySettings) -> list[DistributionCheck]:
     """Return the chi-square tests: one for each rule and setting, and a control for each setting."""
     kinds = [*((rule, False) for rule in options.rules), (options.rules[0], True)]
     positions = len(SETTINGS) * len(WIDTHS) if "speculative" in options.rules else 0

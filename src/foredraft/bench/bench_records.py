@@ -18,15 +18,15 @@ from foredraft.profiling.others import DISTURBED
 __all__ = [
     "PLAIN",
     "Bandwidth",
+    "BenchReport",
     "Ceiling",
     "Cost",
-    "Costs",
-    "Divergence",
     "DraftCost",
-    "Drafting",
+    "DraftFigures",
     "Exactness",
-    "Model",
-    "Report",
+    "FirstDifference",
+    "ForwardCosts",
+    "ModelRecord",
     "RoundTime",
     "Row",
     "Spread",
@@ -63,7 +63,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelRecord:
     """A model that took part.
 
     Attributes:
@@ -125,7 +125,7 @@ class DraftCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ForwardCosts:
     """Costs of bare forwards, each timed right after others of its kind, as in decoding.
 
     Attributes:
@@ -169,7 +169,7 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftFigures:
     """Figures of the drafts over the counted prompts of a row.
 
     Attributes:
@@ -205,7 +205,7 @@ class RoundTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class FirstDifference:
     """The first new token that differs from plain decoding's, and its prompt; both count from 0."""
 
     prompt: int
@@ -227,7 +227,7 @@ class Exactness:
     comparable: bool
     identical: int
     prompts: int
-    first: Divergence | None = None
+    first: FirstDifference | None = None
 
     @property
     def holds(self) -> bool | None:
@@ -291,7 +291,7 @@ class Row:
     speedup_all: Spread | None = None
     prefill_seconds: Spread | None = None
     others: Spread | None = None
-    drafting: Drafting | None = None
+    drafting: DraftFigures | None = None
     ceiling: Ceiling | None = None
     perfect: Ceiling | None = None
     predicted: Spread | None = None
@@ -326,7 +326,7 @@ class TurnCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """The report of a benchmark.
 
     Attributes:
@@ -343,18 +343,18 @@ class Report:
 
     options: dict[str, Any]
     machine: dict[str, Any]
-    models: tuple[Model, ...]
+    models: tuple[ModelRecord, ...]
     bandwidth: Bandwidth | None
-    costs: tuple[Costs, ...]
+    costs: tuple[ForwardCosts, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     finished: bool = True
     turns: tuple[TurnCount, ...] = ()
 
     @property
-    def typical_costs(self) -> tuple[Costs, ...]:
+    def typical_costs(self) -> tuple[ForwardCosts, ...]:
         """For each batch size, the costs of the workload with the median plain step."""
-        found: dict[int, list[Costs]] = {}
+        found: dict[int, list[ForwardCosts]] = {}
         for costs in self.costs:
             found.setdefault(costs.batch, []).append(costs)
         ranked = [sorted(each, key=lambda costs: costs.step_seconds) for each in found.values()]
@@ -428,7 +428,7 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> Report:
+    def from_dict(cls, document: dict[str, Any]) -> BenchReport:
         """Return the report that `as_dict`, or its JSON, describes.
 
         Raises:

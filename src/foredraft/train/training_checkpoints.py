@@ -31,7 +31,7 @@ from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
 from foredraft.train.processes import Processes
 from foredraft.train.students import Student
 
-__all__ = ["Checkpoints", "Progress"]
+__all__ = ["TrainingCheckpoints", "TrainingProgress"]
 
 PREFIX, SUFFIX = "step-", ".safetensors"
 PROGRESS, RUN = "progress", "run"  # of the header
@@ -40,7 +40,7 @@ MOMENTS = (STEPS, "exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """How far a run is.
 
     Attributes:
@@ -60,7 +60,7 @@ class Progress:
     finished: bool = False
 
     @classmethod
-    def read(cls, text: object) -> Progress:
+    def read(cls, text: object) -> TrainingProgress:
         """Return the progress that a text holds as JSON.
 
         Raises:
@@ -81,7 +81,7 @@ class Progress:
         return cls(**found)
 
 
-class Checkpoints:
+class TrainingCheckpoints:
     """The checkpoints in a folder.
 
     Args:
@@ -109,7 +109,7 @@ class Checkpoints:
                 found[int(number)] = path
         return found[max(found)] if found else None
 
-    def save(self, student: Student, optimizer: Optimizer, progress: Progress) -> None:
+    def save(self, student: Student, optimizer: Optimizer, progress: TrainingProgress) -> None:
         """Write a checkpoint, and remove the former one.
 
         Raises:
@@ -130,7 +130,7 @@ class Checkpoints:
                 raise _unwritable(self.folder, error) from error
         self.processes.wait()
 
-    def restore(self, student: Student, optimizer: Optimizer) -> Progress | None:
+    def restore(self, student: Student, optimizer: Optimizer) -> TrainingProgress | None:
         """Read the latest checkpoint into student and optimiser; None: there is none.
 
         Raises:
@@ -143,7 +143,7 @@ class Checkpoints:
             with SafetensorsFile(latest) as file:
                 if file.metadata.get(RUN) != self.run:
                     raise ValueError("is that of a run of another target, other data or other options")
-                progress = Progress.read(file.metadata.get(PROGRESS))
+                progress = TrainingProgress.read(file.metadata.get(PROGRESS))
                 if self._file(progress.step) != latest:
                     raise ValueError(f"is that of step {progress.step}")
                 _check(file, student)

@@ -14,8 +14,8 @@ from foredraft.decode.noise import NoiseKeys
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
-from foredraft.model.device import upload
 from foredraft.model.runner import Resume
+from foredraft.model.transfers import upload
 
 __all__ = ["Draft", "RoundInputs", "lengths_tensor", "no_draft", "pad_rows"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from foredraft.verify.defects import DEFECTS
-from foredraft.verify.records import DistributionTest, DraftPosition, Identity
+from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity
 
-__all__ = ["Report", "Verdict"]
+__all__ = ["Verdict", "VerifyReport"]
 
 Verdict = Literal["passed", "failed", "inconclusive"]
 # Corrections at a draft position below which the tests have hardly seen it. The report states the power of
@@ -22,7 +22,7 @@ FEWEST_CORRECTIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """The result of a verification.
 
     Attributes:

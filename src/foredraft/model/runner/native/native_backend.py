@@ -20,14 +20,13 @@ from foredraft.kernels import pool
 from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder
-from foredraft.model.device import upload
 from foredraft.model.forward_context import at_columns
 from foredraft.model.plan import Plan
 from foredraft.model.rope import Rope
 from foredraft.model.runner.fused import DraftInputs, FusedDraft
 from foredraft.model.runner.invariant_shapes import KERNEL_SHAPES
-from foredraft.model.runner.native.codes import NativeCodes, is_native
 from foredraft.model.runner.native.linear import CLinear, pointer, suffix
+from foredraft.model.runner.native.native_codes import NativeCodes, is_native
 from foredraft.model.runner.native.structs import (
     MAX_HEAD_DIM,
     NORMS,
@@ -43,6 +42,7 @@ from foredraft.model.runner.native.structs import (
     pass_struct,
 )
 from foredraft.model.runner.passes import Forward, Pass
+from foredraft.model.transfers import upload
 
 __all__ = ["NativeBackend"]
 

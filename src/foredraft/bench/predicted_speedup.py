@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from foredraft.bench.records import Ceiling, Costs
+from foredraft.bench.bench_records import Ceiling, ForwardCosts
 from foredraft.decode.stats import Stats
 
 __all__ = ["ceiling", "forward_cost", "mean_accepted_length", "predicted_speedup", "verifying_cost"]
@@ -26,7 +26,7 @@ def mean_accepted_length(alpha: float, length: int) -> float:
     return sum(alpha**accepted for accepted in range(length + 1))
 
 
-def verifying_cost(costs: Costs, rows: float) -> float:
+def verifying_cost(costs: ForwardCosts, rows: float) -> float:
     """Return v(rows) in plain steps, interpolated linearly between the measured row counts.
 
     Args:
@@ -41,7 +41,7 @@ def verifying_cost(costs: Costs, rows: float) -> float:
     return known[0][1]  # only one row count was measured
 
 
-def forward_cost(costs: Costs, stats: Stats) -> float:
+def forward_cost(costs: ForwardCosts, stats: Stats) -> float:
     """Return the mean cost of a round's forwards in plain steps, drafting and verifying, for all drafters."""
     steps = stats.steps
     drafting = sum(costs.drafting[name].of(steps[name], drafts) for name, drafts in stats.drafts.items())
@@ -49,12 +49,12 @@ def forward_cost(costs: Costs, stats: Stats) -> float:
     return (drafting + verifying) / stats.rounds
 
 
-def predicted_speedup(costs: Costs, stats: Stats) -> float:
+def predicted_speedup(costs: ForwardCosts, stats: Stats) -> float:
     """Return S of a run's own rounds: its speed-up over plain decoding if only forwards took time."""
     return stats.tokens / stats.rounds / forward_cost(costs, stats)
 
 
-def ceiling(costs: Costs, drafter: str, alpha: float) -> Ceiling:
+def ceiling(costs: ForwardCosts, drafter: str, alpha: float) -> Ceiling:
     """Return the largest S over fixed draft lengths, from 1 to the widest measured pass less one.
 
     Args:

@@ -10,15 +10,15 @@ from typing import Any, Literal
 import torch
 
 from foredraft import demo
+from foredraft.bench.bench_records import Bandwidth, BenchReport, ForwardCosts, ModelRecord, Row, TurnCount
+from foredraft.bench.bench_settings import MAX_REPEATED, BenchSettings
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.lineup import LineUp
-from foredraft.bench.machine import LoadWatch, Memory, bandwidth, machine
+from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine
 from foredraft.bench.measurement import Measurement, Progress
-from foredraft.bench.options import MAX_REPEATED, Options
-from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row, TurnCount
-from foredraft.bench.weights import model_record
+from foredraft.bench.model_size import model_record
 from foredraft.bench.workload import Workload
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
@@ -27,7 +27,7 @@ from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
-from foredraft.loading.policies import check_settings
+from foredraft.loading.policy_choice import check_settings
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
 from foredraft.model.prompt_form import AS_IT_IS, PromptForm
@@ -39,7 +39,7 @@ Prompts = Mapping[str, list[list[int]]]  # token ids of each prompt, by workload
 
 def bench(
     workloads: Sequence[Workload],
-    options: Options,
+    options: BenchSettings,
     *,
     model: str | None = None,
     truncate: Literal["left"] | None = None,
@@ -47,7 +47,7 @@ def bench(
     progress: Progress = lambda stage, done, total: None,
     spelling: Callable[[Option], str] = python_spelling,
     **loading: Any,
-) -> Report:
+) -> BenchReport:
     """Time every contender on every workload.
 
     Args:
@@ -98,7 +98,7 @@ def bench(
             progress=watch,
         )
         costs, rows, counts, finished = _measure(measurement, prompts)
-        return Report(
+        return BenchReport(
             options=_effective_options(llm, prompts, options, model, loading) | asdict(form),
             machine=machine(context.device) | {"highest_load": watch.highest} | _versions(lineup),
             models=models,
@@ -115,9 +115,9 @@ def bench(
 
 def _measure(
     measurement: Measurement, prompts: Prompts
-) -> tuple[list[Costs], list[Row], list[TurnCount], bool]:
+) -> tuple[list[ForwardCosts], list[Row], list[TurnCount], bool]:
     """Return the costs, the rows, the turns, and whether the measurement finished."""
-    costs: list[Costs] = []
+    costs: list[ForwardCosts] = []
     rows: list[Row] = []
     counts: list[TurnCount] = []
     try:
@@ -153,7 +153,7 @@ def _longest_draft(loaded: Policy, lineup: LineUp) -> int:
     return max(policy.max_draft for policy in policies)
 
 
-def _weight_read_seconds(target: Model, speed: Bandwidth | None) -> float | None:
+def _weight_read_seconds(target: ModelRecord, speed: Bandwidth | None) -> float | None:
     return None if speed is None else target.step_bytes / speed.bytes_per_second
 
 
@@ -164,7 +164,7 @@ def _versions(lineup: LineUp) -> dict[str, str | None]:
 
 
 def _effective_options(
-    llm: LLM, prompts: Prompts, options: Options, model: str | None, loading: Mapping[str, Any]
+    llm: LLM, prompts: Prompts, options: BenchSettings, model: str | None, loading: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all options with the values in effect, as plain values for JSON."""
     engine = llm.loaded.engine
@@ -188,7 +188,7 @@ def _context(
     llm: LLM,
     folders: tuple[Path, Path | None],
     prompts: Prompts,
-    options: Options,
+    options: BenchSettings,
     loading: Mapping[str, Any],
 ) -> BenchContext:
     engine, cache = llm.loaded.engine, llm.loaded.engine.cache
@@ -211,7 +211,7 @@ def _context(
 def _load(
     workloads: Sequence[Workload],
     form: PromptForm,
-    options: Options,
+    options: BenchSettings,
     loading: dict[str, Any],
     progress: Progress,
 ) -> tuple[LLM, int]:
@@ -261,7 +261,7 @@ def _folders(llm: LLM, model: str | None, loading: Mapping[str, Any]) -> tuple[P
     return target, demo.draft_path() if model is None else None
 
 
-def _models(loaded: Loaded, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
+def _models(loaded: Loaded, folders: tuple[Path, Path | None]) -> tuple[ModelRecord, ...]:
     """Return the records of the target and of the draft model."""
     models = [model_record("target", source_of(folders[0]).name, loaded.runner, loaded.weights)]
     for drafter in loaded.engine.drafters.values():

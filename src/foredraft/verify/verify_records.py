@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from foredraft.verify.settings import Rule, Setting
+from foredraft.verify.sampling_settings import Rule, Setting
 
 __all__ = ["DistributionTest", "Divergence", "DraftPosition", "Identity", "TextRun"]
 
