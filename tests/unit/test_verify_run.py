@@ -29,7 +29,7 @@ from foredraft.decode.stats import Stats
 from foredraft.decode.vocab_ops import TorchVocabOps
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.lookup import Lookup
-from foredraft.verify import DistributionTest, VerifySettings, VerifyReport, verify
+from foredraft.verify import DistributionTest, VerifyReport, VerifySettings, verify
 from foredraft.verify import verify_run as run
 from foredraft.verify.always import DraftsAlways
 from foredraft.verify.cells import Cells
