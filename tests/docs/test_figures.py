@@ -38,13 +38,14 @@ def test_an_outdated_figure_is_found_and_replaced(
     assert figures.main([]) == 0  # it keeps the results that it reads
     monkeypatch.setattr(figures, "HERE", tmp_path / "benchmarks")
     assert figures.main([]) == 0
-    whole = (tmp_path / "README.md").read_text(encoding="utf-8")
+    page = tmp_path / "docs/reproduction.md"
+    whole = page.read_text(encoding="utf-8")
     line = next(line for line in figures.speed() if line.startswith("| `draft-model` ÷ plain"))
-    (tmp_path / "README.md").write_text(whole.replace(line, line.replace(".", ".9")), encoding="utf-8")
+    page.write_text(whole.replace(line, line.replace(".", ".9")), encoding="utf-8")
     assert figures.main([]) == 1
-    assert capsys.readouterr().out == "README.md: tables are out of date\n"
+    assert capsys.readouterr().out == "docs/reproduction.md: tables are out of date\n"
     assert figures.main(["--write"]) == 0
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == whole
+    assert page.read_text(encoding="utf-8") == whole
 
 
 def test_an_unknown_table_is_refused() -> None:

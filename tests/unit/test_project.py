@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.support.running import ROOT, python, script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)  # of a table, that begin with a name
-SETUP = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt "
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
 def block(language: str, number: int = 0) -> str:
@@ -50,25 +51,31 @@ def test_torch_waits_until_it_is_needed(statement: str) -> None:
     assert float(seconds) < 1  # of processor time: a busy machine does not count
 
 
-def test_the_readme_opens_with_one_sentence() -> None:
-    first = README.splitlines()[0]
-    assert first.startswith("Foredraft ")
-    assert first.endswith(".")
-    assert README.splitlines()[1] == ""
+def test_the_readme_opens_with_its_title_and_one_sentence() -> None:
+    title, _, sentence, after, *_ = README.splitlines()
+    assert title == "# Foredraft" and after == ""
+    assert sentence.startswith("Foredraft ") and sentence.endswith(".")
 
 
-def test_the_two_readme_commands_are_those_that_the_checks_run() -> None:
-    job, tests = block("sh", 0).strip(), block("sh", 1).strip()
-    assert job == SETUP + ". && .venv/bin/foredraft generate --compare"
-    assert tests == SETUP + "-e '.[dev]' && .venv/bin/python -m pytest -n auto"
+def commands(mark: str) -> list[str]:
+    """Return the lines of the block that follows a comment in the README."""
+    return block("sh", README[: README.index(f"<!-- {mark} -->")].count("```sh\n")).splitlines()
+
+
+def test_the_readme_commands_are_those_that_the_checks_run() -> None:
+    environment, install, job = commands("try it")
+    assert environment == "python3 -m venv .venv && . .venv/bin/activate"
+    assert (install, job) == ("pip install -c constraints.txt .", "foredraft generate --compare")
+    assert commands("tests") == ["pip install -c constraints.txt -e '.[dev]'", "python -m pytest -n auto"]
     script = (ROOT / ".ci/run").read_text()
-    patterns = re.findall(r"^(job|tests)=\"\$\(grep -m1 -E '([^']+)' README\.md\)\"$", script, re.MULTILINE)
-    for name, pattern in patterns:
-        [found] = [line for line in README.splitlines() if re.search(pattern, line)]
-        assert found == {"job": job, "tests": tests}[name]
-    assert len(patterns) == 2
-    for part in ("${job##* && }", "${tests% && *}", "${tests##* && }"):
-        assert f'bash -euo pipefail -c "{part}"' in script
+    [function] = re.findall(r"^block\(\) .*$", script, re.MULTILINE)
+    for mark in ("try it", "tests"):
+        call = ["bash", "-c", f'{function}\nblock "{mark}"']
+        assert subprocess.run(call, cwd=ROOT, capture_output=True, text=True).stdout.splitlines() == commands(
+            mark
+        )
+    for name in ("environment", "install", "job", "tests"):
+        assert f'eval "${name}"' in script
 
 
 def test_constraints_hold_versions_only_and_cover_what_is_declared() -> None:
@@ -90,10 +97,13 @@ def test_the_examples_run(file: str, tmp_path: Path) -> None:
     assert script(ROOT / "examples" / file, cwd=tmp_path)
 
 
-def test_the_readme_names_every_drafter_policy_and_rule() -> None:
-    from foredraft.kinds import DRAFTERS, POLICIES, RULES
+def test_the_guides_name_every_drafter_and_policy() -> None:
+    from foredraft.kinds import DRAFTERS, POLICIES
 
-    assert sorted(ROWS.findall(README)) == sorted([*DRAFTERS, *POLICIES, *RULES])
+    for page, kinds in (("drafters", DRAFTERS), ("policies", POLICIES)):
+        guide = (ROOT / f"docs/guides/{page}.md").read_text(encoding="utf-8")
+        [table] = [rows for rows in TABLE.findall(guide) if set(ROWS.findall(rows)) & {*kinds}]
+        assert sorted(ROWS.findall(table)) == sorted(kinds)
 
 
 def test_one_sentence_says_when_auto_makes_a_copy_in_few_bits() -> None:
@@ -102,7 +112,7 @@ def test_one_sentence_says_when_auto_makes_a_copy_in_few_bits() -> None:
     from foredraft.cli.commands import app
     from foredraft.drafters.offered_copy import OFFER
 
-    pages = ["README.md", "docs/guides/drafters.md", "docs/guides/fewer-bits.md"]
+    pages = ["docs/guides/drafters.md", "docs/guides/fewer-bits.md"]
     texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages}
     [option] = [
         argument

@@ -30,7 +30,7 @@ class Loaded:
         max_length: Prompt and new tokens of one request together, at most.
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
         default_params: The parameters of requests without their own, from generation_config.json.
-        deterministic: Whether the target's forwards keep to exact shapes.
+        deterministic: Whether the target's forwards keep to batch-invariant shapes.
         profile_seconds: What measuring the costs of this machine took while loading; 0 where they were known.
     """
 
