@@ -12,7 +12,7 @@ from them. Four servers take the same session, each turn in turns:
 Figures are seconds by turn, to the first token and to the last one; prompt tokens that were not read again;
 and new tokens by second. Texts are compared.
 
-    python benchmarks/agent.py --layers 48
+    python -m benchmarks.agent --layers 48
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-from serving import start_server
-from timing import spread
-from workload import DEMO_LAYERS, machine, padded_demo, write
 
+from benchmarks.serving import start_server
+from benchmarks.timing import spread
+from benchmarks.workload import DEMO_LAYERS, machine, padded_demo, write
 from foredraft import demo
 from foredraft.bench.workload import load_workloads
 

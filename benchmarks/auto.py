@@ -26,7 +26,7 @@ and on prompts whose plain output repeats under 30 % of its 4-grams within 64 to
     batch       the draft model for eight sequences together
     copies      lookup, on prompts whose answer copies much of them (the workload `edit-file`)
 
-    python benchmarks/auto.py --layers 128 --new-tokens 256 --repeats 3 --loads 2
+    python -m benchmarks.auto --layers 128 --new-tokens 256 --repeats 3 --loads 2
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from timing import spread
 from torch import Tensor
-from workload import DEMO_LAYERS, demo_plan, fluent, heldout, machine, padded_demo, write
 
 import foredraft
+from benchmarks.timing import spread
+from benchmarks.workload import DEMO_LAYERS, demo_plan, fluent, heldout, machine, padded_demo, write
 from foredraft import LLM, Output, SamplingParams, demo
 from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
 from foredraft.decode.sequence import State

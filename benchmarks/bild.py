@@ -13,7 +13,7 @@ Quality has two figures:
 The script writes a JSON document and a plot, which docs/guides/bild.md shows; it prints a table and the
 document. The exit code is 1 if a lossless output differs from plain decoding's.
 
-    python benchmarks/bild.py --prompts 18 --new-tokens 64 --repeats 5
+    python -m benchmarks.bild --prompts 18 --new-tokens 64 --repeats 5
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from timing import interleaved, spread
-from workload import fluent, machine, write
-
 import foredraft
+from benchmarks.timing import interleaved, spread
+from benchmarks.workload import fluent, machine, write
 from foredraft import LLM, Output, SamplingParams
 from foredraft.bench.figures import divergence
 from foredraft.cli.layout import table

@@ -7,7 +7,7 @@ which ties are common. The draft models of the random targets are the targets wi
 result file has the position of every divergence. Each CPU core runs a process with a share of the prompts.
 The exit code is 1 if any output diverges.
 
-    python benchmarks/bit_identity.py --prompts 200 --new-tokens 128
+    python -m benchmarks.bit_identity --prompts 200 --new-tokens 128
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import transformers
-from workload import heldout, machine, write
 
 import foredraft
+from benchmarks.workload import heldout, machine, write
 from foredraft import LLM, SamplingParams
 from foredraft.bench.figures import divergence
 

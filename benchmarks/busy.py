@@ -7,7 +7,7 @@ threads: with k busy processes on n cores, t threads of t + k get n / (t + k) of
 measured by what as many threads do idle. The texts must be equal. At last two processes decode at once: what
 they write together over what one writes alone.
 
-    python benchmarks/busy.py --target SMOLLM2 --old ../before --llama-cpp FOLDER --gguf FILE
+    python -m benchmarks.busy --target SMOLLM2 --old ../before --llama-cpp FOLDER --gguf FILE
 
 `--old` is a working tree of another version, as for versions.py; `--llama-cpp` a folder of llama-cpp-python.
 """
@@ -25,8 +25,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from contending import WORKER, Contender, answer
-from neighbours import busy
+from benchmarks.contending import WORKER, Contender, answer
+from benchmarks.neighbours import busy
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "def fibonacci(n):\n"
@@ -77,7 +77,7 @@ def by_llama_cpp(model: str, threads: int) -> Any:
 
 def contender(model: str, threads: int, *folders: str, llama: bool = False) -> Contender:
     """Return a process that decodes."""
-    return Contender(__file__, {"model": model, "threads": threads, "llama": llama}, *folders)
+    return Contender("benchmarks.busy", {"model": model, "threads": threads, "llama": llama}, *folders)
 
 
 def beside(load: str) -> AbstractContextManager[None]:
@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--name", default="busy")
     options = parser.parse_args(arguments)
-    from timing import spread
-    from workload import machine, write
+    from benchmarks.timing import spread
+    from benchmarks.workload import machine, write
 
     new, many = str(HERE.parent / "src"), options.threads
     processes = {

@@ -9,7 +9,7 @@ The first two run on the demo target, and on the same with layers added that cha
 takes 5 ms. Ratios are of the seconds of the same requests, medians and quartiles. Texts of a ratio are
 compared.
 
-    python benchmarks/constraints.py --repeats 8
+    python -m benchmarks.constraints --repeats 8
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from timing import Quiet, spread
-from workload import DEMO_LAYERS, demo_plan, heldout, machine, padded_demo, write
-
 import foredraft
+from benchmarks.timing import Quiet, spread
+from benchmarks.workload import DEMO_LAYERS, demo_plan, heldout, machine, padded_demo, write
 from foredraft import LLM, Output, SamplingParams
 from foredraft.constraints.phrases import PhraseAutomaton, PhraseState, Symbols
 from foredraft.constraints.token_masks import TokenMasks

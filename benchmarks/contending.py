@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["WORKER", "Contender", "answer"]
 
 WORKER = "--worker"
+TREE = Path(__file__).resolve().parents[1]
 
 
 def answer(to: Callable[[Any], Any]) -> None:
@@ -30,17 +31,17 @@ class Contender:
     """A process that answers requests.
 
     Args:
-        script: Started with `WORKER` and the options in JSON.
+        module: Of this folder; started with `WORKER` and the options in JSON.
         options: What it is told.
         folders: Where Python looks for packages first, such as the sources of another version.
     """
 
-    def __init__(self, script: str, options: dict[str, Any], *folders: str | Path) -> None:
+    def __init__(self, module: str, options: dict[str, Any], *folders: str | Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         path = os.pathsep.join(map(str, folders))
         self.process = subprocess.Popen(
-            [sys.executable, script, WORKER, json.dumps(options)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env=environment | {"PYTHONPATH": path},
+            [sys.executable, "-m", module, WORKER, json.dumps(options)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env=environment | {"PYTHONPATH": path}, cwd=TREE,
         )  # fmt: skip
         self.result()
 

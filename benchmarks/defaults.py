@@ -7,9 +7,8 @@ its first request with measured costs and no other knowledge; the later ones fol
 with the asset over the least of plain decoding's and of `auto`'s without it: medians and quartiles, idle and
 beside one busy process.
 
-    export PYTHONPATH=.
-    python benchmarks/defaults.py --adapter --name defaults_demo
-    python benchmarks/defaults.py --target SMOLLM2 --draft other-tokenizer=GEMMA --draft same=SMALL \\
+    python -m benchmarks.defaults --adapter --name defaults_demo
+    python -m benchmarks.defaults --target SMOLLM2 --draft other-tokenizer=GEMMA --draft same=SMALL \\
         --plan exit:8 --adapter --name defaults_smollm2
 
 `--adapter` adds one whose weights are noise; the target is then a folder. Without --target, it is the demo's.
@@ -27,12 +26,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from auto import Contender, Running
-from neighbours import busy
-from timing import spread
-from workload import heldout, machine, write
 
 import foredraft
+from benchmarks.auto import Contender, Running
+from benchmarks.neighbours import busy
+from benchmarks.timing import spread
+from benchmarks.workload import heldout, machine, write
 from foredraft import LLM, SamplingParams, demo
 from foredraft.decode.policy import Auto
 

@@ -8,7 +8,7 @@ Both sides take turns after a warm-up. A repeat's ratio is the tokens/s with the
 off; the result file has medians and quartiles. For each side it also has the number of outputs that equal
 plain decoding of the prompt alone, and the share of repeated 4-grams.
 
-    python benchmarks/deterministic.py --repeats 5 --new-tokens 96
+    python -m benchmarks.deterministic --repeats 5 --new-tokens 96
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from timing import Quiet, spread, timed
-from workload import heldout, machine, write
-
 import foredraft
+from benchmarks.timing import Quiet, spread, timed
+from benchmarks.workload import heldout, machine, write
 from foredraft import LLM, Output, SamplingParams
 from foredraft.ngrams import repeated
 

@@ -5,7 +5,7 @@ take turns with llama.cpp on the same weights as Q4_0 and Q8_0, and with OpenVIN
 bits in groups of 32 and to 8 bits, after a warm-up. A ratio is the median of the ratios within the turns,
 with quartiles.
 
-    python benchmarks/few_bits.py --repeats 15 --openvino PYTHON
+    python -m benchmarks.few_bits --repeats 15 --openvino PYTHON
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import loading_memory
-from shape import SHAPES, random_checkpoint
-from timing import OwnSeconds, interleaved, spread
-from workload import machine, write
 
 import foredraft
+from benchmarks.loading import loading_memory
+from benchmarks.shape import SHAPES, random_checkpoint
+from benchmarks.timing import OwnSeconds, interleaved, spread
+from benchmarks.workload import machine, write
 from foredraft import LLM
 from foredraft.bench import llama_cpp
 from foredraft.bench.contender import BenchContext

@@ -2,8 +2,8 @@
 
 A table lies between two comments, the first of which names it. This script writes everything between them.
 
-    python benchmarks/figures.py          list the pages with outdated tables; exit code 1 if there are any
-    python benchmarks/figures.py --write  update these tables
+    python -m benchmarks.figures          list the pages with outdated tables; exit code 1 if there are any
+    python -m benchmarks.figures --write  update these tables
 """
 
 from __future__ import annotations
@@ -469,10 +469,10 @@ def headline() -> list[str]:
     """One number with its baseline, as a sentence."""
     drafting, plain = rows("greedy", "draft-model"), rows("greedy", "plain")
     return [
-        f"On two cores of a CPU, the demo models write **{gain(drafting)} times as many tokens per second** as",
-        "plain decoding, from the worst to the best kind of prompt, and the same text in"
-        f" {identical(drafting)} outputs. Plain",
-        f"decoding here is itself {over(plain, 'llama.cpp')} times as fast as llama.cpp's on the same weights.",
+        f"On two cores of a CPU, the demo models write **{gain(drafting)} times as many tokens per second**",
+        "as plain decoding, from the worst to the best kind of prompt, and the same text in"
+        f" {identical(drafting)} outputs.",
+        f"Plain decoding is {over(plain, 'llama.cpp')} times as fast as llama.cpp on the same weights.",
     ]
 
 

@@ -5,9 +5,9 @@ lie in memory that no cache holds them, and their products take turns after a wa
 of the ratios within the turns, with quartiles; above 1, coded weights win. With `--loading FILE` the peak of
 memory while a file is loaded is held against the size of its weights.
 
-    python benchmarks/gguf_types.py
-    python benchmarks/gguf_types.py --loading MODEL.gguf --name gguf_loading_smollm2
-    python benchmarks/gguf_types.py --peer MODEL.gguf --name gguf_peer_smollm2
+    python -m benchmarks.gguf_types
+    python -m benchmarks.gguf_types --loading MODEL.gguf --name gguf_loading_smollm2
+    python -m benchmarks.gguf_types --peer MODEL.gguf --name gguf_peer_smollm2
 
 With `--peer FILE` plain steps and short passes of a model take turns with llama.cpp's on the same file.
 """
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import anonymous_peak
-from timing import OwnSeconds, interleaved, spread
-from workload import machine, write
 
 import foredraft
+from benchmarks.loading import anonymous_peak
+from benchmarks.timing import OwnSeconds, interleaved, spread
+from benchmarks.workload import machine, write
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.llama_cpp import LlamaCpp
 from foredraft.model.hub import resolve

@@ -17,10 +17,10 @@ The copy bandwidth is bytes read plus bytes written per second, the best of 20 c
 reads the KV cache and every weight except the embedding, in which it looks up one row. Timers are read when
 the device has finished. Contenders take turns after a warm-up. Figures are medians with quartiles.
 
-    python benchmarks/gpu.py                                   # all stages
-    python benchmarks/gpu.py --stages plain --name gpu_plain   # one stage, with a result file of its own
-    python benchmarks/gpu.py --stages arranged-0.6,arranged-0.8 --name gpu_arranged
-    python benchmarks/gpu.py --shape tiny --device cpu --dtype float32 --new-tokens 16 --repeats 1
+    python -m benchmarks.gpu                                   # all stages
+    python -m benchmarks.gpu --stages plain --name gpu_plain   # one stage, with a result file of its own
+    python -m benchmarks.gpu --stages arranged-0.6,arranged-0.8 --name gpu_arranged
+    python -m benchmarks.gpu --shape tiny --device cpu --dtype float32 --new-tokens 16 --repeats 1
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from gpu_stages import STAGES, Bench, failure, say
-from random_model import SHAPES
-from workload import machine, write
 
+from benchmarks.gpu_stages import STAGES, Bench, failure, say
+from benchmarks.random_model import SHAPES
+from benchmarks.workload import machine, write
 from foredraft.errors import ConfigError
 from foredraft.loading.device import find_device
 

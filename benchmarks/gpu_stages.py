@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import peer
 import torch
-from random_model import SHAPES, Pair, Shape, find_factor, make_llm, random_prompts
-from timing import Quiet, interleaved, spread
 
+from benchmarks import peer
+from benchmarks.random_model import SHAPES, Pair, Shape, find_factor, make_llm, random_prompts
+from benchmarks.timing import Quiet, interleaved, spread
 from foredraft import LLM, SamplingParams, Stats
 from foredraft.bench.bench_records import Cost, DraftCost, ForwardCosts, Spread
 from foredraft.bench.figures import divergence

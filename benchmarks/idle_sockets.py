@@ -3,7 +3,7 @@
 The sockets belong to a process of its own. Turns with and without them alternate, and each turn times one
 stream; texts are compared.
 
-    python benchmarks/idle_sockets.py --sockets 10000 --repeats 6
+    python -m benchmarks.idle_sockets --sockets 10000 --repeats 6
 
 The last line is one JSON object.
 """
@@ -21,13 +21,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from serving import Client, start_server
-from timing import Quiet, spread
 from websockets.asyncio.client import connect
-from workload import heldout, machine, padded_demo, write
 
+from benchmarks.serving import Client, start_server
+from benchmarks.timing import Quiet, spread
+from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import demo
 
+TREE = Path(__file__).resolve().parents[1]
 AT_A_TIME = 100  # handshakes
 
 
@@ -54,12 +55,20 @@ class Holder:
     """A process that holds idle sockets while the block runs."""
 
     def __init__(self, url: str, count: int) -> None:
-        self._command = [sys.executable, __file__, "--hold", url, "--sockets", str(count)]
+        self._command = [
+            sys.executable,
+            "-m",
+            "benchmarks.idle_sockets",
+            "--hold",
+            url,
+            "--sockets",
+            str(count),
+        ]
         self._count = count
 
     def __enter__(self) -> None:
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TREE
         )
         assert self._process.stdout is not None
         opened = self._process.stdout.readline().strip()

@@ -5,7 +5,7 @@ takes. The checkpoint has 1.24 billion random weights (`shape.py`). transformers
 installed, run on the same weights; reads of memory are timed in the same turns. All contenders take turns
 after a warm-up. A ratio is the median of the ratios within the turns, with quartiles.
 
-    python benchmarks/large_shape.py --dtype bfloat16
+    python -m benchmarks.large_shape --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from loading import loading_memory
-from shape import SHAPES, random_checkpoint
-from timing import OwnSeconds, Quiet, interleaved, spread
-from workload import machine, write
 
 import foredraft
+from benchmarks.loading import loading_memory
+from benchmarks.shape import SHAPES, random_checkpoint
+from benchmarks.timing import OwnSeconds, Quiet, interleaved, spread
+from benchmarks.workload import machine, write
 from foredraft import LLM, SamplingParams
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.figures import divergence

@@ -2,7 +2,7 @@
 
 Runs in a Python of its own, which has optimum-intel and no torchvision:
 
-    python benchmarks/openvino_worker.py FOLDER BITS CONTEXT
+    python -m benchmarks.openvino_worker FOLDER BITS CONTEXT
 
 It writes "ready" when the model is loaded. Then, for each line with a number of tokens, it reads a context of
 CONTEXT tokens anew, times a pass over so many tokens after it, and writes the seconds.

@@ -1,6 +1,6 @@
 """Draw docs/streaming.svg: the coloured text of a real run of `foredraft generate`, as a terminal shows it.
 
-    python benchmarks/picture.py --model SmolLM2-135M-Instruct-BF16.gguf
+    python -m benchmarks.picture --model SmolLM2-135M-Instruct-BF16.gguf
 
 The picture needs no font from elsewhere, and no script.
 """

@@ -12,8 +12,7 @@ the turns; above 1, Foredraft is faster.
                no training: each by itself, and `auto`; the ids must be plain decoding's
 
     pip install --no-deps -r tests/real/requirements.txt
-    export PYTHONPATH=.
-    python benchmarks/real_models.py --work FOLDER --llama-cpp FOLDER
+    python -m benchmarks.real_models --work FOLDER --llama-cpp FOLDER
 
 `--work` keeps the files that are made, and the plans of `foredraft tune`; `--llama-cpp` has llama-cpp-python.
 """
@@ -34,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contending import WORKER, Contender, answer
-from neighbours import busy
-from timing import Quiet, spread
-from workload import machine, write
 
 import foredraft
+from benchmarks.contending import WORKER, Contender, answer
+from benchmarks.neighbours import busy
+from benchmarks.timing import Quiet, spread
+from benchmarks.workload import machine, write
 from foredraft import RequestError
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS
@@ -126,8 +125,8 @@ class Comparison:
 
     def __init__(self, file: Path, llama: str, turns: int) -> None:
         src = TREE / "src", TREE
-        self.own = Contender(__file__, {"file": str(file), "llama": False}, *src)
-        self.peer = Contender(__file__, {"file": str(file), "llama": True}, *src, llama)
+        self.own = Contender("benchmarks.real_models", {"file": str(file), "llama": False}, *src)
+        self.peer = Contender("benchmarks.real_models", {"file": str(file), "llama": True}, *src, llama)
         self.turns = turns
 
     def beside(

@@ -4,7 +4,7 @@ Two figures on the demo target and on one padded with layers that add nothing, u
 more: the verifying pass alone, and greedy decoding of held-out prompts, each with the states and without, in
 turns. Outputs must be identical.
 
-    python benchmarks/resuming.py
+    python -m benchmarks.resuming
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Quiet, interleaved, spread, timed
-from workload import fluent, machine, padded_demo, write
 
 import foredraft
+from benchmarks.timing import Quiet, interleaved, spread, timed
+from benchmarks.workload import fluent, machine, padded_demo, write
 from foredraft import LLM, SamplingParams, demo
 from foredraft.drafters.adapter import load_adapter
 from foredraft.drafters.adapter_files import read_adapter

@@ -8,7 +8,7 @@ loss of each sub-layer skipped alone. For each sampler and seed, the script repo
 certain numbers of trials, and the sampler's own seconds per trial. Each run appends its result to the result
 file, so that the parts of a comparison can run separately.
 
-    python benchmarks/samplers.py --switches 32,64,160 --trials 200 --gp-trials 60 --seeds 3 --demo
+    python -m benchmarks.samplers --switches 32,64,160 --trials 200 --gp-trials 60 --seeds 3 --demo
 
 A Gaussian process takes longer with every trial and every switch, so it may have fewer trials.
 """
@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from timing import spread, timed
-from tune_demo import silent, teacher_again
-from workload import HERE, machine, write
 
+from benchmarks.timing import spread, timed
+from benchmarks.tune_demo import silent, teacher_again
+from benchmarks.workload import HERE, machine, write
 from foredraft.cli.tune import prompts_of
 from foredraft.model.plan import Plan
 from foredraft.tune.expected_rounds import ExpectedRounds

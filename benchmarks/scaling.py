@@ -8,7 +8,7 @@ simulated     the same share for N replicas: the shipped rule, the shipped cache
               Zipf-distributed beginnings; beside it the largest load over the mean
 computed      cores and bytes per second at N replicas, from the measured figures and --step-ms
 
-python benchmarks/scaling.py
+python -m benchmarks.scaling
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from workload import machine, write
 
+from benchmarks.workload import machine, write
 from foredraft.serve.affinity import digest, prompt_key, ranked
 
 COUNTS = (2, 10, 100, 1000)

@@ -5,7 +5,7 @@ the source distribution of the package jsonschema carries in json/. A schema is 
 texts of its tests are read token by token with the demo target's tokenizer.
 
     pip download --no-deps --no-binary jsonschema jsonschema && tar xzf jsonschema-*.tar.gz
-    python benchmarks/schemas.py --suite jsonschema-*/json/tests/draft2020-12
+    python -m benchmarks.schemas --suite jsonschema-*/json/tests/draft2020-12
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from workload import machine, write
-
+from benchmarks.workload import machine, write
 from foredraft import RequestError, SamplingParams, demo
 from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
 from foredraft.constraints.pace import MaskThreads, Pace

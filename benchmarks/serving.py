@@ -9,7 +9,7 @@
 One client process reads all streams, the engine's own too, by the same code; the one of both engines that
 waits sleeps. Ratios are of turns that follow each other, and texts are compared.
 
-    python benchmarks/serving.py --layers 48
+    python -m benchmarks.serving --layers 48
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from timing import Quiet, spread
-from workload import heldout, machine, padded_demo, write
-
 import foredraft
+from benchmarks.timing import Quiet, spread
+from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import LLM, demo
 
 ROWS, POSITIONS = 32, 1536

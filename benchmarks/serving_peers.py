@@ -9,7 +9,7 @@ Each server has all cores, and those that wait sleep. Requests are greedy and of
 is ignored or banned. llama.cpp cuts words by rules of its own, and both round otherwise, so texts may differ;
 the figure is tokens by second.
 
-    python benchmarks/serving_peers.py --llama PYTHON [--vllm PYTHON]
+    python -m benchmarks.serving_peers --llama PYTHON [--vllm PYTHON]
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from serving import Client, start_server
-from timing import Quiet, spread
-from workload import heldout, machine, padded_demo, write
 
+from benchmarks.serving import Client, start_server
+from benchmarks.timing import Quiet, spread
+from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import demo
 from foredraft.bench.gguf_file import write_gguf
 

@@ -8,7 +8,7 @@ The ratios are the old version's seconds over the new one's: 1.02 means that the
 The server that waits sleeps, and the texts must be equal.
 
     git worktree add ../before <commit>
-    python benchmarks/serving_versions.py --old ../before
+    python -m benchmarks.serving_versions --old ../before
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from serving import POSITIONS, ROWS, Client, start_server
-from timing import Quiet, spread
-from workload import heldout, machine, padded_demo, write
-
+from benchmarks.serving import POSITIONS, ROWS, Client, start_server
+from benchmarks.timing import Quiet, spread
+from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import demo
 
 AT_A_TIME = (1, 4, 16)

@@ -1,6 +1,6 @@
 """Checkpoints of a real model's shape with random weights, for costs that do not depend on the text.
 
-python benchmarks/shape.py --shape llama-1b --out DIR
+python -m benchmarks.shape --shape llama-1b --out DIR
 """
 
 from __future__ import annotations

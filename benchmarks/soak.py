@@ -3,8 +3,8 @@
 Well-behaved requests run beside them, and each must get its exact text. At the end nothing may be left: no
 sample runs or waits, no thread and no connection is more than before, and the memory is flat.
 
-    python benchmarks/soak.py --clients 200 --minutes 30
-    python benchmarks/soak.py --url http://127.0.0.1:8000 --pid 1234
+    python -m benchmarks.soak --clients 200 --minutes 30
+    python -m benchmarks.soak --url http://127.0.0.1:8000 --pid 1234
 
 The last line is one JSON object; the exit code is 1 where something was wrong.
 """
@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from serving import start_server
 from websockets.asyncio.client import connect
 
+from benchmarks.serving import start_server
 from foredraft import demo
 
 PATH = "/v1/completions"

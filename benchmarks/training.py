@@ -5,8 +5,8 @@ backward pass, the optimiser) takes turns with the matrix products that it consi
 shapes and in the same dtype, by the same library; for the demo target, and at a real model's shape. Losses:
 the demo target's adapter, from the same start, on the same groups.
 
-    python benchmarks/training.py throughput
-    python benchmarks/training.py losses --data FILE --validation FILE --steps 60
+    python -m benchmarks.training throughput
+    python -m benchmarks.training losses --data FILE --validation FILE --steps 60
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shape import SHAPES, random_checkpoint
-from timing import interleaved, spread
 from torch import Tensor
-from workload import machine, write
 
+from benchmarks.shape import SHAPES, random_checkpoint
+from benchmarks.timing import interleaved, spread
+from benchmarks.workload import machine, write
 from foredraft import demo
 from foredraft.drafters.adapter import adapter_spec
 from foredraft.model.weights import layer_tensors

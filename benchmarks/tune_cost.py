@@ -6,7 +6,7 @@ columns with all layers, norm and head: the unit of the result. The plans that a
 meaningless, and a plan that skips much is cheap to try. So the result also has the most expensive trial: a
 plan that skips nothing, timed in turns with bare forwards, plus the search's work around a trial.
 
-    python benchmarks/tune_cost.py --trials 200 --every 5
+    python -m benchmarks.tune_cost --trials 200 --every 5
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from shape import random_checkpoint
-from timing import spread, timed
-from tune_demo import bare, silent
-from workload import machine, write
 
 import foredraft
+from benchmarks.shape import random_checkpoint
+from benchmarks.timing import spread, timed
+from benchmarks.tune_demo import bare, silent
+from benchmarks.workload import machine, write
 from foredraft.model.plan import Plan
 from foredraft.tune.calibration import new_tokens_per_prompt, write_calibration_texts
 from foredraft.tune.expected_rounds import ExpectedRounds

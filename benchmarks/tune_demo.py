@@ -9,8 +9,8 @@ over the same columns with all sub-layers, predicted and decoded tau, and speed-
 The demo target was grown from four of its layers, which any ranking finds. --scaled makes a different model
 from it by scaling the output of each sub-layer with a random factor.
 
-    python benchmarks/tune_demo.py --trials 200 --random 1000 --neighbours
-    python benchmarks/tune_demo.py --trials 200 --random 1000 --scaled 1 --name tune_scaled
+    python -m benchmarks.tune_demo --trials 200 --random 1000 --neighbours
+    python -m benchmarks.tune_demo --trials 200 --random 1000 --scaled 1 --name tune_scaled
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from timing import spread, timed
-from workload import machine, write
 
+from benchmarks.timing import spread, timed
+from benchmarks.workload import machine, write
 from foredraft import demo
 from foredraft.cli.tune import prompts_of
 from foredraft.drafters.skips import Skips

@@ -6,7 +6,7 @@ in an order that alternates; a process that waits sleeps. The ratio is the old v
 one's, prompts included: 1.02 means that the new version is 2 % faster. The lists of tokens must be equal.
 
     git worktree add ../before <commit>
-    python benchmarks/versions.py --old ../before --layers 128
+    python -m benchmarks.versions --old ../before --layers 128
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from contending import WORKER, Contender, answer
+from benchmarks.contending import WORKER, Contender, answer
 
 HERE = Path(__file__).resolve().parent
 METHODS = "none,draft-model,layer-skip,lookup"
@@ -33,7 +33,7 @@ class Version:
     """A process that decodes with one version's package."""
 
     def __init__(self, tree: Path, options: dict[str, Any]) -> None:
-        self.process = Contender(__file__, options, tree / "src")
+        self.process = Contender("benchmarks.versions", options, tree / "src")
         self.package: str = self.process.ask(None)
 
     def decode(self, method: str, prompt: list[int]) -> dict[str, Any]:
@@ -78,10 +78,9 @@ def work(options: dict[str, Any]) -> None:
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each method."""
-    from timing import Quiet, spread
-    from workload import DEMO_LAYERS, demo_plan, fluent, padded_demo
-
     import foredraft
+    from benchmarks.timing import Quiet, spread
+    from benchmarks.workload import DEMO_LAYERS, demo_plan, fluent, padded_demo
     from foredraft import demo
 
     with TemporaryDirectory() as folder:
@@ -142,7 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", default="fixed", help="of both; fixed drafts 5 tokens")
     parser.add_argument("--name", default="versions")
     options = parser.parse_args(arguments)
-    from workload import DEMO_LAYERS, machine, write  # not by the worker, whose package may be older
+    from benchmarks.workload import (  # not by the worker, whose package may be older
+        DEMO_LAYERS,
+        machine,
+        write,
+    )
 
     if options.old is None:
         parser.error("--old is required: the working tree of the old version")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -20,6 +21,7 @@ from foredraft.ngrams import repeated
 __all__ = ["DEMO_LAYERS", "demo_plan", "fluent", "heldout", "machine", "padded_demo", "widened_demo", "write"]
 
 HERE = Path(__file__).parent
+STARTED = time.perf_counter()
 DEMO_LAYERS = 16
 CHECKED_TOKENS = 64  # new tokens in which repeated 4-grams are counted: loops of a small model start earlier
 
@@ -95,7 +97,11 @@ def widened_demo(folder: Path, inner: int) -> Path:
 
 
 def write(name: str, result: dict[str, Any]) -> None:
-    """Write a result file and print its content as one line of JSON. The file is never half-written."""
+    """Write a result file and print its content as one line of JSON. The file is never half-written.
+
+    It also says how long this script has run.
+    """
+    result = {**result, "script_seconds": round(time.perf_counter() - STARTED)}
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n", "the result")

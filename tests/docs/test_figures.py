@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import figures
+from benchmarks import figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("page", figures.PAGES)
 def test_tables_match_the_results(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert figures.brought_up_to_date(text) == text, "run python benchmarks/figures.py --write"
+    assert figures.brought_up_to_date(text) == text, "run python -m benchmarks.figures --write"
 
 
 def test_every_table_is_on_a_page() -> None:

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from soak import Soak, settled
 
+from benchmarks.soak import Soak, settled
 from tests.support.loaded import engine_of
 from tests.support.serving import load_chat, serving
 

@@ -24,8 +24,7 @@ from tests.support.quantising import KINDS, quantise
 
 gguf = pytest.importorskip("gguf")
 
-from shape import random_checkpoint  # noqa: E402
-
+from benchmarks.shape import random_checkpoint  # noqa: E402
 from tests.support import gguf_files  # noqa: E402
 
 LLAMA3 = {

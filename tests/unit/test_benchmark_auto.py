@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import auto
 import pytest
-import workload
+
+from benchmarks import auto, workload
 
 
 @pytest.fixture

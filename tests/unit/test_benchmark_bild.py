@@ -8,9 +8,9 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 from typing import Any
 
-import bild
 import pytest
-import workload
+
+from benchmarks import bild, workload
 
 QUICK = (
     "--prompts 2 --new-tokens 12 --repeats 1 --fallbacks 0,0.6 --rollbacks 0,inf --max-draft 3 --name small"

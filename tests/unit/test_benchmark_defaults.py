@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import defaults
 import pytest
-import workload
+
+from benchmarks import defaults, workload
 
 
 def test_every_asset_is_held_against_the_best_without_it(

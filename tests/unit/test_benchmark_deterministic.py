@@ -7,10 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deterministic
 import pytest
-import workload
 
+from benchmarks import deterministic, workload
 from foredraft.profiling import others
 
 

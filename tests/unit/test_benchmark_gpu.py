@@ -7,15 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu
-import gpu_stages
-import peer
 import pytest
-import random_model
-import timing
 import torch
-import workload
 
+from benchmarks import gpu, gpu_stages, peer, random_model, timing, workload
 from foredraft.bench import machine_record as bench_machine
 from foredraft.bench.bench_records import Bandwidth
 from foredraft.model.runner.invariant_shapes import FALLBACK

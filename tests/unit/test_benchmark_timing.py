@@ -7,9 +7,9 @@ measurement; a load that is measured anew for each spread of one measurement.
 from __future__ import annotations
 
 import pytest
-import timing
 import torch
 
+from benchmarks import timing
 from foredraft.profiling.others import Counters
 
 CPU = torch.device("cpu")
