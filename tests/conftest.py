@@ -3,6 +3,7 @@ there is a GPU."""
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import tempfile
@@ -21,6 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     settings.register_profile("repeatable", derandomize=True, deadline=None)
     settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of garbage collection: `LLM.close` and `verify` collect often."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
