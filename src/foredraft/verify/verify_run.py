@@ -16,6 +16,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
+from foredraft.model.freed import collect_the_new
 from foredraft.model.transfers import dtype_name
 from foredraft.verify.always import drafting_always
 from foredraft.verify.cells import most_cells
@@ -89,7 +90,7 @@ def verify(
     seed = secrets.randbits(53) if options.seed is None else options.seed
     plain = PlainTarget(llm.loaded, max(map(len, encoded)) + new_tokens)
     task = _Task(Sampler(llm, seed), plain, encoded, drafter, options, progress)
-    with planted(llm.loaded.engine, options.self_test):
+    with collect_the_new(), planted(llm.loaded.engine, options.self_test):
         identities = _compare_texts(task)
         with drafting_always(llm.loaded.engine):
             tests, detect = _run_tests(task)
