@@ -155,7 +155,7 @@ def test_tokens_take_the_model_and_judge_fields_as_the_others_do(served: Served)
 
 @pytest.mark.parametrize(
     ("path", "body", "work"),
-    [("/tokenize", {"prompt": "x"}, "encode"), ("/detokenize", {"tokens": [5]}, "decode")],
+    [("/tokenize", {"prompt": "x"}, "encode"), ("/detokenize", {"tokens": [5]}, "detokenizer")],
 )
 def test_a_long_text_makes_no_other_request_wait(
     served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str
