@@ -18,7 +18,7 @@ def test_metrics_of_replicas_stand_beside_each_other(vllm: bool) -> None:
         metrics = Metrics(vllm=vllm)
         metrics.running.set(count)
         metrics.refused("queue full")
-        metrics.first_token(0.3)
+        metrics.first_token.observe(0.3)
         texts[name] = metrics.text(lambda: None).decode()
     found = list(text_string_to_metric_families(labelled(texts).decode()))
     assert len({family.name for family in found}) == len(found)
