@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.serving import POSITIONS, ROWS, Client, start_server
 from benchmarks.timing import Quiet, spread
+from benchmarks.versions import commit
 from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import demo
 
@@ -85,7 +86,7 @@ def main() -> None:
             for process, _ in servers.values():
                 process.terminate()
                 process.wait()
-    what, same = vars(given) | {"old": str(given.old)}, texts["old"] == texts["new"]
+    what, same = vars(given) | {"old": commit(given.old)}, texts["old"] == texts["new"]
     write(
         given.name,
         {"what": what, "machine": machine(), "identical": same, **cases},

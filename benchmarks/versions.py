@@ -150,16 +150,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.old is None:
         parser.error("--old is required: the working tree of the old version")
     options.layers = options.layers or DEMO_LAYERS
-    trees = {name: _commit(vars(options)[name]) for name in ("old", "new")}
+    trees = {name: commit(vars(options)[name]) for name in ("old", "new")}
     rows = compare(options)
     write(options.name, {"what": vars(options) | trees, "machine": machine(), "methods": rows})
     if not all(row["same_tokens"] for row in rows):
         sys.exit("the versions decode different tokens")
 
 
-def _commit(tree: str) -> str:
+def commit(tree: str | Path) -> str:
     """Return the commit of a working tree."""
-    command = ["git", "-C", tree, "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
