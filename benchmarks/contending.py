@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WORKER", "Contender", "answer"]
+__all__ = ["TREE", "WORKER", "Contender", "answer"]
 
 WORKER = "--worker"
 TREE = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ class Contender:
 
     Args:
         module: Of this folder; started with `WORKER` and the options in JSON.
-        options: What it is told.
+        options: The process reads them as JSON from its last argument.
         folders: Where Python looks for packages first, such as the sources of another version.
     """
 

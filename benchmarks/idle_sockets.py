@@ -23,12 +23,12 @@ from typing import Any
 import psutil
 from websockets.asyncio.client import connect
 
+from benchmarks.contending import TREE
 from benchmarks.serving import Client, start_server
 from benchmarks.timing import Quiet, spread
 from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import demo
 
-TREE = Path(__file__).resolve().parents[1]
 AT_A_TIME = 100  # handshakes
 
 

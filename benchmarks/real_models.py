@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 import foredraft
-from benchmarks.contending import WORKER, Contender, answer
+from benchmarks.contending import TREE, WORKER, Contender, answer
 from benchmarks.neighbours import busy
 from benchmarks.timing import Quiet, spread
 from benchmarks.workload import machine, write
@@ -45,7 +45,6 @@ from foredraft.bench.contenders import CONTENDERS, PROGRAMS
 from foredraft.model.hub import resolve
 from tests.support.real_models import gemma, prompts, requantised, smollm2
 
-TREE = Path(__file__).resolve().parents[1]
 TYPES = {"bfloat16": "BF16", "8 bits": "Q8_0", "4 bits": "Q4_0", "4 bits, K": "Q4_K_M"}
 POSITIONS, CONTEXT, THREADS = 1280, 128, 2
 LENGTHS, ROWS = (256, 1024), (2, 4, 8, 16)

@@ -56,7 +56,7 @@ def refuse_lossy(drafting: Given) -> None:
 
 def drafter_name(drafting: Given, model: Given) -> str:
     """Return --drafter, or the default drafter for the other options."""
-    given = {option for option in asset_options() if option in drafting}
+    given = {*asset_options()} & drafting.keys()
     if "model" not in model:
         given.add("draft")  # of the demo models
     return drafting.get("drafter") or default_drafter(drafting.get("policy", "auto"), given)
