@@ -31,11 +31,11 @@ from benchmarks.workload import HERE, machine, write
 from foredraft.cli.tune import prompts_of
 from foredraft.model.plan import Plan
 from foredraft.tune.expected_rounds import ExpectedRounds
-from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.ranking import skips_of
 from foredraft.tune.search import SEED_SIZES, Deadline, Search, seed_plans
 from foredraft.tune.study import StudyStorage
+from foredraft.tune.tune_settings import SAMPLERS, TuneSettings
 
 DEVICE = torch.device("cpu")
 LONGEST = 8  # longest draft, in tokens
@@ -86,7 +86,9 @@ class Demo:
     """The demo target's objective; a plan that several samplers try is computed once."""
 
     def __init__(self, tokens: int) -> None:
-        self.teacher = teacher_again(None, prompts_of(None, None), Options(tokens=tokens, max_draft=LONGEST))
+        self.teacher = teacher_again(
+            None, prompts_of(None, None), TuneSettings(tokens=tokens, max_draft=LONGEST)
+        )
         self.runner = self.teacher.runner
         self.seen: dict[Plan, ExpectedRounds] = {}
 
@@ -118,7 +120,7 @@ def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, s
         runner = objective.runner
         rounds = staticmethod(watched)
 
-    options = Options(trials=trials, sampler=sampler, seed=seed)
+    options = TuneSettings(trials=trials, sampler=sampler, seed=seed)
     name = f"{id(objective)} {sampler} {seed}"
     search = Search(StudyStorage(None), name, options, Watched(), lambda: objective.costs, Deadline(None))
     search.study.set_user_attr("begin with", json.dumps(plans))

@@ -1,7 +1,8 @@
 """The servers of two versions beside each other: the same requests, in turns, on the demo pair, padded.
 
-    streams   seconds until 1, 4 and 16 streams at a time have ended, drafting always
-    first     seconds to the first token of a prompt of some 64 tokens
+    streams   seconds until 1, 4, 16 and 32 streams at a time have ended, with policy auto, drafting always
+              and drafting never
+    first     seconds to the first token of a prompt of some 64 tokens, idle and while 15 streams decode
     prefix    seconds to the first token of a prompt of which the prefix cache has 1,000 tokens
 
 The ratios are the old version's seconds over the new one's: 1.02 means that the new version is 2 % faster.
@@ -14,7 +15,9 @@ The server that waits sleeps, and the texts must be equal.
 from __future__ import annotations
 
 import argparse
+import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,8 +29,12 @@ from benchmarks.versions import commit
 from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import demo
 
-AT_A_TIME = (1, 4, 16)
-DRAFTING = {"policy": "fixed", "drafter": "draft-model"}
+AT_A_TIME = (1, 4, 16, 32)
+WAYS: dict[str, dict[str, str]] = {
+    "auto": {},
+    "always": {"policy": "fixed", "drafter": "draft-model"},
+    "never": {"drafter": "none"},
+}
 Seconds = dict[str, float]
 
 
@@ -50,39 +57,59 @@ def main() -> None:
             name: start_server(*options, "--max-length", str(POSITIONS), tree=tree)
             for name, tree in trees.items()
         }
-        client = Client()
+        client, others = Client(), Client()
 
-        def ask(which: str, prompts: list[Any], new_tokens: int, turn: int) -> Seconds:
-            """Return the seconds of each version; they begin in turn."""
+        def bodies(prompts: list[str], new_tokens: int, way: str) -> list[dict[str, Any]]:
             fields = {"max_tokens": new_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
-            bodies = [{"model": Path(model).name, "prompt": each, **fields, **DRAFTING} for each in prompts]
+            return [{"model": Path(model).name, "prompt": each, **fields, **WAYS[way]} for each in prompts]
+
+        def ask(which: str, asked: list[dict[str, Any]], turn: int, beside: list[dict[str, Any]]) -> Seconds:
+            """Return the seconds of each version; they begin in turn."""
             seconds = {}
             for name in sorted(servers, reverse=turn % 2 == 0):
-                found = client.read(servers[name][1], bodies)
+                if beside:
+                    others.send(servers[name][1], beside, leave=4.0)
+                    time.sleep(2)
+                found = client.read(servers[name][1], asked)
+                if beside:
+                    others.result()
+                    time.sleep(0.5)
                 texts[name].append([each["text"] for each in found])
                 seconds[name] = float(max(each[which] for each in found))
             return seconds
 
-        def compared(which: str, prompts: Any, new_tokens: int) -> dict[str, Any]:
+        def compared(
+            which: str, asked: Callable[[int], list[dict[str, Any]]], beside: Sequence[dict[str, Any]] = ()
+        ) -> dict[str, Any]:
             ratios, quiet = [], Quiet(given.repeats)
             for turn in range(-1, given.repeats):
-                seconds = quiet.take(partial(ask, which, prompts(turn), new_tokens, turn))
+                seconds = quiet.take(partial(ask, which, asked(turn), turn, [*beside]))
                 if turn >= 0:  # the first one warms
                     ratios.append(seconds["old"] / seconds["new"])
             return spread(ratios)
 
         words = " ".join(heldout(60))
+
+        def short(turn: int) -> list[dict[str, Any]]:
+            return bodies([words[100 * turn + 200 :][:250]], 2, "always")
+
+        crowd = bodies((heldout(8) * 2)[:15], 900, "always")
+
+        def streams(way: str) -> dict[str, Any]:
+            asked = {count: bodies((heldout(8) * 4)[:count], given.new_tokens, way) for count in AT_A_TIME}
+            return {str(count): compared("seconds", lambda _, c=count: asked[c]) for count in AT_A_TIME}
+
         try:
             cases = {
-                "streams": {
-                    str(count): compared("seconds", lambda _, n=count: (heldout(8) * 2)[:n], given.new_tokens)
-                    for count in AT_A_TIME
-                },
-                "first": compared("first", lambda turn: [words[100 * turn + 200 :][:250]], 2),
-                "prefix": compared("first", lambda turn: [words[:3000] + f"\n# {turn}\n"], 2),
+                "streams": {way: streams(way) for way in WAYS},
+                "first": {"idle": compared("first", short), "busy": compared("first", short, crowd)},
+                "prefix": compared(
+                    "first", lambda turn: bodies([words[:3000] + f"\n# {turn}\n"], 2, "always")
+                ),
             }
         finally:
             client.close()
+            others.close()
             for process, _ in servers.values():
                 process.terminate()
                 process.wait()

@@ -29,11 +29,11 @@ from benchmarks.workload import machine, write
 from foredraft.model.plan import Plan
 from foredraft.tune.calibration import new_tokens_per_prompt, write_calibration_texts
 from foredraft.tune.expected_rounds import ExpectedRounds
-from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.plan_costs import measure_plan_costs
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.tune_settings import SAMPLERS, TuneSettings
 
 LAYERS, PROMPTS = 32, 64
 LENGTH, CONTEXT = 48, 128  # tokens of a prompt, and of the context at which costs are measured
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="trials between two timed bare forwards")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--sampler", choices=SAMPLERS, default=Options().sampler)
+    parser.add_argument("--sampler", choices=SAMPLERS, default=TuneSettings().sampler)
     parser.add_argument("--repeats", type=int, default=3, help="of the most expensive trial")
     parser.add_argument("--name", default="tune_cost")
     return parser.parse_args(arguments)
@@ -78,7 +78,7 @@ def config_keys(hidden: int) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
-    options = Options(
+    options = TuneSettings(
         trials=given.trials, tokens=given.tokens, temperature=1.0, sampler=given.sampler, max_draft=8
     )
     shape = config_keys(given.hidden)

@@ -44,11 +44,11 @@ from foredraft.tune.calibration import (
     new_tokens_per_prompt,
     write_calibration_texts,
 )
-from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.ranking import clasp, greedy, skips_of
-from foredraft.tune.records import Report
 from foredraft.tune.run import tune
 from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.tune_records import TuneReport
+from foredraft.tune.tune_settings import SAMPLERS, TuneSettings
 
 SIGMA = 0.5  # standard deviation of the logarithms of the factors of --scaled
 
@@ -57,7 +57,7 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
     return None
 
 
-def teacher_again(model: str | None, prompts: list[str], options: Options) -> TeacherForced:
+def teacher_again(model: str | None, prompts: list[str], options: TuneSettings) -> TeacherForced:
     """Rebuild the texts of the search, which depend only on model, prompts and temperature."""
     llm = load_for(
         lambda tokenizer, _: (
@@ -75,7 +75,7 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
 
 
 def predicted(
-    report: Report, teacher: TeacherForced, kinds: dict[str, list[Skips]]
+    report: TuneReport, teacher: TeacherForced, kinds: dict[str, list[Skips]]
 ) -> dict[str, list[float]]:
     """Return the predicted speed-ups of each kind's plans, reusing the trials of the search."""
     taus = {Skips.parse(trial.skips).plan(report.layers): np.array(trial.taus) for trial in report.trials}
@@ -88,14 +88,16 @@ def predicted(
     }
 
 
-def skipped(report: Report) -> frozenset[int]:
+def skipped(report: TuneReport) -> frozenset[int]:
     """Return the sub-layers that the best plan skips, numbered as in `ranking`."""
     plan = Skips.parse(report.best.skips).plan(report.layers)
     order = [runs for pair in zip(plan.attention, plan.mlp, strict=True) for runs in pair]
     return frozenset(number for number, runs in enumerate(order) if not runs)
 
 
-def without_search(report: Report, teacher: TeacherForced, count: int, neighbours: bool) -> dict[str, Any]:
+def without_search(
+    report: TuneReport, teacher: TeacherForced, count: int, neighbours: bool
+) -> dict[str, Any]:
     """Return the best plan of each kind found without search, by predicted speed-up.
 
     Args:
@@ -173,7 +175,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-draft", type=int, default=8)
-    parser.add_argument("--sampler", choices=SAMPLERS, default=Options().sampler)
+    parser.add_argument("--sampler", choices=SAMPLERS, default=TuneSettings().sampler)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", default="tune_demo")
     return parser.parse_args(arguments)
@@ -181,7 +183,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
-    options = Options(
+    options = TuneSettings(
         trials=given.trials, tokens=given.tokens, temperature=given.temperature, max_draft=given.max_draft,
         sampler=given.sampler, repeats=given.repeats,
     )  # fmt: skip

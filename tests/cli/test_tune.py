@@ -25,7 +25,7 @@ from foredraft.tune import run as run_module
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.exit_costs import ExitCosts
 from foredraft.tune.plan_costs import measure_plan_costs
-from foredraft.tune.records import Finalist
+from foredraft.tune.tune_records import Finalist
 from tests.support.checkpoints import save_pair
 from tests.support.command import without_progress
 from tests.support.loaded import engine_of

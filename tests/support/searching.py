@@ -16,10 +16,10 @@ import numpy as np
 
 from foredraft.drafters.skips import Skips
 from foredraft.tune.expected_rounds import ExpectedRounds
-from foredraft.tune.options import Options
 from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage, optuna
+from foredraft.tune.tune_settings import TuneSettings
 from tests.support.running import ROOT, environment
 
 LAYERS = 4
@@ -55,18 +55,20 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
 
 
 def make_search(
-    url: str | None, teacher_forced: Any, costs: PlanCosts = COSTS, options: Options | None = None
+    url: str | None, teacher_forced: Any, costs: PlanCosts = COSTS, options: TuneSettings | None = None
 ) -> Search:
     """A search without a deadline in the study "a study"."""
     storage = StudyStorage(url)
-    return Search(storage, "a study", options or Options(), teacher_forced, lambda: costs, Deadline(None))
+    return Search(
+        storage, "a study", options or TuneSettings(), teacher_forced, lambda: costs, Deadline(None)
+    )
 
 
 def run_search(
     url: str | None, teacher_forced: Any = None, costs: PlanCosts = COSTS, **options: Any
 ) -> Search:
     """A search that has run all its trials."""
-    given = Options(**{"trials": 12, **options})
+    given = TuneSettings(**{"trials": 12, **options})
     search = make_search(url, teacher_forced or FakeTeacherForced(), costs, given)
     search.find_seed_plans()
     search.run_trials(silent)

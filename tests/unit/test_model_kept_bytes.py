@@ -25,7 +25,7 @@ TOKENIZER = alphabets.make("byte-level")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep tables of any size in a folder of the test's own."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "LEAST_IDS", 1)
+    monkeypatch.setattr(module, "MIN_IDS", 1)
     return tmp_path / module.KIND
 
 
@@ -115,7 +115,7 @@ def test_only_the_newest_tables_are_kept(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_small_tables_are_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST_IDS", 7)
+    monkeypatch.setattr(module, "MIN_IDS", 7)
     assert kept_bytes(TOKENIZER, 6, made()) == TABLE
     assert not cache.exists()
 

@@ -18,8 +18,8 @@ from foredraft.model.runner import Runner
 from foredraft.tune import finals as finals_module
 from foredraft.tune.agreement import Agreement
 from foredraft.tune.finals import decode_finalists
-from foredraft.tune.options import Options
-from foredraft.tune.records import SIGNIFICANCE, TAU_TOLERANCE, Finalist, Trial, sign_test
+from foredraft.tune.tune_records import SIGNIFICANCE, TAU_TOLERANCE, Finalist, Trial, sign_test
+from foredraft.tune.tune_settings import TuneSettings
 from tests.support.checkpoints import save_checkpoint
 
 PROMPTS = [[(5 * number + 7 * i) % 90 + 5 for i in range(8 + number)] for number in range(8)]
@@ -39,7 +39,7 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
 
 
 def decode(llm: LLM, trial: Trial = TRIAL, **options: float) -> Finalist:
-    given = Options(**{"new_tokens": 60, "repeats": 1, "temperature": 1.0, **options})  # type: ignore[arg-type]
+    given = TuneSettings(**{"new_tokens": 60, "repeats": 1, "temperature": 1.0, **options})  # type: ignore[arg-type]
     [found] = decode_finalists(llm, [trial], PROMPTS, given, silent)
     return found
 

@@ -36,9 +36,9 @@ from foredraft.tune.calibration import (
 from foredraft.tune.exit_costs import ExitCosts, measure_exit_costs
 from foredraft.tune.plan_costs import PlanCosts, measure_plan_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
-from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.search import seed_plans
 from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.tune_records import Finalist, Trial, TuneReport
 from tests.support.checkpoints import save_checkpoint
 
 # Sub-layers whose weights are set to zero, so that they add nothing, by their layer.
@@ -385,7 +385,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     assert steps == (0 if fused else sum(most for [most], _ in calls))
 
 
-def report(**changes: object) -> Report:
+def report(**changes: object) -> TuneReport:
     spread = Spread(1.3, 1.2, 1.4, 8)
     trials = tuple(
         Trial(
@@ -401,7 +401,7 @@ def report(**changes: object) -> Report:
     finalist = Finalist(
         "skip:attn=0,2/mlp=1", 2, 1.5, 2.5, 2.51, 0.8, 0.4, spread, True, 8, Spread(0.1, 0, 0.2, 8), 8, 2.63
     )
-    made = Report(
+    made = TuneReport(
         "some/model", "ab" * 32, 3, "a study", "memory", {"trials": 6, "dtype": "float32", "timeout": None},
         {"cpu": "a cpu"}, 4097, PlanCosts(1e-3, 0.05, (0.1,) * 3, 0.12, (1.0, 1.1)), trials,
         {"attention.0": 0.7, "mlp.1": 0.3}, (finalist,), 0, ("plan.json",), {"search": 12.0},

@@ -22,12 +22,12 @@ from foredraft.tune import search as search_module
 from foredraft.tune import study as study_module
 from foredraft.tune.exit_costs import ExitCosts
 from foredraft.tune.expected_rounds import ExpectedRounds
-from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.plan_costs import PlanCosts
-from foredraft.tune.records import Trial
 from foredraft.tune.samplers import HillClimbingSampler, SeedsFirst
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage, optuna, run_trial
+from foredraft.tune.tune_records import Trial
+from foredraft.tune.tune_settings import SAMPLERS, TuneSettings
 from tests.support.searching import (
     COSTS,
     KILL_POINTS,
@@ -101,7 +101,7 @@ def test_a_search_resumes_with_the_costs_and_trials_of_its_study(tmp_path: Path)
     first = run_search(sqlite_url(tmp_path), trials=5).trials()
     costs = PlanCosts(2e-3, 0.5, (0.5,) * LAYERS, 0.5, (1.0, 1.1, 1.2))
     teacher_forced = FakeTeacherForced()
-    options = Options(trials=9)
+    options = TuneSettings(trials=9)
     other = make_search(sqlite_url(tmp_path), teacher_forced, costs, options)
     assert other.costs == COSTS
     other.find_seed_plans()
@@ -240,7 +240,7 @@ def search_with_clock(folder: Path, seconds: float, trial: float, monkeypatch: p
     teacher_forced = SlowTeacherForced(trial)
     monkeypatch.setattr(search_module, "time", teacher_forced)
     teacher_forced.deadline = Deadline(seconds)
-    options = Options(trials=500, timeout=seconds)
+    options = TuneSettings(trials=500, timeout=seconds)
     made = make_search(sqlite_url(folder), teacher_forced, COSTS, options)
     made.deadline = teacher_forced.deadline
     made.find_seed_plans()
@@ -449,7 +449,7 @@ def test_a_search_ends_once_all_plans_were_tried(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(search_module, "seed_plans", lambda *_: {"nothing": Skips()})
     costs = replace(COSTS, attention=(0.1,) * 2)
     teacher_forced, calls = FakeTeacherForced(), list[tuple[int, int, str]]()
-    options = Options(trials=400)
+    options = TuneSettings(trials=400)
     made = make_search(sqlite_url(tmp_path), teacher_forced, costs, options)
     assert not made.exhausted
     made.find_seed_plans()
@@ -500,7 +500,7 @@ def test_the_default_storage_is_a_file_in_the_cache_folder_or_memory(
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Options(**options)
+        TuneSettings(**options)
     assert message in str(refused.value)
 
 

@@ -16,7 +16,6 @@ from foredraft.drafters.strict_records import as_record
 from foredraft.profiling.others import DISTURBED
 
 __all__ = [
-    "PLAIN",
     "Bandwidth",
     "BenchReport",
     "Ceiling",
@@ -38,7 +37,6 @@ __all__ = [
 # and the system's housekeeping comes on top.
 HOUSEKEEPING = 0.5
 FEW_REPEATS = 3  # from this number on, one slow run does not decide a median
-PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +244,7 @@ class Row:
     Attributes:
         workload: Name of the workload.
         batch: Sequences decoded side by side.
-        contender: Name of the method; `PLAIN` is Foredraft's plain decoding.
+        contender: Name of the method; "plain" is Foredraft's plain decoding.
         peer: Another program.
         lossless: The output has exactly the target's distribution.
         note: Why the row has no figures; all figures are then None.

@@ -13,7 +13,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foredraft.bench.bench_records import PLAIN
 from foredraft.errors import ConfigError, Option, did_you_mean
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, missing_part, suits
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL",
     "CONTENDERS",
+    "PLAIN",
     "PROGRAMS",
     "ContenderKind",
     "Program",
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 ALL = "all"
+PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
 BILD_POLICY = "fallback"  # the policy of Big Little Decoder as published
 K = TypeVar("K")
 

@@ -13,7 +13,6 @@ from functools import partial
 from statistics import median
 
 from foredraft.bench.bench_records import (
-    PLAIN,
     Ceiling,
     DraftFigures,
     Exactness,
@@ -23,6 +22,7 @@ from foredraft.bench.bench_records import (
     Spread,
 )
 from foredraft.bench.contender import Contender, Timing
+from foredraft.bench.contenders import PLAIN
 from foredraft.bench.predicted_speedup import ceiling, forward_cost, predicted_speedup
 from foredraft.decode.stats import Stats
 from foredraft.ngrams import repeated

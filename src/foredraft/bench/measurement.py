@@ -17,9 +17,10 @@ from math import ceil
 from statistics import median
 
 from foredraft.bench import forward_costs
-from foredraft.bench.bench_records import PLAIN, ForwardCosts, RoundTime, Row, Spread, TurnCount
+from foredraft.bench.bench_records import ForwardCosts, RoundTime, Row, Spread, TurnCount
 from foredraft.bench.bench_settings import MAX_REPEATED, BenchSettings
 from foredraft.bench.contender import BenchContext, Contender, Timing
+from foredraft.bench.contenders import PLAIN
 from foredraft.bench.figures import Group, Runs, Series, make_row
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine_record import Memory

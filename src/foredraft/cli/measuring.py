@@ -17,8 +17,8 @@ from foredraft.bench.bench_settings import BenchSettings as BenchDefaults
 from foredraft.bench.contenders import CONTENDERS
 from foredraft.cli.options import CHAT, Flag, bullets, common
 from foredraft.model.prompt_form import PromptForm
-from foredraft.tune.options import Options as TuneDefaults
-from foredraft.tune.options import SamplerName
+from foredraft.tune.tune_settings import SamplerName
+from foredraft.tune.tune_settings import TuneSettings as TuneDefaults
 from foredraft.verify import VerifySettings as VerifyDefaults
 from foredraft.verify.defects import ALL, DEFAULT, DEFECTS
 

@@ -22,10 +22,10 @@ from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import started
 from foredraft.cli.prompts import read_prompts
 from foredraft.errors import ConfigError
-from foredraft.tune.options import Options
+from foredraft.tune.tune_settings import TuneSettings
 
 if TYPE_CHECKING:
-    from foredraft.tune.records import Report
+    from foredraft.tune.tune_records import TuneReport
 
 __all__ = ["tune"]
 
@@ -45,7 +45,7 @@ def tune(
     stopped.
     """
     given, form, name = asdict(tuning), prompting.form, model.get("model")
-    options = Options(**{own: given[own] for own in given if own not in ("prompts", "plan_out", "html")})
+    options = TuneSettings(**{own: given[own] for own in given if own not in ("prompts", "plan_out", "html")})
     refuse_empty(prompts=tuning.prompts, storage=tuning.storage, model=name)
     files = {"plan_out": tuning.plan_out, "out": output.out, "html": tuning.html}
     refuse_empty(**files)
@@ -84,7 +84,7 @@ def tune(
     )
 
 
-def page(report: Report) -> str:
+def page(report: TuneReport) -> str:
     """Return the --html page."""
     from foredraft.pages.tuning import tuning_page
 
@@ -135,7 +135,7 @@ COLUMNS = (
 )
 
 
-def lines(report: Report, width: int | None = None) -> list[str]:
+def lines(report: TuneReport, width: int | None = None) -> list[str]:
     """Return the report as a table, at most `width` characters wide, and sentences."""
     best, weights = report.best, report.options.get("draft_weights")
     copy = "" if weights is None else f" of its copy in {weights}"
@@ -167,7 +167,7 @@ def lines(report: Report, width: int | None = None) -> list[str]:
     return [*shown, verdict(report), *report.notes]
 
 
-def verdict(report: Report) -> str:
+def verdict(report: TuneReport) -> str:
     """Return one line on the outcome of the search."""
     if not report.finished:
         return "Interrupted before the best plans were timed to the end; nothing was written."

@@ -21,7 +21,7 @@ __all__ = ["BannedByMask", "BannedByRollback"]
 NO_TOKEN = "ban: every token would complete banned text"
 # Tokens that a text may take back in all: so many for each of `max_new_tokens`, or of 64 where those are
 # fewer. A dead end costs a round, too, so a text takes nine times the rounds of its longest length at most.
-TAKEN_BACK, LEAST_TAKEN_BACK = 4, 64
+TAKEN_BACK, MIN_TAKEN_BACK = 4, 64
 
 
 class BannedByMask(Constraint):
@@ -79,7 +79,7 @@ class BannedByRollback(Constraint):
         self._track, self._vocabulary, self._most, self._holds_all = track, vocabulary, most, holds_all
         self._forbidden: dict[int, set[int]] = {}  # length of the text -> tokens that may not follow it
         self._rollbacks = self._taken_back = 0
-        self._most_taken_back = TAKEN_BACK * max(track.last, LEAST_TAKEN_BACK)
+        self._most_taken_back = TAKEN_BACK * max(track.last, MIN_TAKEN_BACK)
 
     @property
     def length(self) -> int:

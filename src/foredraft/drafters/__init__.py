@@ -1,1 +1,1 @@
-"""Drafters: one file a kind. None of them knows the engine; all see `decode.draft`."""
+"""Drafters: one file a kind. None of them knows the engine; all see `decode.drafter`."""

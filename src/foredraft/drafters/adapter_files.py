@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
-from foredraft.drafters.strict_records import Bound, Count, Record, is_date
+from foredraft.drafters.strict_records import Bound, Count, StrictRecord, is_date
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import first_values, weight_headers
@@ -134,7 +134,7 @@ def read_adapter(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
     Raises:
         ConfigError: It cannot be read, or is not valid.
     """
-    record = Record("adapter", REMEDY, "train a new one with `foredraft train adapter`", BOUNDS)
+    record = StrictRecord("adapter", REMEDY, "train a new one with `foredraft train adapter`", BOUNDS)
     found = record.read(AdapterConfig, folder / CONFIG, read)
     if found.depth >= found.layers:
         problem = f"whose depth is {found.depth}, but its target has {found.layers} layers"

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
     from foredraft.model.unread import Checkpoint
 
-__all__ = ["Asset", "Found", "Missing", "Nothing", "Parts", "Search"]
+__all__ = ["Asset", "AssetSearch", "Found", "Missing", "Nothing", "Parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class AssetSearch:
     """Where an asset is looked for, before any weights are read.
 
     Attributes:
@@ -160,7 +160,7 @@ class Asset:
         """
         return False
 
-    def find(self, search: Search) -> Found | Missing:
+    def find(self, search: AssetSearch) -> Found | Missing:
         """Look for the asset: what the user gives, or else what is kept for the target.
 
         Raises:
@@ -188,5 +188,5 @@ class Nothing(Asset):
     def __init__(self, build: Callable[[], Drafter]) -> None:
         self.build = build
 
-    def find(self, search: Search) -> Found:
+    def find(self, search: AssetSearch) -> Found:
         return _FoundNothing(build=self.build)

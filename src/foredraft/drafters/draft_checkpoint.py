@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from foredraft.decode.drafter import Drafter
-from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.drafters.vocabulary_map import same_tokenizer
 from foredraft.errors import ConfigError, Option
 from foredraft.model.cache import KVCache
@@ -63,7 +63,7 @@ class DraftCheckpoint(Asset):
         tokenizer = "another" if other_tokenizer else "the target's"
         self.missing = Missing(f"needs a draft model with {tokenizer} tokenizer", GIVE_DRAFT)
 
-    def find(self, search: Search) -> Found | Missing:
+    def find(self, search: AssetSearch) -> Found | Missing:
         if search.draft is None:
             return self.missing
         target, draft = search.target, search.read_draft()

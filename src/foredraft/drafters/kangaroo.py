@@ -32,7 +32,7 @@ from foredraft.drafters.adapter_files import (
     read_adapter,
     target_hash,
 )
-from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.vocabulary_map import VocabularyMap
 from foredraft.errors import ConfigError, Option
@@ -226,7 +226,7 @@ class AdapterAsset(Asset):
     def knows(self, place: Path) -> bool:
         return is_adapter(place)
 
-    def find(self, search: Search) -> Found | Missing:
+    def find(self, search: AssetSearch) -> Found | Missing:
         given, target = search.options["adapter"], search.target
         if given is None and not search.weights_here:
             return Missing("has a kept adapter or none: the weights that tell are not downloaded")
@@ -251,7 +251,7 @@ class AdapterAsset(Asset):
             folder=folder, config=config, target=target,
         )  # fmt: skip
 
-    def _kept(self, search: Search) -> Path | None:
+    def _kept(self, search: AssetSearch) -> Path | None:
         """Return the folder of the adapter that is kept for the target, or else shipped with it."""
         kept = find_adapter(target_hash(search.target.folder)) if adapters_kept() else None
         if kept is None and search.needed:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.plan_files import PlanFile
 from foredraft.drafters.plan_search import ChosenPlan, fitting_plan, given_plan, kept_plan
@@ -97,7 +97,7 @@ class PlanAsset(Asset):
         "has no plan for this model", ("make one with `foredraft tune`, or give ", Option("plan"))
     )
 
-    def find(self, search: Search) -> Found | Missing:
+    def find(self, search: AssetSearch) -> Found | Missing:
         given = given_plan(search)
         if given is None and not search.weights_here:
             return Missing("has a kept plan or none: the weights that tell are not downloaded")

@@ -19,7 +19,7 @@ from torch import Tensor
 from foredraft import user_cache
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.drafters.offered_copy import DEFAULT_COPY, LEAST, OFFER, SHARE
 from foredraft.drafters.plan_files import PlanFile
 from foredraft.drafters.plan_search import ChosenPlan, fitting_plan, given_plan, kept_plan
@@ -151,7 +151,7 @@ class CopyAsset(Asset):
 
     missing = Missing(f"has no copy of this model: {OFFER}", ("give ", Option("draft_weights", DEFAULT_COPY)))
 
-    def find(self, search: Search) -> Found | Missing:
+    def find(self, search: AssetSearch) -> Found | Missing:
         asked = search.options["draft_weights"]
         weights, given = asked or DEFAULT_COPY, given_plan(search)
         planned_for = given.draft_weights if isinstance(given, PlanFile) else None
@@ -172,7 +172,7 @@ class CopyAsset(Asset):
             plan = fitting_plan(given, search, warn=planned_for is not None)
         return _copy(search, BITS[weights], plan)
 
-    def _offered(self, search: Search) -> Found | Missing:
+    def _offered(self, search: AssetSearch) -> Found | Missing:
         """Return a copy that may pay, where the policy chooses among drafters and memory is ample."""
         bits = BITS[DEFAULT_COPY]
         if not search.weights_here:
@@ -187,7 +187,7 @@ class CopyAsset(Asset):
         return replace(self.missing, why=why)
 
 
-def _copy(search: Search, bits: int, plan: ChosenPlan | None, *, offered: bool = False) -> FoundCopy:
+def _copy(search: AssetSearch, bits: int, plan: ChosenPlan | None, *, offered: bool = False) -> FoundCopy:
     size = coded_copy_bytes(search.target.spec, bits)
     return FoundCopy(
         bytes=size,
@@ -200,7 +200,7 @@ def _copy(search: Search, bits: int, plan: ChosenPlan | None, *, offered: bool =
     )
 
 
-def _is_ample(search: Search, bits: int) -> bool:
+def _is_ample(search: AssetSearch, bits: int) -> bool:
     """Return whether the target is large, of 16 or 32 bits, and leaves memory for several copies."""
     target = search.target
     if target.coded_bits is not None:
@@ -212,7 +212,7 @@ def _is_ample(search: Search, bits: int) -> bool:
     return SHARE * coded_copy_bytes(target.spec, bits) <= search.free_memory() - sum(sizes)
 
 
-def _unfit_because(search: Search, bits: int) -> str | None:
+def _unfit_because(search: AssetSearch, bits: int) -> str | None:
     """Return why the target can have no copy in so many bits; None where it can."""
     stored = search.target.coded_bits
     if stored is not None and stored <= bits:
@@ -221,7 +221,7 @@ def _unfit_because(search: Search, bits: int) -> str | None:
     return None if reason is None else f"a copy needs Foredraft's kernels: {reason}"
 
 
-def _no_kernels_because(search: Search) -> str | None:
+def _no_kernels_because(search: AssetSearch) -> str | None:
     """Return why the kernels do not run the target; None where they run it. Their check takes memory."""
     if not search.kernels:
         return "they are off"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foredraft.drafters.skips import Skips
-from foredraft.drafters.strict_records import Bound, Count, Record, is_date
+from foredraft.drafters.strict_records import Bound, Count, StrictRecord, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
 from foredraft.model.checkpoint import weight_headers
@@ -125,7 +125,7 @@ def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) ->
     Raises:
         ConfigError: The file cannot be read, or is not a valid plan.
     """
-    record = Record(
+    record = StrictRecord(
         "plan",
         REMEDY,
         "make a new plan with `foredraft tune`",

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from foredraft.drafters.asset import Search
+from foredraft.drafters.asset import AssetSearch
 from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
 from foredraft.drafters.skips import Skips, is_skips
 from foredraft.errors import ConfigError
@@ -30,7 +30,7 @@ class ChosenPlan:
     max_draft: int | None = None
 
 
-def given_plan(search: Search) -> PlanFile | Skips | None:
+def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
     """Return the plan that the user gives, in any form; None without one.
 
     Raises:
@@ -50,7 +50,7 @@ def given_plan(search: Search) -> PlanFile | Skips | None:
     return found
 
 
-def kept_plan(search: Search, draft_weights: str | None = None) -> ChosenPlan | None:
+def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPlan | None:
     """Return the plan that is kept for the target; None without one.
 
     The model's files are hashed only where some plan is kept. A plan that cannot be used is left out with a
@@ -74,7 +74,7 @@ def kept_plan(search: Search, draft_weights: str | None = None) -> ChosenPlan | 
     return None if found is None else fitting_plan(found, search, warn=needed)
 
 
-def fitting_plan(plan: PlanFile | Skips, search: Search, *, warn: bool) -> ChosenPlan:
+def fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> ChosenPlan:
     """Check a plan against the model; `warn` where it was measured on another device or in another dtype.
 
     Raises:

@@ -1,8 +1,8 @@
 """Strict records: dataclasses that are kept as JSON objects, and read with every field checked.
 
 Contract: `as_record` makes a dataclass, and those in its fields, of plain JSON values. Every field must be of
-its annotated type, and no other field may be there. `Record` reads a file: every field must be present and
-within its bounds, too.
+its annotated type, and no other field may be there. `StrictRecord` reads a file: every field must be present
+and within its bounds, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Bound", "Count", "FieldError", "Record", "as_record", "is_date"]
+__all__ = ["Bound", "Count", "FieldError", "StrictRecord", "as_record", "is_date"]
 
 Bound: TypeAlias = tuple[Callable[[Any], bool], str]  # test of a value; the accepted values, for messages
 Count: TypeAlias = Annotated[int, "of 1 or more"]  # of a field whose whole number is at least 1
@@ -71,7 +71,7 @@ def as_record(kind: type[T], found: Mapping[str, Any], *, defaults: bool = True)
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StrictRecord:
     """How one kind of record is read.
 
     Attributes:

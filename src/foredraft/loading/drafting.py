@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from foredraft import demo
-from foredraft.drafters.asset import Asset, Found, Missing, Search
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds.compatibility import asset_options, check_fits_assets, default_drafter
 from foredraft.kinds.tables import DRAFTERS
@@ -85,7 +85,7 @@ def choose_drafting(
     found: dict[str, Found] = {}
     missing: dict[str, Missing] = {}
     for name, asset in assets.items():
-        search = Search(
+        search = AssetSearch(
             target=target,
             device=device,
             options={option: getattr(options, option) for option in asset_options()},

@@ -51,13 +51,13 @@ REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?:@(\S+))?")
 MEGABYTE = 10**6
 MAX_LISTED = 20  # file names in a message
 
-Report = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
+OnProgress = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 
 
 def resolve(
     name_or_path: str | Path,
     revision: str | None = None,
-    report: Report | None = None,
+    report: OnProgress | None = None,
     *,
     weights: bool = True,
 ) -> Path:
@@ -142,7 +142,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 class _Download:
     """The download of one repository at one revision."""
 
-    def __init__(self, repository: str, type: str | None, revision: str | None, report: Report) -> None:
+    def __init__(self, repository: str, type: str | None, revision: str | None, report: OnProgress) -> None:
         self.repository, self.type, self.revision, self.report = repository, type, revision, report
         self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
@@ -336,7 +336,7 @@ def _shards(folder: Path) -> list[str]:
     return sorted(filter(is_file_name, files))
 
 
-def _progress_class(report: Report) -> type[Any]:
+def _progress_class(report: OnProgress) -> type[Any]:
     """Return a progress bar class for the hub that shows nothing and reports downloaded bytes."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 

@@ -23,7 +23,7 @@ __all__ = ["kept_bytes"]
 
 KIND, SUFFIX = "vocabularies", ".bytes"  # of the user's cache
 RULE = 1  # raised when `ByteCodec` finds other bytes
-LEAST_IDS = 2**14  # of a table that is kept: as many are looked up in some 30 ms
+MIN_IDS = 2**14  # of a table that is kept: as many are looked up in some 30 ms
 MAX_TABLES = 16  # of 3 MB for 262,144 ids
 NO_BYTES = -1  # the length of an id that adds nothing to a text
 
@@ -38,7 +38,7 @@ def kept_bytes(tokenizer: Tokenizer, size: int, make: Callable[[], Iterable[byte
         size: Ids of the table.
         make: Returns the bytes of each id; None for ids that add nothing to a text.
     """
-    if size < LEAST_IDS:
+    if size < MIN_IDS:
         return [*make()]
     key = {
         "rule": RULE,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from foredraft.bench.bench_records import PLAIN, BenchReport, Ceiling, Row, Spread
+from foredraft.bench.bench_records import BenchReport, Ceiling, Row, Spread
+from foredraft.bench.contenders import PLAIN
 from foredraft.pages.benchmark_plots import plots
 from foredraft.pages.report_page import DASH, Cell, Line, ReportPage, Table, Verdict, plain, render
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foredraft.bench.bench_records import PLAIN, BenchReport, ForwardCosts, Row, Spread
+from foredraft.bench.bench_records import BenchReport, ForwardCosts, Row, Spread
+from foredraft.bench.contenders import PLAIN
 from foredraft.pages.drawing import Axis, Bars, Panel, Points, Rule, chart
 from foredraft.pages.report_page import Plot, sentence
 

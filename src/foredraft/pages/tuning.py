@@ -12,7 +12,7 @@ from itertools import accumulate
 from foredraft.drafters.skips import Skips
 from foredraft.pages.drawing import Axis, Bars, Panel, Points, Rule, chart
 from foredraft.pages.report_page import Cell, Line, Plot, ReportPage, Table, Verdict, plain, render, sentence
-from foredraft.tune.records import Finalist, Report, Trial
+from foredraft.tune.tune_records import Finalist, Trial, TuneReport
 
 __all__ = ["tuning_page"]
 
@@ -29,7 +29,7 @@ REMARK = (
 KINDS = {"attention": "attention", "mlp": "MLP"}
 
 
-def tuning_page(report: Report) -> str:
+def tuning_page(report: TuneReport) -> str:
     """Return the whole HTML document."""
     lines = [Line(finalist.skips, _cells(finalist)) for finalist in report.finalists]
     table = Table("The best plans in real decoding", "plan", COLUMNS, {"": lines})
@@ -52,7 +52,7 @@ def tuning_page(report: Report) -> str:
     )
 
 
-def _verdict(report: Report) -> Verdict:
+def _verdict(report: TuneReport) -> Verdict:
     if report.winner is None:
         if report.finalists:
             return Verdict("bad", f"No plan was kept. {report.objections}")
@@ -69,7 +69,7 @@ def _verdict(report: Report) -> Verdict:
     )
 
 
-def _facts(report: Report) -> dict[str, str]:
+def _facts(report: TuneReport) -> dict[str, str]:
     best, costs = report.best, report.costs
     seed = max((trial.predicted for trial in report.trials if trial.origin), default=None)
     best_seed = "" if seed is None else f"; the best seed plan: {seed:.2f}"
@@ -133,7 +133,7 @@ def _history(trials: Sequence[Trial]) -> Plot:
     )
 
 
-def _layers(report: Report) -> Plot:
+def _layers(report: TuneReport) -> Plot:
     """Draw one square per sub-layer of each finalist, or of the best trial if there is no finalist."""
     shown = [finalist.skips for finalist in report.finalists] or [report.best.skips]
     rows = Axis(low=len(KINDS) - 0.5, high=-0.5, ticks=dict(enumerate(KINDS.values())))
@@ -160,7 +160,7 @@ def _layers(report: Report) -> Plot:
     )
 
 
-def _importance(report: Report) -> list[Plot]:
+def _importance(report: TuneReport) -> list[Plot]:
     if not report.importance:
         return []
     panels = []
@@ -180,5 +180,5 @@ def _importance(report: Report) -> list[Plot]:
     return [plot]
 
 
-def _of_layers(report: Report) -> Axis:
+def _of_layers(report: TuneReport) -> Axis:
     return Axis("layer", low=-0.6, high=report.layers - 0.4, whole=True)

@@ -27,8 +27,8 @@ from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins, is_local
 from foredraft.serve.page import add_page
 from foredraft.serve.problems import Problem, as_problems, forget_frames
-from foredraft.serve.records import Recording, current
 from foredraft.serve.replies import Event, Reply
+from foredraft.serve.request_records import Recording, current
 from foredraft.serve.requests import check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.shapes import SHAPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from foredraft.serve.calls import Call, Event
+from foredraft.serve.tool_calls import Event, ToolCall
 from foredraft.serve.tools import Tools
 
 __all__ = ["Block", "Blocks", "Step"]
@@ -22,7 +22,7 @@ class Block:
     """
 
     index: int
-    call: Call | None = None
+    call: ToolCall | None = None
     text: str = ""
 
 
@@ -77,10 +77,10 @@ class Blocks:
         return "".join(block.text for block in self.all if block.call is None)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ToolCall]:
         """The calls, with what is known of their arguments."""
         return [block.call for block in self.all if block.call is not None]
 
-    def _open(self, call: Call | None) -> Step:
+    def _open(self, call: ToolCall | None) -> Step:
         self.all.append(Block(len(self.all), call))
         return Step("open", self.all[-1])

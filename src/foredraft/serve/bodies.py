@@ -19,15 +19,15 @@ from foredraft.serve.beside import without_collection
 from foredraft.serve.clients import Client
 from foredraft.serve.limits import Shared
 from foredraft.serve.problems import Problem, busy
-from foredraft.serve.records import current
+from foredraft.serve.request_records import current
 
 __all__ = ["BYTES_OF_TOKEN", "MORE_BODIES", "Bodies", "BoundedBodies", "HeldBody", "json_object"]
 
 MORE_BODIES = 64  # of the largest size that may be held beside those of the rows
 BYTES_OF_TOKEN = 32  # that a body may have: a token is 4 of plain text, up to 24 where text is escaped
-# Lists, objects and keys of a body: one for each token that it may have, and at least LEAST_PARTS, because
+# Lists, objects and keys of a body: one for each token that it may have, and at least MIN_PARTS, because
 # parsing holds the interpreter for a microsecond for each. Other values, such as token ids, take a tenth.
-LEAST_PARTS = 64 << 10
+MIN_PARTS = 64 << 10
 VALUES_OF_PART = 4
 PIECE = 64 << 10  # characters that are looked through at a time, while other threads wait
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of half a surrogate pair
@@ -45,7 +45,7 @@ def json_object(data: bytes | str, most: int) -> dict[str, Any]:
     """
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
-        _check_parts(text, max(LEAST_PARTS, most // BYTES_OF_TOKEN))
+        _check_parts(text, max(MIN_PARTS, most // BYTES_OF_TOKEN))
         with without_collection():
             found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         if SURROGATE.search(text):  # a whole pair is a character; half of one is no text

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from foredraft.errors import shortened
-from foredraft.serve.calls import HERMES
 from foredraft.serve.problems import Problem
+from foredraft.serve.tool_calls import HERMES
 
 __all__ = ["Messages", "fitted", "messages_of", "spelled_out", "text_of"]
 

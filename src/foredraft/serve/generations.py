@@ -24,7 +24,7 @@ from foredraft.serve.compilations import Compilations, check_patterns, has_patte
 from foredraft.serve.limits import Limits, Place
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem
-from foredraft.serve.records import current
+from foredraft.serve.request_records import current
 from foredraft.serve.requests import Job
 from foredraft.serve.settings import Settings
 

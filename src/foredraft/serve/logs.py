@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from foredraft.serve.records import Record, current_id
+from foredraft.serve.request_records import RequestRecord, current_id
 from foredraft.serve.settings import Settings
 
 __all__ = ["log_access", "to_stderr"]
@@ -30,7 +30,7 @@ MAX_PATH = 200  # characters of a path in a line
 FLUSH_SECONDS = 1.0  # for which the end waits where the stream takes nothing
 
 
-def log_access(record: Record) -> None:
+def log_access(record: RequestRecord) -> None:
     """Write the line of a request that is over."""
     if not access.isEnabledFor(logging.INFO):
         return

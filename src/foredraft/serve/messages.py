@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from foredraft.serve.blocks import Block, Step
-from foredraft.serve.calls import parsed_object
 from foredraft.serve.conversation import text_of
 from foredraft.serve.problems import Error, Problem
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.requests import Body, ChatRequest, Items
+from foredraft.serve.tool_calls import parsed_object
 
 __all__ = ["Message", "MessageError", "MessageEvent", "MessageReply", "MessagesRequest", "error_body"]
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from foredraft.llm.output import Output
-from foredraft.serve.records import current
+from foredraft.serve.request_records import current
 
 __all__ = ["Metrics", "labelled"]
 

@@ -11,11 +11,11 @@ from typing_extensions import TypedDict
 from foredraft.errors import shortened
 from foredraft.llm.output import Output
 from foredraft.serve.blocks import Block, Step
-from foredraft.serve.calls import is_object
 from foredraft.serve.completions import PromptTokens
 from foredraft.serve.problems import Problem
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.requests import Body, ChatRequest, Items
+from foredraft.serve.tool_calls import is_object
 from foredraft.serve.tools import Function
 
 __all__ = ["Response", "ResponseEvent", "ResponseReply", "ResponsesRequest"]

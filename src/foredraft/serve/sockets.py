@@ -18,8 +18,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from foredraft.serve.beside import beside
 from foredraft.serve.bodies import Bodies, json_object
 from foredraft.serve.problems import Problem, forget_frames
-from foredraft.serve.records import Record, current
 from foredraft.serve.replies import Event
+from foredraft.serve.request_records import RequestRecord, current
 from foredraft.serve.streaming import as_json
 from foredraft.unicode import invalid_at
 
@@ -43,7 +43,12 @@ class Socket:
     """
 
     def __init__(
-        self, socket: WebSocket, run: Run, max_frame: int, over: Callable[[Record], None], bodies: Bodies
+        self,
+        socket: WebSocket,
+        run: Run,
+        max_frame: int,
+        over: Callable[[RequestRecord], None],
+        bodies: Bodies,
     ) -> None:
         self._bodies = bodies
         self._socket, self._run, self._max_frame = socket, run, max_frame
@@ -114,7 +119,9 @@ class Socket:
             await self._send(id, chunk if "error" in chunk else {"chunk": chunk})
 
         socket = self._record
-        record = Record(socket.method, socket.path, socket.headers, f"{socket.id}/{id}", key=socket.key)
+        record = RequestRecord(
+            socket.method, socket.path, socket.headers, f"{socket.id}/{id}", key=socket.key
+        )
         record.address = socket.address
         record.size = size
         record.begin()

@@ -25,8 +25,8 @@ from foredraft.serve.limits import Limits
 from foredraft.serve.logs import log_access
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem, as_problems, busy
-from foredraft.serve.records import Record, current
 from foredraft.serve.replies import Reply
+from foredraft.serve.request_records import RequestRecord, current
 from foredraft.serve.requests import Job
 from foredraft.serve.settings import Settings
 from foredraft.serve.token_texts import TokenTexts
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0  # between two looks for slow readers
 LOOK_SECONDS = 0.05  # between two looks whether all requests are over
-BODY_OF_FIELDS, LEAST_BODY = 64 << 10, 1 << 20  # bytes of a body, beside those of the context; in all
+BODY_OF_FIELDS, MIN_BODY = 64 << 10, 1 << 20  # bytes of a body, beside those of the context; in all
 Loader = Callable[[], LLM]
 
 
@@ -141,7 +141,7 @@ class App:
             after, self._untidy = self._untidy, False
             await tidy_up(after=after)
 
-    def end(self, record: Record) -> None:
+    def end(self, record: RequestRecord) -> None:
         """Take the record of a request that is over."""
         self._untidy |= record.size > LARGE
         if (reason := record.refusal) is not None:
@@ -169,7 +169,7 @@ class App:
     def most_body(self) -> int:
         """The largest body of a request, in bytes."""
         length = 0 if self.model is None else self.model.llm.max_length
-        return self.settings.max_body or max(LEAST_BODY, BYTES_OF_TOKEN * length + BODY_OF_FIELDS)
+        return self.settings.max_body or max(MIN_BODY, BYTES_OF_TOKEN * length + BODY_OF_FIELDS)
 
     @property
     def most_of_bodies(self) -> int:

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from foredraft.constraints.compiling import WHITE_SPACE
 from foredraft.errors import shortened
 from foredraft.model.chat import ChatTemplate
-from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 from foredraft.serve.conversation import Messages
 from foredraft.serve.problems import Problem
+from foredraft.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 
 __all__ = ["MAX_TOOLS", "Function", "Tool", "ToolChoice", "Tools"]
 

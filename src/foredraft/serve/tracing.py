@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import foredraft
 from foredraft.errors import ConfigError
-from foredraft.serve.records import Record
+from foredraft.serve.request_records import RequestRecord
 from foredraft.serve.requests import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         return cls(provider)
 
-    def end(self, record: Record) -> None:
+    def end(self, record: RequestRecord) -> None:
         """Make the span of a request that is over."""
         from opentelemetry import propagate
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -80,7 +80,7 @@ class Tracing:
         self._provider.shutdown()
 
 
-def _attributes(record: Record) -> dict[str, Any]:
+def _attributes(record: RequestRecord) -> dict[str, Any]:
     first = record.seconds_to_first_token
     found: dict[str, Any] = {
         "gen_ai.operation.name": record.operation, "gen_ai.provider.name": "foredraft", **record.requested,

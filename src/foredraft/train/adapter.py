@@ -24,7 +24,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.loading.device import find_device
 from foredraft.model.weights import layer_parameters, layer_tensors
 from foredraft.train.batches import Batches
-from foredraft.train.loop import Report, TrainingRun
+from foredraft.train.loop import OnProgress, TrainingRun
 from foredraft.train.losses import overlap
 from foredraft.train.packed_documents import Document, Packed
 from foredraft.train.preparation import Prepared, check_out, prepare
@@ -43,7 +43,7 @@ def train_adapter(
     options: AdapterOptions,
     model: str | None = None,
     *,
-    report: Report = lambda stage, done, total, note: None,
+    report: OnProgress = lambda stage, done, total, note: None,
     **load: Any,
 ) -> Result:
     """Train an adapter, or continue its training.
@@ -69,7 +69,7 @@ def _trained(
     options: AdapterOptions,
     model: str | None,
     processes: Processes,
-    report: Report,
+    report: OnProgress,
     load: Mapping[str, Any],
 ) -> Result:
     torch.manual_seed(options.seed)

@@ -20,7 +20,7 @@ from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
 from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import parameter_count, read_tensors
-from foredraft.train.loop import Report, TrainingRun
+from foredraft.train.loop import OnProgress, TrainingRun
 from foredraft.train.preparation import check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
@@ -48,7 +48,7 @@ def train_draft(
     options: DraftOptions,
     model: str | None = None,
     *,
-    report: Report = lambda stage, done, total, note: None,
+    report: OnProgress = lambda stage, done, total, note: None,
     **load: Any,
 ) -> Result:
     """Train a draft model, or continue its training.
@@ -60,7 +60,11 @@ def train_draft(
 
 
 def _trained(
-    options: DraftOptions, model: str | None, processes: Processes, report: Report, load: Mapping[str, Any]
+    options: DraftOptions,
+    model: str | None,
+    processes: Processes,
+    report: OnProgress,
+    load: Mapping[str, Any],
 ) -> Result:
     place = options.out
 

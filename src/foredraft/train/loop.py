@@ -28,13 +28,13 @@ from foredraft.train.training_checkpoints import TrainingCheckpoints, TrainingPr
 from foredraft.train.training_options import TrainOptions, parse_loss
 from foredraft.train.validation import Validation, acceptance, summarise
 
-__all__ = ["Report", "TrainingRun"]
+__all__ = ["OnProgress", "TrainingRun"]
 
 LOWEST = 0.1  # of the learning rate, at the last step
 BETAS = (0.9, 0.95)  # of AdamW, as the reference has them
 GIB = 2**30
 
-Report = Callable[[str, int, int, str], None]  # stage, done, total, note
+OnProgress = Callable[[str, int, int, str], None]  # stage, done, total, note
 
 
 @dataclass
@@ -67,7 +67,7 @@ class TrainingRun:
     processes: Processes
     keep: Callable[[Validation, TrainingProgress], None]
     kept: Callable[[], bool]
-    report: Report
+    report: OnProgress
 
     def __post_init__(self) -> None:
         options, device = self.options, self.target.decoder.device

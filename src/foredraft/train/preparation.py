@@ -23,7 +23,7 @@ from foredraft.loading.threads import use_threads
 from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.model.unread import Checkpoint
 from foredraft.train.batches import Batches, hold_out
-from foredraft.train.loop import Report
+from foredraft.train.loop import OnProgress
 from foredraft.train.packed_documents import Document
 from foredraft.train.processes import Processes
 from foredraft.train.self_generation import self_generated
@@ -75,7 +75,7 @@ def prepare(
     options: TrainOptions,
     load: Mapping[str, Any],
     processes: Processes,
-    report: Report,
+    report: OnProgress,
     check_place: Callable[[Checkpoint, str], object],
 ) -> Prepared:
     """Read the data and load the target.

@@ -15,7 +15,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, RequestError
 from foredraft.loading import load_for
 from foredraft.train.kept_lines import broken_line, whole_lines
-from foredraft.train.loop import Report
+from foredraft.train.loop import OnProgress
 from foredraft.train.packed_documents import Document
 from foredraft.train.processes import Processes
 from foredraft.train.training_options import TrainOptions
@@ -35,7 +35,7 @@ def self_generated(
     vocabulary: int,
     folder: Path,
     processes: Processes,
-    report: Report,
+    report: OnProgress,
 ) -> list[Document]:
     """Return each prompt with what the target writes after it, of which that alone counts.
 
@@ -100,7 +100,7 @@ def _write(
     options: TrainOptions,
     file: Path,
     vocabulary: int,
-    report: Report,
+    report: OnProgress,
 ) -> None:
     done = _written(file, len(prompts), vocabulary)
     if len(done) == len(prompts):

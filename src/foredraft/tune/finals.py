@@ -30,9 +30,9 @@ from foredraft.ngrams import repeated
 from foredraft.profiling.timing import replaced
 from foredraft.tune.agreement import Agreement
 from foredraft.tune.calibration import CalibrationText
-from foredraft.tune.options import Options
 from foredraft.tune.progress import Progress
-from foredraft.tune.records import TAU_TOLERANCE, Finalist, Trial
+from foredraft.tune.tune_records import TAU_TOLERANCE, Finalist, Trial
+from foredraft.tune.tune_settings import TuneSettings
 
 __all__ = ["decode_finalists"]
 
@@ -50,7 +50,7 @@ class _Contest:
     llm: LLM
     drafting: Runner | None
     prompts: list[list[int]]
-    options: Options
+    options: TuneSettings
 
     @property
     def runner(self) -> Runner:
@@ -65,7 +65,7 @@ def decode_finalists(
     llm: LLM,
     trials: Sequence[Trial],
     prompts: Sequence[list[int]],
-    options: Options,
+    options: TuneSettings,
     progress: Progress,
     drafting: Runner | None = None,
 ) -> list[Finalist]:
@@ -105,7 +105,7 @@ def decode_finalists(
 
 
 def _without_loops(
-    plain: ForedraftContender, prompts: Sequence[list[int]], options: Options
+    plain: ForedraftContender, prompts: Sequence[list[int]], options: TuneSettings
 ) -> list[list[int]]:
     """Return the prompts after which plain decoding repeats itself little; all prompts if there are none."""
     loops = [

@@ -19,8 +19,8 @@ from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, probe
 from foredraft.llm.loaded import Loaded
 from foredraft.model.transfers import dtype_name
-from foredraft.tune.options import Options
-from foredraft.tune.records import Finalist
+from foredraft.tune.tune_records import Finalist
+from foredraft.tune.tune_settings import TuneSettings
 from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError, check_folder, make_folder
 
 __all__ = [
@@ -60,7 +60,9 @@ def dtype_of(loaded: Loaded) -> str:
     return dtype_name(loaded.engine.cache.dtype)
 
 
-def make_plan_file(winner: Finalist, model: str, hash: str, loaded: Loaded, options: Options) -> PlanFile:
+def make_plan_file(
+    winner: Finalist, model: str, hash: str, loaded: Loaded, options: TuneSettings
+) -> PlanFile:
     """Return the plan file of a finalist, dated today.
 
     Args:

@@ -31,7 +31,6 @@ from foredraft.tune.calibration import (
 )
 from foredraft.tune.calibration_cache import CalibrationCache
 from foredraft.tune.finals import decode_finalists
-from foredraft.tune.options import Options
 from foredraft.tune.plan_costs import PlanCosts, measure_plan_costs
 from foredraft.tune.plan_output import (
     check_writable,
@@ -42,10 +41,11 @@ from foredraft.tune.plan_output import (
     save_plan,
 )
 from foredraft.tune.progress import Progress, silent
-from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.tune_records import Finalist, Trial, TuneReport
+from foredraft.tune.tune_settings import TuneSettings
 
 __all__ = ["tune"]
 
@@ -56,7 +56,7 @@ STUDY_FORMAT = 3  # version of what a study holds; a study of another version is
 
 def tune(
     prompts: Sequence[str],
-    options: Options,
+    options: TuneSettings,
     *,
     model: str | None = None,
     plan_out: Path | None = None,
@@ -64,7 +64,7 @@ def tune(
     form: PromptForm = AS_IT_IS,
     progress: Progress = silent,
     **loading: Any,
-) -> Report:
+) -> TuneReport:
     """Search for the sub-layers that drafts of a model skip, and save the plan if it wins.
 
     Ctrl-C ends the search early: the study keeps its trials, and the report holds them. The report also
@@ -72,7 +72,7 @@ def tune(
 
     Args:
         prompts: Prompts of the kind that the model will see; some of them are held out.
-        options: Options of the search.
+        options: TuneSettings of the search.
         model: Folder or hub id, as `foredraft.load` takes it. None: the demo target.
         plan_out: A file for the plan, beside the one in the cache folder.
         truncate: "left" drops the oldest tokens of a prompt that is too long.
@@ -166,7 +166,7 @@ class _Run:
     """The stages of one search after the model is loaded."""
 
     target: _Target
-    options: Options
+    options: TuneSettings
     form: PromptForm
     storage: StudyStorage
     stages: _Stages
@@ -244,7 +244,7 @@ class _Run:
 
     def report(
         self, result: _SearchResult, finalists: tuple[Finalist, ...], finished: bool, plan_out: Path | None
-    ) -> Report:
+    ) -> TuneReport:
         """Save the winner's plan, if a finalist wins, and return the report."""
         target, options = self.target, self.options
         winner = _winner(finalists)
@@ -263,7 +263,7 @@ class _Run:
         else:
             notes.append(remaining_plan_note(target.hash, finalists, options.draft_weights))
         shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm.loaded)} | asdict(self.form)
-        return Report(
+        return TuneReport(
             model=target.name,
             model_hash=target.hash,
             layers=target.llm.loaded.spec.layers,
@@ -304,7 +304,7 @@ def _load(
     folder: Path,
     prompts: Sequence[str],
     form: PromptForm,
-    options: Options,
+    options: TuneSettings,
     loading: dict[str, Any],
     progress: Progress,
 ) -> LLM:
@@ -326,7 +326,7 @@ def _load(
 
 
 def _encode(
-    llm: LLM, prompts: Prompts, options: Options, truncate: Literal["left"] | None
+    llm: LLM, prompts: Prompts, options: TuneSettings, truncate: Literal["left"] | None
 ) -> list[list[int]]:
     """Return the prompts' token ids, with room left for the new tokens of all stages.
 
@@ -343,19 +343,19 @@ def _encode(
     return encoded
 
 
-def _new_tokens(options: Options, prompts: Prompts) -> int:
+def _new_tokens(options: TuneSettings, prompts: Prompts) -> int:
     """Return the most new tokens that any stage asks of a prompt."""
     return max(options.new_tokens, _calibration_tokens(options, prompts))
 
 
-def _calibration_tokens(options: Options, prompts: Prompts) -> int:
+def _calibration_tokens(options: TuneSettings, prompts: Prompts) -> int:
     """Return the new tokens that are asked of a prompt for a calibration text."""
     different = len(set(map(tuple, prompts)))
     return new_tokens_per_prompt(options.tokens, calibration_prompt_count(different))
 
 
 def _too_long(
-    llm: LLM, length: int, options: Options, prompts: Prompts, truncate: Literal["left"] | None
+    llm: LLM, length: int, options: TuneSettings, prompts: Prompts, truncate: Literal["left"] | None
 ) -> RequestError:
     """Return the error for a prompt of `length` tokens, with the remedies that help."""
     room = _new_tokens(options, prompts)

@@ -14,8 +14,8 @@ from itertools import combinations
 from math import comb
 from typing import Any, TypeVar
 
-from foredraft.tune.options import SamplerName
 from foredraft.tune.study import optuna
+from foredraft.tune.tune_settings import SamplerName
 
 __all__ = ["HillClimbingSampler", "SeedsFirst", "make_sampler"]
 

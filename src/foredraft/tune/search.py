@@ -20,14 +20,14 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.model.plan import Plan
 from foredraft.tune.expected_rounds import Floats
-from foredraft.tune.options import Options
 from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.progress import Progress, Steps, silent
 from foredraft.tune.ranking import clasp, count_sub_layer_runs, every_other, greedy, skips_of
-from foredraft.tune.records import Trial
 from foredraft.tune.samplers import SeedsFirst, make_sampler
 from foredraft.tune.study import StudyStorage, optuna, run_trial
 from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.tune_records import Trial
+from foredraft.tune.tune_settings import TuneSettings
 
 __all__ = ["Deadline", "OutOfTime", "Search", "best_trials", "seed_plans"]
 
@@ -91,7 +91,7 @@ class Search:
     Args:
         storage: The storage of the study.
         name: Name of the study.
-        options: Options of the search.
+        options: TuneSettings of the search.
         teacher_forced: Scores plans.
         measure_costs: Measures what plans cost on this machine.
         deadline: Ends the trials.
@@ -101,7 +101,7 @@ class Search:
         self,
         storage: StudyStorage,
         name: str,
-        options: Options,
+        options: TuneSettings,
         teacher_forced: TeacherForced,
         measure_costs: Callable[[], PlanCosts],
         deadline: Deadline,

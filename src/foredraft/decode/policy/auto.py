@@ -19,7 +19,7 @@ from typing import TypeAlias
 from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
-from foredraft.decode.policy.clock import LEAST, TEXT, Clock, ClockedTable, Sample
+from foredraft.decode.policy.clock import LEAST, TEXT, Clock, ClockedTable, TimedRound
 from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
@@ -190,7 +190,7 @@ class Auto(Policy):
         else:
             ms = round_ms(told, drafted) + read_ms
             judged_ms = ms - told.verify(len(drafted), len(drafted) + sum(count for _, count in drafted))
-        self.table.clock.learn(name, Sample(1e3 * seconds / ms, judged_ms / ms), reads)
+        self.table.clock.learn(name, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from foredraft.decode.policy.cost_table import CostTable
 
-__all__ = ["LEAST", "TEXT", "Clock", "ClockedTable", "Sample"]
+__all__ = ["LEAST", "TEXT", "Clock", "ClockedTable", "TimedRound"]
 
 SAMPLES = 5  # rounds that a level is taken from: two stalls among them do no harm
 LEAST = 2  # rounds from which on there is a level, and rounds that show a change of load
@@ -30,7 +30,7 @@ FADE = 256  # rounds after which a factor that no round confirmed counts as its 
 PART = 0.05  # share of a round's cost from which on drafting, not the pass, is what the table has wrong
 
 
-class Sample(NamedTuple):
+class TimedRound(NamedTuple):
     """A round, or the level of several.
 
     Attributes:
@@ -49,10 +49,10 @@ class Sample(NamedTuple):
         return max(0.0, 1 + (self.ratio - 1) / self.part)
 
 
-NOTHING = Sample(1.0)  # is known: rounds take their cost by the table
+NOTHING = TimedRound(1.0)  # is known: rounds take their cost by the table
 
 
-def level(samples: Iterable[Sample]) -> Sample | None:
+def level(samples: Iterable[TimedRound]) -> TimedRound | None:
     """Return the lower median; None of fewer than LEAST samples."""
     known = sorted(samples)
     return known[(len(known) - 1) // 2] if len(known) >= LEAST else None
@@ -62,14 +62,14 @@ class Window:
     """The last rounds of one kind, under one load."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self._samples: deque[TimedRound] = deque(maxlen=SAMPLES)
 
     @property
-    def level(self) -> Sample | None:
+    def level(self) -> TimedRound | None:
         """The level of the rounds; None where they are too few."""
         return level(self._samples)
 
-    def add(self, sample: Sample) -> bool:
+    def add(self, sample: TimedRound) -> bool:
         """Add a round; return whether the last show a change of load, which forgets those before."""
         self._samples.append(sample)
         if len(self._samples) < 2 * LEAST:
@@ -83,7 +83,7 @@ class Window:
         self.begin(one, two)
         return True
 
-    def begin(self, *samples: Sample) -> None:
+    def begin(self, *samples: TimedRound) -> None:
         """Forget all rounds but the given ones."""
         self._samples = deque(samples, SAMPLES)
 
@@ -100,15 +100,15 @@ class DrafterPace:
     """
 
     window: Window = field(default_factory=Window)
-    found: Sample = NOTHING
+    found: TimedRound = NOTHING
     at: int = 0
     span: int = FADE
 
-    def faded(self, now: int) -> Sample:
+    def faded(self, now: int) -> TimedRound:
         """Return what was found: the longer no round confirmed it, the nearer its ratio to 1."""
         return self.found._replace(ratio=self.found.ratio**0.5 ** ((now - self.at) // self.span))
 
-    def renew(self, now: int, base: Sample, sample: Sample) -> None:
+    def renew(self, now: int, base: TimedRound, sample: TimedRound) -> None:
         """Begin anew after a span without rounds: what was found, faded, counts as one of them.
 
         The span doubles where the new round shows that it faded wrongly.
@@ -140,7 +140,7 @@ class Clock:
         """Return whether rounds are timed, but those in which a drafter reads no text were not judged."""
         return self._now > 0 and self.found(drafter) is NOTHING
 
-    def found(self, drafter: str, reads: bool = False) -> Sample:
+    def found(self, drafter: str, reads: bool = False) -> TimedRound:
         """Return what rounds of a drafter take, in plain rounds, over their cost by the table.
 
         Args:
@@ -150,7 +150,7 @@ class Clock:
         pace = self._paces.get((drafter, reads))
         return NOTHING if pace is None or pace.found is NOTHING else pace.faded(self._now)
 
-    def learn(self, drafter: str | None, sample: Sample, reads: bool = False) -> None:
+    def learn(self, drafter: str | None, sample: TimedRound, reads: bool = False) -> None:
         """Count a round; drafter: None is a plain one. The unit of ratios is the same for all rounds."""
         self._now += 1
         if drafter is None:
@@ -160,7 +160,7 @@ class Clock:
         if self._last is not None:
             self._judge(self._last)
 
-    def _learn_plain(self, sample: Sample) -> None:
+    def _learn_plain(self, sample: TimedRound) -> None:
         if self._plain.add(sample):
             for pace in self._paces.values():
                 pace.window.begin()
@@ -168,7 +168,7 @@ class Clock:
         if self._last is not None and self._now - self._last.at > FIRST_CHECK:
             self._last, self._check = None, FIRST_CHECK  # drafting has ended
 
-    def _learn_drafting(self, pace: DrafterPace, sample: Sample) -> None:
+    def _learn_drafting(self, pace: DrafterPace, sample: TimedRound) -> None:
         base = self._plain.level
         if self._now - pace.at > pace.span and base is not None:
             pace.renew(self._now, base, sample)

@@ -33,7 +33,7 @@ from foredraft.serve.keys import Keys
 from foredraft.serve.metrics import labelled
 from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.problems import Problem, busy
-from foredraft.serve.ray.calls import Call, Head
+from foredraft.serve.ray.http_messages import HttpCall, HttpHead
 from foredraft.serve.replies import Event, Reply
 from foredraft.serve.settings import Settings
 from foredraft.serve.shapes import SHAPES
@@ -85,11 +85,11 @@ class Ingress:
         body, path = await request.body(), "/" + request.path_params["path"]
         query, headers = request.scope["query_string"], request.headers.raw
         address, key = _address(request), self._key(request, body)
-        call = Call(request.method, path, query, headers, body, address, key)
+        call = HttpCall(request.method, path, query, headers, body, address, key)
         parts = self._answers(call)
         try:
             head = await anext(parts)
-            assert isinstance(head, Head)
+            assert isinstance(head, HttpHead)
             kind = dict(head.headers).get(b"content-type", b"")
             if kind.startswith((b"text/event-stream", b"text/plain")):
                 plain = kind.startswith(b"text/plain")
@@ -107,7 +107,9 @@ class Ingress:
                 return prompt_key(fields, self._characters)
         return None
 
-    async def _answers(self, call: Call, *, alone: bool = False) -> AsyncGenerator[Head | bytes, None]:
+    async def _answers(
+        self, call: HttpCall, *, alone: bool = False
+    ) -> AsyncGenerator[HttpHead | bytes, None]:
         """Yield what a replica sends; leaving early ends its work.
 
         Args:
@@ -155,7 +157,7 @@ class Ingress:
             path = "/v1/chat/completions" if "messages" in frame else "/v1/completions"
             body = json.dumps({**frame, "stream": True}).encode()
             key = prompt_key(frame, self._characters)
-            call = Call("POST", path, b"", headers, body, address=_address(socket), key=key)
+            call = HttpCall("POST", path, b"", headers, body, address=_address(socket), key=key)
             async with aclosing(_chunks(self._answers(call, alone=True))) as chunks:
                 async for chunk in chunks:
                     await send(chunk)
@@ -176,8 +178,8 @@ class _Stream(StreamingResponse):
 
     def __init__(
         self,
-        head: Head,
-        parts: AsyncGenerator[Head | bytes, None],
+        head: HttpHead,
+        parts: AsyncGenerator[HttpHead | bytes, None],
         ending: Callable[[Problem, int], AsyncIterator[bytes]],
     ) -> None:
         super().__init__(self._body())
@@ -218,27 +220,27 @@ def _ending(shape: type[Reply], *, plain: bool) -> Callable[[Problem, int], Asyn
     return ending
 
 
-def _with(head: Head, response: Response) -> Response:
+def _with(head: HttpHead, response: Response) -> Response:
     """Give a response a replica's head, but for the id of the request, which Ray's proxy adds."""
     response.status_code = head.status
     response.raw_headers = [(name, value) for name, value in head.headers if name != b"x-request-id"]
     return response
 
 
-async def _bytes(parts: AsyncIterator[Head | bytes]) -> AsyncIterator[bytes]:
+async def _bytes(parts: AsyncIterator[HttpHead | bytes]) -> AsyncIterator[bytes]:
     async for part in parts:
         assert isinstance(part, bytes)
         yield part
 
 
-async def _chunks(parts: AsyncIterator[Head | bytes]) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(parts: AsyncIterator[HttpHead | bytes]) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the objects of a stream of events.
 
     Raises:
         Problem: The request was refused.
     """
     head = await anext(parts)
-    assert isinstance(head, Head)
+    assert isinstance(head, HttpHead)
     rest = b""
     async for part in _bytes(parts):
         *whole, rest = (rest + part).split(b"\n\n")

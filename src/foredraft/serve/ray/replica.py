@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Send
 import foredraft
 from foredraft.serve.app import create_app
 from foredraft.serve.logs import to_stderr
-from foredraft.serve.ray.calls import Call, Head
+from foredraft.serve.ray.http_messages import HttpCall, HttpHead
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App
 
@@ -55,7 +55,7 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         return name, self._state.metrics.text(self._state.ready().update_gauges).decode()
 
-    async def answer(self, call: Call) -> AsyncIterator[Head | bytes]:
+    async def answer(self, call: HttpCall) -> AsyncIterator[HttpHead | bytes]:
         """Yield the head and the parts of the body of a response; a cancelled call ends its request.
 
         Raises:
@@ -82,7 +82,7 @@ class Replica:
                         if not whole:
                             raise RuntimeError("the response broke off; the replica's log has the reason")
                     elif message["type"] == "http.response.start":
-                        yield Head(message["status"], list(message["headers"]))
+                        yield HttpHead(message["status"], list(message["headers"]))
                     else:
                         body += message.get("body", b"")
                         whole = not message.get("more_body", False)
@@ -97,7 +97,7 @@ class Replica:
         self._logs.__exit__(None, None, None)
 
 
-def _scope(call: Call) -> dict[str, Any]:
+def _scope(call: HttpCall) -> dict[str, Any]:
     return {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
         "method": call.method, "path": call.path, "raw_path": call.path.encode(), "query_string": call.query,
@@ -105,7 +105,7 @@ def _scope(call: Call) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _receive(call: Call) -> Receive:
+def _receive(call: HttpCall) -> Receive:
     """Return ASGI's `receive` of a request that was read whole. A client that leaves cancels the app."""
     messages: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
 

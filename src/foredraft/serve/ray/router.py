@@ -10,7 +10,7 @@ import numpy as np
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from foredraft.serve.affinity import digest, ranked
-from foredraft.serve.ray.calls import Call
+from foredraft.serve.ray.http_messages import HttpCall
 
 __all__ = ["PrefixRouter"]
 
@@ -32,7 +32,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is not t
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # when all are full
-        key = next((each.key for each in pending_request.args if isinstance(each, Call)), None)
+        key = next((each.key for each in pending_request.args if isinstance(each, HttpCall)), None)
         known = self._digests([replica.replica_id.unique_id for replica in candidate_replicas])
         lengths = self.replica_queue_len_cache
         loads = [lengths.get(replica.replica_id) or 0 for replica in candidate_replicas]

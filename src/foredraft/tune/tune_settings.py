@@ -1,4 +1,4 @@
-"""Options of a search, checked before a model is loaded."""
+"""The options of a search, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal, get_args
 
 from foredraft.errors import ConfigError
 
-__all__ = ["SAMPLERS", "Options", "SamplerName"]
+__all__ = ["SAMPLERS", "SamplerName", "TuneSettings"]
 
 SamplerName = Literal["hill-climbing", "gp"]
 SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Options of `tune`.
+class TuneSettings:
+    """The options of `tune`.
 
     Attributes:
         trials: Number of trials in the study, including those of earlier runs.

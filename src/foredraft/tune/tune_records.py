@@ -14,7 +14,7 @@ from foredraft.bench.bench_records import Spread, load_doubt
 from foredraft.drafters.skips import Skips
 from foredraft.tune.plan_costs import PlanCosts
 
-__all__ = ["TAU_TOLERANCE", "Finalist", "Report", "Trial", "sign_test"]
+__all__ = ["TAU_TOLERANCE", "Finalist", "Trial", "TuneReport", "sign_test"]
 
 TAU_TOLERANCE = 0.03  # of τ: a plan is kept only if its decoded and predicted τ differ by no more
 # Significance level of the sign test, per finalist: about 1 in 20 for three finalists together.
@@ -115,7 +115,7 @@ def sign_test(wins: int, prompts: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TuneReport:
     """A search.
 
     Attributes:

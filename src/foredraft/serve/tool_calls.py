@@ -1,4 +1,4 @@
-"""Calls: the text of a model that may call tools -> content and calls, however the text is cut into pieces.
+"""Tool calls: the text of a model that may call tools -> content and calls, however it is cut into pieces.
 
 Models write calls in three ways, and a checkpoint's chat template shows which one it was trained for.
 """
@@ -16,10 +16,10 @@ __all__ = [
     "HERMES",
     "LLAMA",
     "MISTRAL",
-    "Call",
     "CallFormat",
     "CallReader",
     "Event",
+    "ToolCall",
     "is_object",
     "parsed_object",
 ]
@@ -61,7 +61,7 @@ ID_LENGTH = 9  # letters and digits, as Mistral's template asks
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCall:
     """One call.
 
     Attributes:
@@ -79,7 +79,9 @@ class Call:
 
 # Content; a new call; or further arguments of a call.
 Event: TypeAlias = (
-    tuple[Literal["content"], str] | tuple[Literal["call"], Call] | tuple[Literal["arguments"], Call, str]
+    tuple[Literal["content"], str]
+    | tuple[Literal["call"], ToolCall]
+    | tuple[Literal["arguments"], ToolCall, str]
 )
 
 
@@ -98,12 +100,12 @@ class CallReader:
 
     def __init__(self, format: CallFormat, names: Collection[str], most: int | None = None) -> None:
         self._format, self._names, self._most = format, frozenset(names), most
-        self.calls: list[Call] = []
+        self.calls: list[ToolCall] = []
         self.content = ""
         self._text = ""  # not yet decided
         self._state: Literal["content", "object", "after"] = "content" if format.marked else "after"
         self._scan = _ObjectScan()
-        self._call: Call | None = None  # whose arguments are being read
+        self._call: ToolCall | None = None  # whose arguments are being read
         self._sent = 0  # characters of the object that are sent as arguments
         self._before = ""  # what stood before the object that is being read
         self._follows_call = False  # no content has come since the last call
@@ -201,7 +203,7 @@ class CallReader:
         self._text, self._state, self._follows_call = self._text[end:], "after", True
         return True
 
-    def _named(self, events: list[Event], end: int | None) -> Call | None:
+    def _named(self, events: list[Event], end: int | None) -> ToolCall | None:
         """Return the call once its name is known, with all arguments where they came before the name."""
         head = HEAD.match(self._text)
         if head is not None:
@@ -213,7 +215,7 @@ class CallReader:
             return None
         if not isinstance(name, str) or name not in self._names or len(self.calls) == self._most:
             return None
-        call = Call(len(self.calls), name)
+        call = ToolCall(len(self.calls), name)
         self.calls.append(call)
         events.append(("call", call))
         if arguments:

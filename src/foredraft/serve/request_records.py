@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.llm.output import Output
 
-__all__ = ["Record", "Recording", "current"]
+__all__ = ["Recording", "RequestRecord", "current"]
 
 GIVEN_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces, so that a log line stays one line
 PROBES = ("/health", "/ready", "/metrics")
@@ -28,11 +28,11 @@ REFUSALS = {
     503: "not ready",
 }  # fmt: skip
 
-_current: ContextVar[Record | None] = ContextVar("record", default=None)
+_current: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request.
 
     Attributes:
@@ -105,9 +105,9 @@ class Record:
         return None if self.first_token is None else self.first_token - self.started
 
 
-def current() -> Record:
+def current() -> RequestRecord:
     """Return the record of the running request; outside of requests, a record that nothing reads."""
-    return _current.get() or Record("", "")
+    return _current.get() or RequestRecord("", "")
 
 
 def current_id() -> str | None:
@@ -124,14 +124,14 @@ class Recording:
         end: Takes the record of each request that is over, except of probes that succeeded.
     """
 
-    def __init__(self, app: ASGIApp, end: Callable[[Record], None]) -> None:
+    def __init__(self, app: ASGIApp, end: Callable[[RequestRecord], None]) -> None:
         self._app, self._end = app, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        record = Record(scope.get("method", "WEBSOCKET"), scope["path"], Headers(scope=scope))
+        record = RequestRecord(scope.get("method", "WEBSOCKET"), scope["path"], Headers(scope=scope))
         record.address = str((scope.get("client") or ("",))[0])
         record.begin()
 

@@ -1,16 +1,16 @@
-"""Calls: HTTP requests on their way from the ingress to a replica."""
+"""HTTP messages on their way from the ingress to a replica."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Call", "Head"]
+__all__ = ["HttpCall", "HttpHead"]
 
 Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class HttpCall:
     """An HTTP request.
 
     Attributes:
@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HttpHead:
     """The beginning of a response.
 
     Attributes:
