@@ -9,6 +9,10 @@
 #include <stdio.h>
 #include <sys/wait.h>
 
+#ifndef PATIENCE
+#define PATIENCE 20  // seconds until threads that are awake count as sleepless
+#endif
+
 enum { UNITS = 300, OPERATIONS = 12, CALLERS = 3, ROUNDS = 60 };
 
 typedef _Atomic int64_t Number;
@@ -77,7 +81,7 @@ static void meet(Worker *w, const void *context) {
     for (Piece p = first_direct_piece(w, 2, 1); p.from < p.to; p = next_piece(w)) {
         atomic_fetch_add(begun, 1);
         while (get(begun) < 2)
-            if (now() - started > 20000000000) fail("no thread woke", 0);
+            if (now() - started > PATIENCE * 1000000000ll) fail("no thread woke", 0);
             else nap();
     }
 }

@@ -41,7 +41,7 @@ class Prophet:
         self.decoder = SimpleNamespace(
             device=torch.device("cpu"), spec=SimpleNamespace(max_positions=positions, vocab_size=SIZE)
         )
-        self.chunk, self.max_queries = 32, 8
+        self.chunk, self.max_queries, self.by_kernels = 32, 8, False
         self.forwarded = self.passes = 0
         self.broken: Counter[int] = Counter()
         self.zeroed: list[int] = []

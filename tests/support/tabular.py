@@ -152,7 +152,7 @@ class Tabular:
     ) -> None:
         self.loops, self.coded = loops, coded
         self.table, self.vocabulary = table, table.vocabulary
-        self.chunk, self.max_queries = chunk, max_queries
+        self.chunk, self.max_queries, self.by_kernels = chunk, max_queries, False
         self.fatal, self.patience, self.venom = fatal, patience, venom
         self.skipping, self.drafter_nonfinite = table, drafter_nonfinite
         self.decoder = SimpleNamespace(spec=SimpleNamespace(max_positions=10_000, layers=2))

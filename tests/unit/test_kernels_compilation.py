@@ -30,11 +30,29 @@ EMPTY_LIBRARY = """case "$*" in *-shared*) while [ "$1" != -o ]; do shift; done;
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 
+@pytest.fixture(scope="module")
+def compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a program `cc` that gives the object file of a first compilation, and links it.
+
+    The sources and the flags of all tests are the same, and compiling takes a second.
+    """
+    folder = tmp_path_factory.mktemp("compiler")
+    [real, *arguments] = building.compiler() or ()
+    objects, source = folder / "kernels.o", building.HERE / building.SOURCES[0]
+    flags = *building.FLAGS, QUICK, *building.NATIVE
+    subprocess.run([real, *arguments, *flags, "-c", source, "-o", objects], check=True)
+    copying = f'while [ "$1" != -o ]; do shift; done; exec cp {objects} "$2"'
+    (folder / "cc").write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) {copying};; esac\nexec {real} "$@"\n')
+    (folder / "cc").chmod(0o700)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled_before: Path) -> Iterator[None]:
     """Give each test an empty cache folder, and an installation without kernels of which none are loaded."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(compiled_before), prepend=os.pathsep)
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, QUICK))
     monkeypatch.setattr(building, "LIBRARIES", tmp_path / "none")
     monkeypatch.setattr(

@@ -43,6 +43,7 @@ from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Forward
 from foredraft.model.transfers import upload
+from foredraft.workers import operators_alone
 
 __all__ = ["Engine"]
 
@@ -179,7 +180,8 @@ class Engine:
 
     def round(self) -> list[Sequence]:
         """Run one round over all rows; returns the sequences that decoded."""
-        with self.observer.phase("round"), torch.inference_mode():
+        alone = operators_alone(self.target.by_kernels)
+        with self.observer.phase("round"), torch.inference_mode(), alone:
             started, policy = time.perf_counter(), self._policy()
             inputs = self._inputs(policy)
             with self.observer.phase("draft"):
@@ -311,7 +313,7 @@ class Engine:
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
         """Run the next chunk of a prompt through the target and its drafters."""
-        with self.observer.phase("prefill"):
+        with self.observer.phase("prefill"), operators_alone(self.target.by_kernels):
             self._restore_prefix(sequence)
             start = self.cache.lengths[sequence.row]
             finite = start == len(sequence.prompt) - 1 or prefill_chunk(

@@ -19,6 +19,9 @@ class Target(Protocol):
     max_queries: int  # longest [pending, *draft] that one pass takes
     chunk: int  # prefill is cut at multiples of it
 
+    @property
+    def by_kernels(self) -> bool: ...  # whether the C kernels run its passes, with threads of their own
+
     def forward(
         self,
         cache: KVCache,

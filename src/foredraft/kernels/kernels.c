@@ -35,8 +35,9 @@ enum {
     GROUP = 6,     // query rows whose accumulators fit into registers
     WORTHWHILE = 4096,       // elements of rows that one thread takes at a time
     WEIGHT_BYTES = 1 << 17,  // of a product that one thread takes at a time
-    MAX_BLOCKS = 8,         // as many blocks at most
-    MAX_LANES = 64,         // vectors of a gate that one thread takes at a time, at most
+    NEAR_SUMS = 1 << 12,     // floats of sums that lie in the nearest cache until their piece is committed
+    MAX_BLOCKS = 8,          // as many blocks at most
+    MAX_LANES = 64,          // vectors of a gate that one thread takes at a time, at most
 };
 #ifdef __AVX512F__
 enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 registers

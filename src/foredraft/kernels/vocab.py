@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import declare, library
+from foredraft.workers import own_threads
 
 __all__ = ["KernelVocabOps", "Truncation"]
 
@@ -76,7 +77,7 @@ class KernelVocabOps:
         shape, columns = x.shape[:-1], x.shape[-1]
         ids, finite = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.bool)
         outs = ids.data_ptr(), finite.data_ptr()
-        self._argmax(x.data_ptr(), ids.numel(), columns, *outs, torch.get_num_threads())
+        self._argmax(x.data_ptr(), ids.numel(), columns, *outs, own_threads())
         return ids, finite
 
     def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
@@ -86,13 +87,13 @@ class KernelVocabOps:
         probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
         options = map(_address, (by.temperature, by.top_k, by.top_p, by.min_p, by.cut))
         outs = probs.data_ptr(), finite.data_ptr()
-        self._probs(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
+        self._probs(x.data_ptr(), *options, columns, batch * columns, size, *outs, own_threads())
         return probs, finite
 
     def max_prob(self, x: Tensor) -> Tensor:
         x = _rows(x)
         out = x.new_empty(x.shape[:-1])
-        self._max_prob(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), torch.get_num_threads())
+        self._max_prob(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), own_threads())
         return out
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
@@ -115,9 +116,7 @@ class KernelVocabOps:
         weights, keys = _rows(weights), keys.contiguous()
         out = keys.new_empty(keys.shape)
         size = keys.numel(), weights.shape[-1]
-        self._gumbel_argmax(
-            weights.data_ptr(), keys.data_ptr(), *size, out.data_ptr(), torch.get_num_threads()
-        )
+        self._gumbel_argmax(weights.data_ptr(), keys.data_ptr(), *size, out.data_ptr(), own_threads())
         return out
 
     def hash_keys(

@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-from foredraft.serve.memory import give_back
+from foredraft.model.freed import release_freed
 
 __all__ = ["LARGE", "beside", "in_thread", "tidy_up", "without_collection"]
 
@@ -60,7 +60,7 @@ async def tidy_up(*, after: bool = False) -> None:
     if large.untidy or after:
         large.untidy = False
         # by a limiter of its own, which no other work can fill
-        await anyio.to_thread.run_sync(give_back, limiter=anyio.CapacityLimiter(1))
+        await anyio.to_thread.run_sync(release_freed, limiter=anyio.CapacityLimiter(1))
 
 
 class _Large:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from fastapi import FastAPI
 
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
+from foredraft.model.freed import freeze_what_is_loaded
 from foredraft.serve.app import create_app
 from foredraft.serve.connections import Connections, HttpConnection, SocketConnection
 from foredraft.serve.logs import to_stderr
@@ -74,8 +74,7 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
         server.should_exit = True
 
     def ready(model: Model) -> None:
-        gc.collect()
-        gc.freeze()  # to walk over what was loaded stops all streams for 0.13 s
+        freeze_what_is_loaded()  # to walk over it stops all streams for 0.13 s
         on_ready(address, model, bool(state.keys))
 
     state.on_ready, state.on_failure = ready, fail

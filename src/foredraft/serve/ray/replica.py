@@ -10,6 +10,7 @@ from ray import serve
 from starlette.types import Message, Receive, Send
 
 import foredraft
+from foredraft.model.freed import freeze_what_is_loaded
 from foredraft.serve.app import create_app
 from foredraft.serve.logs import to_stderr
 from foredraft.serve.ray.http_messages import HttpCall, HttpHead
@@ -44,6 +45,7 @@ class Replica:
         if self._state.failed is not None:
             await self._lifespan.__aexit__(None, None, None)
             raise self._state.failed
+        freeze_what_is_loaded()
 
     def check_health(self) -> None:
         """Raise RuntimeError where the engine's thread has ended; Ray replaces the replica then."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from foredraft.kernels.compilation import declare, library
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.quantisation.activations import ActivationFormat
+from foredraft.workers import own_threads
 
 __all__ = [
     "BLOCK",
@@ -120,7 +121,7 @@ def pack_native(weight: Tensor, bias: Tensor | None, arena: Arena | None = None)
     shape = ((rows + missing) // BLOCK, columns, BLOCK)
     packed = weight.new_empty(shape) if arena is None else arena.empty(shape, weight.dtype)
     words = columns // WORD[weight.dtype]
-    _pack()(weight.data_ptr(), rows, words, packed.data_ptr(), torch.get_num_threads())
+    _pack()(weight.data_ptr(), rows, words, packed.data_ptr(), own_threads())
     return NativeLinear(packed, (rows, columns), padded_bias(bias))
 
 
@@ -142,7 +143,7 @@ def multiply(linear: CLinear, x: Tensor) -> Tensor:
     assert x.shape[-1] == linear.k
     out = x.new_empty(*x.shape[:-1], linear.n)
     rows = x.numel() // linear.k
-    _product(x.dtype)(ctypes.addressof(linear), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
+    _product(x.dtype)(ctypes.addressof(linear), x.data_ptr(), rows, out.data_ptr(), own_threads())
     return out
 
 

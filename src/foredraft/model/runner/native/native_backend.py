@@ -43,6 +43,7 @@ from foredraft.model.runner.native.structs import (
 )
 from foredraft.model.runner.passes import Forward, Pass
 from foredraft.model.transfers import upload
+from foredraft.workers import own_threads
 
 __all__ = ["NativeBackend"]
 
@@ -204,7 +205,7 @@ class NativeBackend:
             stop,
             scratch.data_ptr(),
             pointer(logits),
-            torch.get_num_threads(),
+            own_threads(),
         )
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, hidden, cache, scratch)
@@ -255,7 +256,7 @@ class NativeBackend:
             self.decoder.spec.layers,
             scratch.data_ptr(),
             logits.data_ptr(),
-            torch.get_num_threads(),
+            own_threads(),
         )
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, cache, scratch)
@@ -278,7 +279,7 @@ class NativeBackend:
             len(hidden),
             logits.data_ptr(),
             scratch.data_ptr(),
-            torch.get_num_threads(),
+            own_threads(),
         )
         return logits
 

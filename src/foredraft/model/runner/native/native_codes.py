@@ -34,6 +34,7 @@ from foredraft.model.runner.native.linear import (
     pointer,
     weight_rows,
 )
+from foredraft.workers import own_threads
 
 __all__ = [
     "NativeCodes",
@@ -231,7 +232,7 @@ def _pack(piece: Codes, coding: Coding, packed: Tensor) -> None:
     weight, described = CCodes(*map(pointer, kept)), _coding_struct(coding, piece.scales.dtype)
     _pack_kernel()(
         ctypes.addressof(weight), *piece.shape, ctypes.addressof(described), packed.data_ptr(),
-        torch.get_num_threads(),
+        own_threads(),
     )  # fmt: skip
 
 
