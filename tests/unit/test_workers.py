@@ -41,3 +41,45 @@ def test_a_thread_keeps_no_workers_when_its_work_is_done() -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+ALONE = """
+import threading
+import torch
+torch.set_num_threads(2)
+from foredraft.workers import operators_alone, own_threads
+
+def seen():
+    return torch.get_num_threads(), own_threads()
+
+with operators_alone(False):
+    assert seen() == (2, 2)
+with operators_alone(True):
+    assert seen() == (1, 2)
+    with operators_alone(True):
+        assert seen() == (1, 2)
+    assert seen() == (1, 2)
+    others = []
+    thread = threading.Thread(target=lambda: others.append(seen()))
+    thread.start()
+    thread.join()
+    assert others == [(2, 2)], others
+assert seen() == (2, 2)
+
+import foredraft
+llm = foredraft.load(drafter="none", max_length=64)
+engine, during = llm.loaded.engine, []
+accept = engine.accept
+engine.accept = lambda *arguments: during.append(seen()) or accept(*arguments)
+llm.generate("def f(", temperature=0, max_new_tokens=4)
+assert {*during} == {(1 if engine.target.by_kernels else 2, 2)}, during
+assert seen() == (2, 2)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no library of OpenMP by a name of its own")
+def test_operators_beside_the_kernels_work_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
