@@ -11,7 +11,7 @@ import pytest
 
 from foredraft.decode.policy import Auto
 from foredraft.decode.policy import clock as clock_module
-from foredraft.decode.policy.clock import FADE, TEXT, Clock, ClockedTable, DrafterPace, Sample, Window
+from foredraft.decode.policy.clock import FADE, TEXT, Clock, ClockedTable, DrafterPace, TimedRound, Window
 from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.simulation import Row, Simulated, Slowdown, flat, right_with, simulate
 
@@ -120,7 +120,7 @@ def test_what_was_found_heals() -> None:
 
 
 def test_what_is_confirmed_fades_ever_more_slowly() -> None:
-    clock, slow, plain = Clock(), Sample(9.0, 0.5), Sample(1.0)
+    clock, slow, plain = Clock(), TimedRound(9.0, 0.5), TimedRound(1.0)
     for sample, drafter in [(slow, "small")] * 2 + [(plain, None)] * 2:
         clock.learn(drafter, sample)
     assert clock.found("small") == (9.0, 0.5)
@@ -142,14 +142,14 @@ def test_what_a_round_takes_beyond_the_table_is_its_drafting() -> None:
     clock, told = Clock(), flat(0.2)
     costs, whole = ClockedTable(told, clock), 0.4 + 1.04
     for drafter, ratio in (("small", 3.04 / whole), ("small", 3.04 / whole), (None, 1.0), (None, 1.0)):
-        clock.learn(drafter, Sample(ratio, 0.4 / whole if drafter else 0.0))
+        clock.learn(drafter, TimedRound(ratio, 0.4 / whole if drafter else 0.0))
     assert costs.draft("small", 1, 2) == pytest.approx(2.0) and costs.draft("small", 1, 4) == pytest.approx(
         4.0
     )
     assert costs.read("small", 9) == pytest.approx(5 * told.read("small", 9))
     assert costs.draft("lookup", 1, 2) == 0.0 == costs.draft("small", 1, 0)
     for drafter, ratio in (("lookup", 1.5), ("lookup", 1.5), (None, 1.0), (None, 1.0)):
-        clock.learn(drafter, Sample(ratio))
+        clock.learn(drafter, TimedRound(ratio))
     assert costs.draft("lookup", 1, 2) == pytest.approx(0.5 * 1.04), "a guesser's rounds cost that much more"
 
 
@@ -158,14 +158,14 @@ def test_rounds_that_tell_nothing_of_one_drafter_are_not_counted() -> None:
     rows = [Row({"small": right_with(1.0)}, 30), Row({"other": right_with(1.0)}, 30)]
     simulate(policy, policy.greedy, rows, slowdown=idle)
     found = policy.table.clock.found
-    assert found("small") == found("other") == Sample(1.0)
+    assert found("small") == found("other") == TimedRound(1.0)
 
 
 def test_reading_a_text_tells_nothing_of_drafting() -> None:
     told, clock = flat(0.2), Clock()
     costs = ClockedTable(told, clock)
     for drafter, ratio in (("small", 0.2), ("small", 0.2), (None, 1.0), (None, 1.0)):
-        clock.learn(drafter, Sample(ratio, 0.9 if drafter else 0.0), reads=drafter is not None)
+        clock.learn(drafter, TimedRound(ratio, 0.9 if drafter else 0.0), reads=drafter is not None)
     assert costs.draft("small", 1, 2) == told.draft("small", 1, 2) and clock.misses("small")
     assert costs.read("small", TEXT) == pytest.approx(told.read("small", TEXT) / 9)
     assert costs.read("small", TEXT - 1) == told.read("small", TEXT - 1)
@@ -203,7 +203,7 @@ def with_load() -> None:
         test_a_load_that_slows_all_rounds_alike_changes_little(load, 0.2, 0.2, 0.8)
 
 
-def highest(samples: Any) -> Sample | None:
+def highest(samples: Any) -> TimedRound | None:
     known = sorted(samples)
     return known[-1] if len(known) >= 2 else None
 
@@ -228,7 +228,7 @@ MUTANTS: list[Mutant] = [
     defect("the slowest round", clock_module.level, lambda level: highest, with_stalls),
     defect("changes of load are not seen", Window.add, lambda add: lambda own, sample: add(own, sample) and False, with_load),
     defect("nothing fades", DrafterPace.faded, lambda faded: lambda pace, now: pace.found, test_what_was_found_heals),
-    defect("a confirmed finding fades as fast", DrafterPace.renew, lambda renew: lambda pace, now, base, sample: renew(pace, now, base, Sample(0.0)), test_what_is_confirmed_fades_ever_more_slowly),
+    defect("a confirmed finding fades as fast", DrafterPace.renew, lambda renew: lambda pace, now, base, sample: renew(pace, now, base, TimedRound(0.0)), test_what_is_confirmed_fades_ever_more_slowly),
     defect("drafting in proportion to the round", ClockedTable.draft, pass_only, test_what_a_round_takes_beyond_the_table_is_its_drafting),
     defect("reading counts as drafting", Clock.learn, lambda learn: lambda clock, drafter, sample, *reads: learn(clock, drafter, sample), test_a_wrong_cost_of_reading_does_not_make_steps_cheap),
     defect("one clock for all batches", Auto._costs, lambda costs: lambda policy, draws, batch: costs(policy, draws, 1), test_batches_have_clocks_of_their_own),
