@@ -36,6 +36,12 @@ from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import LLM, demo
 
 ROWS, POSITIONS = 32, 1536
+# What a request says of its drafts.
+WAYS: dict[str, dict[str, str]] = {
+    "auto": {},
+    "never": {"drafter": "none"},
+    "always": {"policy": "fixed", "drafter": "draft-model"},
+}
 CASES = ("single", "batch", "first", "prefix", "auto")
 CLIENT = Path(__file__).with_name("stream_client.py")
 
@@ -122,15 +128,12 @@ class Measurement:
             "ignore_eos": True, **own,
         }  # fmt: skip
 
-    def drafting(self) -> dict[str, Any]:
-        return {"policy": "fixed", "drafter": "draft-model"}
-
     def single(self) -> dict[str, Any]:
         sender, ratios, same = OwnSender(self.llm), [], True
 
         def turn(prompt: str) -> float:
             nonlocal same
-            bodies = [self.body(prompt, self.given.new_tokens, **self.drafting())]
+            bodies = [self.body(prompt, self.given.new_tokens, **WAYS["always"])]
             thread = threading.Thread(target=sender.serve_one)
             thread.start()
             [own] = self.client.read(sender.port, bodies)
@@ -150,9 +153,9 @@ class Measurement:
     def batch(self) -> dict[str, Any]:
         same, prompts = True, (heldout(8) * 2)
         params = self.llm.params(
-            temperature=0, max_new_tokens=self.given.new_tokens, ignore_eos=True, **self.drafting()
+            temperature=0, max_new_tokens=self.given.new_tokens, ignore_eos=True, **WAYS["always"]
         )
-        bodies = [self.body(prompt, self.given.new_tokens, **self.drafting()) for prompt in prompts]
+        bodies = [self.body(prompt, self.given.new_tokens, **WAYS["always"]) for prompt in prompts]
 
         def turn() -> float:
             nonlocal same
@@ -173,7 +176,7 @@ class Measurement:
         ids = [id for prompt in heldout(8) for id in self.llm.encode(prompt)[0]]
         others = Client()
         try:
-            for name, own in (("auto", {}), ("fixed", self.drafting()), ("plain", {"drafter": "none"})):
+            for name, own in (("auto", WAYS["auto"]), ("fixed", WAYS["always"]), ("plain", WAYS["never"])):
                 idle, busy = [], []
                 for turn in range(self.given.repeats):
                     short = [self.body(ids[turn : turn + 64], 2, **own)]  # no two begin alike
@@ -219,12 +222,10 @@ class Measurement:
             "cold_over_warm": statistics.median(cold) / statistics.median(warm),
         }
 
-    def every_way(
-        self, ways: dict[str, dict[str, Any]], prompts: list[str], texts: set[tuple[str, ...]]
-    ) -> dict[str, float]:
+    def every_way(self, prompts: list[str], texts: set[tuple[str, ...]]) -> dict[str, float]:
         """Return the seconds until all prompts are answered, by way; add the answers to `texts`."""
         seconds = {}
-        for name, own in ways.items():
+        for name, own in WAYS.items():
             bodies = [self.body(prompt, self.given.new_tokens, **own) for prompt in prompts]
             found = self.client.read(self.port, bodies)
             texts.add(tuple(each["text"] for each in found))
@@ -232,17 +233,12 @@ class Measurement:
         return seconds
 
     def auto(self) -> dict[str, Any]:
-        ways: dict[str, dict[str, Any]] = {
-            "auto": {},
-            "never": {"drafter": "none"},
-            "always": self.drafting(),
-        }
         cases = {}
         for at_a_time in (1, 4, 16, 32):
             prompts = (heldout(8) * 4)[:at_a_time]
-            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            seconds: dict[str, list[float]] = {name: [] for name in WAYS}
             texts = set[tuple[str, ...]]()
-            turn = partial(self.every_way, ways, prompts, texts)
+            turn = partial(self.every_way, prompts, texts)
             turn()
             quiet = Quiet(self.given.repeats)
             for _ in range(self.given.repeats):

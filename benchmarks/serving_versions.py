@@ -23,18 +23,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.serving import POSITIONS, ROWS, Client, start_server
+from benchmarks.serving import POSITIONS, ROWS, WAYS, Client, start_server
 from benchmarks.timing import Quiet, spread
 from benchmarks.versions import commit
 from benchmarks.workload import heldout, machine, padded_demo, write
 from foredraft import demo
 
 AT_A_TIME = (1, 4, 16, 32)
-WAYS: dict[str, dict[str, str]] = {
-    "auto": {},
-    "always": {"policy": "fixed", "drafter": "draft-model"},
-    "never": {"drafter": "none"},
-}
 Seconds = dict[str, float]
 
 

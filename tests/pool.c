@@ -89,7 +89,7 @@ static void meet(Worker *w, const void *context) {
 static void wait_until_all_sleep(void) {
     const int64_t started = now();
     while (atomic_load(&pool.sleeping) < pool.threads)
-        if (now() - started > 20000000000) fail("threads that do not sleep", pool.threads - atomic_load(&pool.sleeping));
+        if (now() - started > PATIENCE * 1000000000ll) fail("threads that do not sleep", pool.threads - atomic_load(&pool.sleeping));
         else nap();
 }
 
