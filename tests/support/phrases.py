@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foredraft.decode.drafter import Guesser
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, Found, Missing, Parts, Search
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.errors import ConfigError, Option
 
 FILE = "phrases.json"
@@ -52,7 +52,7 @@ class PhrasesAsset(Asset):
     def knows(self, place: Path) -> bool:
         return (place / FILE).is_file()
 
-    def find(self, search: Search) -> Found | Missing:
+    def find(self, search: AssetSearch) -> Found | Missing:
         words = search.target.spec.vocab_size
         if search.draft is not None and self.knows(search.draft):
             phrases, about = json.loads((search.draft / FILE).read_text()), f"the phrases of {search.draft}"
