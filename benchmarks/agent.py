@@ -1,16 +1,19 @@
-"""Time a scripted agent's session over HTTP, with and without the prefix cache and drafting by lookup.
+"""Time a scripted agent's session over HTTP, with and without the prefix cache, lookup and suffix drafts.
 
 The agent reads a file and proposes edits of it, turn by turn. Each turn's prompt is the whole conversation so
 far: the system's line, the file, and all instructions and answers. So prompts begin alike, and answers copy
-from them. Four servers take the same session, each turn in turns:
+from them. Six servers take the same session, each turn in turns:
 
     plain       neither
     cache       the prefix cache
     lookup      drafting by lookup
     both        both
+    suffix      the prefix cache, and drafting by suffix with memory for texts
+    own         the same without that memory
 
-Figures are seconds by turn, to the first token and to the last one; prompt tokens that were not read again;
-and new tokens by second. Texts are compared.
+Figures are seconds by turn, to the first token, from there to the last one, and in all; prompt tokens that
+were not read again; new tokens by second, and those after the first by second of decoding. Texts are
+compared. `--rounds 2` has each session again, as when an agent is asked for the same another time.
 
     python -m benchmarks.agent --layers 48
 """
@@ -34,11 +37,14 @@ from benchmarks.workload import DEMO_LAYERS, machine, padded_demo, write
 from foredraft import demo
 from foredraft.bench.workload import load_workloads
 
+NO_CACHE, CACHE = ("--prefix-cache", "0"), ("--prefix-cache", "512")
 VARIANTS = {
-    "plain": ("0", "none"),
-    "cache": ("512", "none"),
-    "lookup": ("0", "lookup"),
-    "both": ("512", "lookup"),
+    "plain": (*NO_CACHE, "--drafter", "none"),
+    "cache": (*CACHE, "--drafter", "none"),
+    "lookup": (*NO_CACHE, "--drafter", "lookup"),
+    "both": (*CACHE, "--drafter", "lookup"),
+    "suffix": (*CACHE, "--drafter", "suffix", "--recent-texts", "64"),
+    "own": (*CACHE, "--drafter", "suffix"),
 }
 SYSTEM = "# Edits of one function, each of them whole.\n"
 MARK = (
@@ -64,6 +70,11 @@ class Turn:
     first: float
     seconds: float
     tokens: int
+
+    @property
+    def decoded_per_second(self) -> float:
+        """Tokens after the first one by second."""
+        return (self.tokens - 1) / (self.seconds - self.first)
 
 
 class Agent:
@@ -129,7 +140,7 @@ def measure(clients: dict[str, httpx.Client], given: argparse.Namespace) -> dict
     """Run the sessions; return each variant's figures."""
     turns: dict[str, list[list[Turn]]] = {name: [] for name in clients}
     identical = True
-    for file, name in files(given.sessions, given.characters):
+    for file, name in files(given.sessions, given.characters) * given.rounds:
         agents = {variant: Agent(http, file, name) for variant, http in clients.items()}
         for turn in range(given.turns):
             order = list(agents)[turn % len(agents) :] + list(agents)[: turn % len(agents)]
@@ -148,6 +159,7 @@ def _figures(sessions: list[list[Turn]]) -> dict[str, Any]:
         "first_token_seconds": spread([turn.first for turn in every]),
         "session_seconds": spread([sum(turn.seconds for turn in session) for session in sessions]),
         "tokens_per_second": spread([turn.tokens / turn.seconds for turn in every]),
+        "decoded_per_second": spread([turn.decoded_per_second for turn in every]),
         "prompt_tokens": sum(turn.prompt_tokens for turn in every),
         "cached_tokens": sum(turn.cached for turn in every),
         "turns": [[asdict(turn) for turn in session] for session in sessions],
@@ -161,9 +173,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--sessions", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--characters", type=int, default=500, help="longest file")
     parser.add_argument("--policy", default="fixed")
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=[*VARIANTS])
     parser.add_argument("--name", default="agent")
     given = parser.parse_args()
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -171,10 +185,10 @@ def main() -> None:
         if given.layers > DEMO_LAYERS:
             model = str(padded_demo(Path(folder) / "target", given.layers))
         clients = {}
-        for variant, (cache, drafter) in VARIANTS.items():
+        for variant in given.variants:
             process, port = start_server(
                 "--model", model, "--max-length", str(ROOM), "--max-batch", "1", "--policy", given.policy,
-                "--prefix-cache", cache, "--drafter", drafter,
+                *VARIANTS[variant],
             )  # fmt: skip
             stack.callback(process.wait)
             stack.callback(process.terminate)

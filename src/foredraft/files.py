@@ -37,6 +37,7 @@ TEMPORARY = ".new-"  # first characters of the names of temporary files
 # within the folder's own entry.
 PROBE = 64 << 10
 NO_FILE = "it is no file"  # why it is not read, in place of an error of the system
+PRIVATE = 0o600  # mode of a file that this user alone may read
 RACES = 100  # attempts to rename a folder, each of which another process may come before
 _unfinished: set[Path] = set()  # what `replacing` and `replacing_folder` are writing
 
@@ -119,23 +120,27 @@ def discard_unfinished() -> None:
             path.unlink(missing_ok=True)
 
 
-def write_whole(file: Path, text: str, option: str) -> None:
-    """Write text to a file atomically; an existing file is replaced, or kept where writing fails.
+def write_whole(file: Path, content: str | bytes, option: str, *, private: bool = False) -> None:
+    """Write a file atomically; an existing file is replaced, or kept where writing fails.
 
     Args:
         file: The file to write.
-        text: The content, written as UTF-8.
+        content: The content; text is written as UTF-8.
         option: The option whose value the file is.
+        private: Other users may not read the file.
 
     Raises:
         ConfigError: The file cannot be written.
     """
+    data = content.encode() if isinstance(content, str) else content
     with _errors_named(file, option):
         if not _is_replaceable(file):
-            file.write_text(text, encoding="utf-8")
+            file.write_bytes(data)
             return
         with replacing(file.resolve()) as new:  # the target of a link, so that the link itself stays
-            new.write_text(text, encoding="utf-8")
+            if private:
+                new.touch(PRIVATE)
+            new.write_bytes(data)
 
 
 @contextmanager

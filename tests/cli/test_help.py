@@ -21,6 +21,7 @@ from foredraft.cli.options import (
     DRAFTER,
     REQUEST,
     TARGET,
+    TEXTS,
     ChatOptions,
     DocumentOptions,
     OutputOptions,
@@ -35,7 +36,7 @@ def names(*groups: type[Any]) -> list[str]:
 
 OPTIONS: dict[str, list[str]] = {
     "generate": [
-        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER | REQUEST | CONSTRAINTS),
+        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER | TEXTS | REQUEST | CONSTRAINTS),
         *names(ChatOptions, OutputOptions),
     ],
     "bench": [*(TARGET | BOUNDS | DRAFT | DRAFTED), *names(BenchOptions, PromptOptions, DocumentOptions)],

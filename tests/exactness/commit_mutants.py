@@ -25,6 +25,7 @@ from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.lookup import NGramIndex
 from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.text_index import TextIndex
 from foredraft.model.runner import Forward, Resume
 from tests.exactness import round_checks as checks
 from tests.exactness import test_identity as identity
@@ -405,6 +406,7 @@ DRAFTERS = [
     defect(
         "an index that does not go back", NGramIndex.rewind, index_keeps_later_places, checks.rewound_lookup
     ),
+    defect("texts that do not go back", TextIndex.rewind, nothing, checks.rewound_suffix),
 ]
 
 

@@ -233,5 +233,10 @@ def rewound_lookup() -> None:
     conformance.check_rewound(conformance.TABLES, "lookup")
 
 
+def rewound_suffix() -> None:
+    for name in ("suffix", "recalling"):
+        conformance.check_rewound(conformance.TABLES, name)
+
+
 def independent_siblings() -> None:
     coupled.test_siblings_each_have_their_own_text()

@@ -342,7 +342,8 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
         assert one.discarded == (one.emitted == 0)
     skip_draft = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
     assert bool(skip_draft) == (
-        drafter in ("script", "draft-model", "looping", "tapping", "layer-skip", "early-exit", "low-bit")
+        drafter
+        in ("script", "recalling", "draft-model", "looping", "tapping", "layer-skip", "early-exit", "low-bit")
     )
 
 

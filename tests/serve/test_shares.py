@@ -130,10 +130,14 @@ def test_a_server_without_keys_has_one_salt(llm: LLM) -> None:
 
 
 def test_a_client_is_a_key_or_an_address() -> None:
-    assert Client.of("alice", "10.0.0.1").share(Settings(), None) == Share("alice", ("alice", ""))
-    assert Client.of("", "10.0.0.1").share(Settings(), "s") == Share("10.0.0.1", ("", "s"))
-    assert Client.of("alice", "").share(Settings(shared_prefixes=True), None) == Share("alice", ("", ""))
-    assert Client.of("alice", "").share(Settings(fair_shares=False), None) == Share("", ("alice", ""))
+    assert Client.of("alice", "10.0.0.1").share(Settings(), None) == Share(
+        "alice", ("alice", ""), ("alice", "")
+    )
+    assert Client.of("", "10.0.0.1").share(Settings(), "s") == Share("10.0.0.1", ("", "s"), ("", "s"))
+    own, shared = ("alice", ""), ("", "")
+    assert Client.of("alice", "").share(Settings(shared_prefixes=True), None) == Share("alice", shared, own)
+    assert Client.of("alice", "").share(Settings(share_texts=True), None) == Share("alice", own, shared)
+    assert Client.of("alice", "").share(Settings(fair_shares=False), None) == Share("", own, own)
     assert Client.of("", "::ffff:10.0.0.1").name == "10.0.0.1"
     assert (
         Client.of("", "2001:db8::1").name

@@ -37,7 +37,9 @@ from tests.support.parts import (
     looping,
     low_bit,
     mapped,
+    recalling,
     retokenize,
+    suffix,
 )
 from tests.support.tabular import Table, Tabular, TokenCache
 from tests.support.vocab_ops_choice import PRESENT
@@ -51,6 +53,8 @@ DOUBLES = (
     "tapping",
     "script",
     "lookup",
+    "suffix",
+    "recalling",
     "mapped",
     "retokenize",
     "layer-skip",
@@ -169,6 +173,8 @@ def make_engine(
         TappingStepper(model, cache, draft, forgetful=forgetful),
         ScriptedGuesser(script or arbitrary(model.vocabulary)),
         Lookup(2),
+        suffix(model.vocabulary),
+        recalling(model.vocabulary),
         Prediction(),
         mapped(draft, rows, positions),
         retokenize(draft, rows, positions),

@@ -22,8 +22,11 @@ from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.recent_texts import RecentTexts
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
+from foredraft.drafters.suffix import Suffix
+from foredraft.drafters.texts_file import TextsFile
 from foredraft.drafters.vocabulary_map import VocabularyMap
 from foredraft.model.runner import Resume
 from foredraft.model.tokenizer import Tokenizer
@@ -88,6 +91,31 @@ class StepByStep:
 
     def fused(self, *args: Any) -> None:
         return None
+
+
+def suffix(vocabulary: int) -> Suffix:
+    """The shipped one without memory: what a request wrote would change the drafts of later paths."""
+    return Suffix(RecentTexts(0), TextsFile(None, None, vocabulary))
+
+
+def recalling(vocabulary: int) -> Suffix:
+    """The same, with texts that stay as they are."""
+    known = Suffix(Planted(vocabulary), TextsFile(None, None, vocabulary))
+    known.name = "recalling"
+    return known
+
+
+class Planted(RecentTexts):
+    """Two texts with most runs of three tokens, which go on in several ways."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(1 << 20)
+        draw = random.Random(vocabulary)
+        for _ in range(2):
+            super().add(b"", [draw.randrange(vocabulary) for _ in range(min(3 * vocabulary**3, 400))])
+
+    def add(self, scope: bytes, tokens: Seq[int]) -> None:
+        """Keep nothing."""
 
 
 def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "layer-skip") -> LayerSkip:

@@ -481,7 +481,9 @@ def test_contenders_share_a_policy_unless_their_longest_drafts_differ(
     """A policy made anew keeps the given options."""
     target = context.llm.loaded.runner
     settings = {"threshold": 0.3}
-    monkeypatch.setitem(engine_of(context.llm).drafters, "layer-skip", SimpleNamespace(planned=7))
+    monkeypatch.setitem(
+        engine_of(context.llm).drafters, "layer-skip", SimpleNamespace(planned=7, longest_draft=0)
+    )
     given = replace(context, max_draft=None, policy_options=settings)
     with replaced(engine_of(context.llm), "policy", make_policy("confidence", settings, None, target, 7)):
         own, other = (given.policy_for(drafter, "confidence") for drafter in ("layer-skip", "draft-model"))
@@ -514,7 +516,7 @@ def test_a_missing_program_is_an_error_only_if_named(
     lineup.load(context, resolve_methods(None), Memory(context.device), 7)
     assert [one.name for one in lineup.contenders] == ["plain", "lookup", "draft-model"]
     assert lineup.loaded_bytes == {"plain": 7, "lookup": 7, "draft-model": 7}
-    assert len(lineup.notes) == 7
+    assert len(lineup.notes) == 8
     assert "left out: auto needs a policy that chooses among drafters; give policy='auto'" in lineup.notes
     assert lineup.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 

@@ -36,7 +36,9 @@ def test_the_default_drafter_suits_the_policy() -> None:
 
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
-    alone = ["none", "lookup", "prediction", "draft-model", "retokenize", "layer-skip", "kangaroo", "low-bit"]
+    alone = [
+        "none", "lookup", "suffix", "prediction", "draft-model", "retokenize", "layer-skip", "kangaroo", "low-bit"
+    ]  # fmt: skip
     fitting = {policy: [name for name in (*alone, "auto") if suits(name, policy)] for policy in POLICIES}
     steppers = ["draft-model", "layer-skip", "kangaroo", "low-bit"]
     assert fitting == {
@@ -47,15 +49,17 @@ def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
 
 def test_options_without_an_effect_are_known_for_every_drafter() -> None:
     policy, copy = ("policy", "policy_options", "max_draft"), "draft_weights"
+    texts = ("recent_texts", "texts_file")
     unused = {
-        "none": ("draft", "plan", "adapter", copy, "draft_sampling", *policy),
-        "lookup": ("draft", "plan", "adapter", copy, "draft_sampling"),
-        "prediction": ("draft", "plan", "adapter", copy, "draft_sampling"),
-        "draft-model": ("plan", "adapter", copy),
-        "retokenize": ("plan", "adapter", copy, "draft_sampling"),
-        "layer-skip": ("draft", "adapter", copy),
-        "kangaroo": ("draft", "plan", copy),
-        "low-bit": ("draft", "adapter"),
+        "none": (*texts, "draft", "plan", "adapter", copy, "draft_sampling", *policy),
+        "suffix": ("draft", "plan", "adapter", copy, "draft_sampling"),
+        "lookup": (*texts, "draft", "plan", "adapter", copy, "draft_sampling"),
+        "prediction": (*texts, "draft", "plan", "adapter", copy, "draft_sampling"),
+        "draft-model": (*texts, "plan", "adapter", copy),
+        "retokenize": (*texts, "plan", "adapter", copy, "draft_sampling"),
+        "layer-skip": (*texts, "draft", "adapter", copy),
+        "kangaroo": (*texts, "draft", "plan", copy),
+        "low-bit": (*texts, "draft", "adapter"),
         "auto": (),
     }
     assert {name: compatibility.unused_options(name) for name in unused} == unused

@@ -25,7 +25,7 @@ PUBLIC: dict[str, Any] = {
     "ForedraftError": foredraft.ForedraftError,
     **{
         name: getattr(LLM, name)
-        for name in ("params", "generate", "chat", "stream", "cancel_all", "close", "encode")
+        for name in ("params", "generate", "chat", "stream", "save_texts", "cancel_all", "close", "encode")
     },
 }
 

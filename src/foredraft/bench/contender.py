@@ -70,7 +70,8 @@ class BenchContext:
         options = self.policy_options if name == loaded.name else {}
         known = engine.drafters.get(drafter)
         planned = None if known is None else known.planned
-        policy = make_policy(name, options, self.max_draft, runner, planned)
+        longest = max((each.longest_draft for each in engine.drafters.values()), default=0)
+        policy = make_policy(name, options, self.max_draft, runner, planned, longest)
         return self._policies.setdefault((name, policy.max_draft), policy)
 
     @property

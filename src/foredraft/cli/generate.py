@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from foredraft.cli.options import (
     ModelOptions,
     OutputOptions,
     SamplingOptions,
+    TextsOptions,
     load_options,
     request_options,
 )
@@ -37,7 +40,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.model.prompt_form import PromptForm
 
 if TYPE_CHECKING:
-    from foredraft import Output, SamplingParams, Stats
+    from foredraft import LLM, Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
 # Positions of a conversation, or of a message and a reply that the model ends itself, unless --max-length is
@@ -54,6 +57,7 @@ def generate(
     *,
     model: ModelOptions = NONE,
     drafting: DraftOptions = NONE,
+    texts: TextsOptions = NONE,
     sampling: SamplingOptions = NONE,
     constraints: ConstraintOptions = NONE,
     chat: ChatOptions = ChatOptions(),
@@ -67,7 +71,9 @@ def generate(
         The text to continue; - reads it from stdin, without one trailing newline. Optional with the demo
         models, which then continue a text that ships with them, and with --chat.
     """
+    drafting = {**drafting, **texts}
     check_drafting_options(model, drafting, compare=output.compare)
+    check_texts(texts, output)
     interactive = chat.chat and prompt is None
     check_request(chat, sampling, output, interactive=interactive)
     text = "" if interactive else read_prompt(prompt, model.get("model"))
@@ -107,14 +113,34 @@ def generate(
             limit_given="max_new_tokens" in sampling,
             open_ended=is_open_ended(llm.default_params),
         )  # fmt: skip
-        if interactive:
-            return Repl(job, conversation, Painter(sys.stdout, color=output.color), bars).run()
-        if chat.chat:
-            job = job.with_prompt(encode(llm.tokenizer))
-        shown = prompt is None or (sys.stdout.isatty() and not chat.chat)
-        return run(job, output, bars, text if shown else None)
+        with saved_texts(llm, texts):
+            if interactive:
+                return Repl(job, conversation, Painter(sys.stdout, color=output.color), bars).run()
+            if chat.chat:
+                job = job.with_prompt(encode(llm.tokenizer))
+            shown = prompt is None or (sys.stdout.isatty() and not chat.chat)
+            return run(job, output, bars, text if shown else None)
     finally:
         bars.clear()
+
+
+@contextmanager
+def saved_texts(llm: LLM, texts: Given) -> Iterator[None]:
+    """Save the texts of drafter "suffix" at the end of the block, however it ends, where they have a file."""
+    try:
+        yield
+    finally:
+        if "texts_file" in texts:
+            llm.save_texts()
+
+
+def check_texts(texts: Given, output: OutputOptions) -> None:
+    """Refuse to compare speeds where a run would copy the text of the run before."""
+    if output.compare and texts:
+        raise ConfigError(
+            "would copy the text of the run before", option=next(iter(texts)),
+            remedy=("leave it out, or ", Option("compare")),
+        )  # fmt: skip
 
 
 def check_options(params: SamplingParams) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "SamplingOptions",
     "SourceOptions",
     "TargetOptions",
+    "TextsOptions",
     "bullets",
     "common",
     "load_options",
@@ -125,7 +126,7 @@ DRAFTED = (
     | derived(
         "max_draft",
         default=f"{MAX_DRAFT}; with layer-skip, the plan's, and with kangaroo, the adapter's, except under"
-        f" {COMPARES}",
+        f" {COMPARES}; with suffix 24",
     )
     | derived("draft_sampling")
     | {
@@ -137,6 +138,8 @@ DRAFTED = (
     }
     | derived("rollback")
 )
+# Not of commands that measure: those repeat their requests, and would copy the texts of the time before.
+TEXTS = derived("recent_texts", "texts_file")
 DRAFTER = {
     "drafter": _choice(
         DRAFTERS,
@@ -151,7 +154,7 @@ DRAFTER = {
     )
 }
 # What is neither of these, nor in another form here, is an option of the model.
-NOT_BOUNDS = {*TARGET, *DRAFT, *DRAFTED, *DRAFTER, "policy_options", "progress"}
+NOT_BOUNDS = {*TARGET, *DRAFT, *DRAFTED, *DRAFTER, *TEXTS, "policy_options", "progress"}
 BOUNDS = {
     **derived(*(name for name in declared(LoadOptions) if name not in NOT_BOUNDS)),
     **derived("max_batch", default="as many as the command uses and memory allows"),
@@ -196,6 +199,7 @@ if TYPE_CHECKING:
     DraftModelOptions: TypeAlias = Given
     DraftingOptions: TypeAlias = Given
     DraftOptions: TypeAlias = Given
+    TextsOptions: TypeAlias = Given
     SamplingOptions: TypeAlias = Given
 else:
     SourceOptions = section("SourceOptions", MODEL, SOURCE, ["model"])
@@ -204,6 +208,7 @@ else:
     DraftModelOptions = section("DraftModelOptions", DRAFTING, DRAFT, ["draft"])
     DraftingOptions = section("DraftingOptions", DRAFTING, DRAFT | DRAFTED, ["draft"])
     DraftOptions = section("DraftOptions", DRAFTING, DRAFT | DRAFTED | DRAFTER, ["draft", "drafter"])
+    TextsOptions = section("TextsOptions", DRAFTING, TEXTS)
     SamplingOptions = section("SamplingOptions", SAMPLING, REQUEST, ["max_new_tokens", "temperature", "seed"])
 
 

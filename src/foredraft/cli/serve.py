@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cyclopts import Group
 
 from foredraft.arguments import declared
-from foredraft.cli.options import DraftOptions, ModelOptions, load_options
+from foredraft.cli.options import DraftOptions, ModelOptions, TextsOptions, load_options
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.sections import NONE, Given, derived, section
 from foredraft.errors import ConfigError
@@ -44,6 +44,7 @@ def serve(
     server: ServerOptions = NONE,
     model: ModelOptions = NONE,
     drafting: DraftOptions = NONE,
+    texts: TextsOptions = NONE,
 ) -> int:
     """Serve one model by the OpenAI API: chat, completions, streams over SSE and WebSocket, metrics.
 
@@ -58,15 +59,19 @@ def serve(
         ) from error
     import foredraft
 
-    bars = ProgressBars()
+    bars, loaded = ProgressBars(), list[foredraft.LLM]()
 
     def load() -> foredraft.LLM:
+        options = load_options(model, drafting, texts)
         try:
-            return foredraft.load(model.get("model"), **load_options(model, drafting), progress=bars.show)
+            loaded.append(foredraft.load(model.get("model"), **options, progress=bars.show))
         finally:
             bars.clear()
+        return loaded[0]
 
     finished = run(load, settings, _greet)
+    if finished and "texts_file" in texts:
+        loaded[0].save_texts()
     if not finished or any(each.name.startswith(WORKERS) for each in threading.enumerate()):
         # No thread can be stopped while it loads a model, or works for a client that has left, and
         # Python's own exit waits for it, or aborts under it.

@@ -81,6 +81,8 @@ class Drafter:
         taps: Depths at which the drafter wants the target's hidden states of committed positions.
         max_length: Positions that it can read; drafts end there. None is no limit.
         planned: Draft length that it was made for, in tokens; None where it was made for none.
+        longest_draft: Draft length that may pay, in tokens, where that is longer than the drafts of a policy
+            that compares costs; 0 elsewhere.
         caches: Caches whose rows follow the rows of the batch.
         draft_pass: The forward of one drafted token; None where drafts cost no forward.
         whole_model: Its draft pass runs a whole model of its own.
@@ -91,6 +93,7 @@ class Drafter:
     taps: tuple[int, ...] = ()
     max_length: int | None = None
     planned: int | None = None
+    longest_draft: int = 0
     caches: tuple[KVCache, ...] = ()
     draft_pass: DraftPass | None = None
     whole_model: ClassVar[bool] = False

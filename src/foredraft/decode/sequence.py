@@ -67,6 +67,7 @@ class Sequence:
     constraint: Constraint | None = None  # on the text; None where the request gives none
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
     client: str = ""  # whose share of rows and passes it counts in
+    text_scope: bytes = b""  # a draft copies from texts of the same scope alone
     text_buffer: TextBuffer | None = None  # the text of the new ids; None without a tokenizer
     traced: bool = False  # rounds are recorded in `trace`
     prediction: tuple[int, ...] = ()  # tokens that the request expects

@@ -121,12 +121,14 @@ class Found:
         models: Whole models that the drafter runs beside the target. The loader reads their weights.
         bytes: Memory of all other weights that the drafter adds.
         planned: Draft length that it was made for, in tokens; None where it was made for none.
+        longest_draft: As `Drafter.longest_draft`.
         about: What it is, for `info`; None where the drafter's name says it.
     """
 
     models: tuple[Checkpoint, ...] = ()
     bytes: int = 0
     planned: int | None = None
+    longest_draft: int = 0
     about: str | None = None
 
     def row_bytes(self, positions: int) -> int:

@@ -32,6 +32,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 DTYPES = ("bfloat16", "float16", "float32")
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 CODES = Choice(names=("int4", "int8"))  # weights of few bits
+MAX_MIB = 2**30  # of memory: far more than any machine has
 MAX_THREADS = 1024  # more is a slip of the pen: the largest machines have some hundreds of cores
 THREADS = Whole(f"a whole number from 1 to {MAX_THREADS:,}", least=1, most=MAX_THREADS)
 
@@ -64,11 +65,11 @@ class LoadOptions:
     Args:
         model: The target: a folder, a GGUF file or a hub id ("owner/name[:Q4_K_M]"). Default:
             the demo models.
-        drafter: The drafter for requests that do not give one: "none", "lookup", "prediction", "draft-model",
-            "retokenize", "layer-skip", "kangaroo" or "low-bit". "auto" uses in every round the loaded drafter
-            that pays most. Default: "auto" under policy "auto"; under other policies "kangaroo" if an adapter
-            is given, "layer-skip" if a plan is, else the draft model, else "lookup", or "none" where the
-            policy needs draft probabilities.
+        drafter: The drafter for requests that do not give one: "none", "lookup", "suffix", "prediction",
+            "draft-model", "retokenize", "layer-skip", "kangaroo" or "low-bit". "auto" uses in every round the
+            loaded drafter that pays most. Default: "auto" under policy "auto"; under other policies
+            "kangaroo" if an adapter is given, "layer-skip" if a plan is, else the draft model, else "lookup",
+            or "none" where the policy needs draft probabilities.
         draft: The draft model: a folder, a GGUF file or a hub id.
         revision: Branch, tag or commit of `model` on the Hugging Face Hub; "owner/name@revision" says the
             same.
@@ -83,11 +84,17 @@ class LoadOptions:
             many bits. Default: "int4" with that drafter, without what `plan` leaves out; else auto makes a
             copy in 4 bits by itself where a model of 16 or 32 bits takes 128 MiB or more, runs on the CPU
             kernels, and leaves memory for 4 copies free.
+        recent_texts: MiB of memory for what requests of drafter "suffix" wrote: later requests copy from it,
+            and the oldest texts go first. Default: 0, so that it copies from a request's own text alone; with
+            `texts_file`, 64.
+        texts_file: A file of such texts: drafter "suffix" begins with them, where the file is there, and
+            `LLM.save_texts` writes it. Default: none.
         policy: Decides whether and how far to draft: "auto", "fixed", "heuristic", "confidence",
             "adaptive-exit", "target-confidence" or "fallback".
         policy_options: The policy's own settings by name (docs/guides/policies.md).
         max_draft: Longest draft, in tokens. Default: that of the plan or the adapter where "layer-skip" or
-            "kangaroo" is the default drafter and the policy does not compare costs, else the policy's.
+            "kangaroo" is the default drafter and the policy does not compare costs, 24 where "suffix" is, or
+            where it is loaded and the policy compares costs, else the policy's.
         draft_sampling: How a model picks the tokens of a draft: "sampled" draws them with the parameters of
             the request, "greedy" takes the likeliest. Both are exact.
         dtype: Dtype of the models: "bfloat16", "float16" or "float32", for short "bf16", "fp16" or "fp32".
@@ -131,6 +138,8 @@ class LoadOptions:
     plan: PlanSource | None = field(default=None, metadata=option(Value()))
     adapter: str | Path | None = field(default=None, metadata=option(Source("the folder of an adapter")))
     draft_weights: str | None = field(default=None, metadata=option(CODES))
+    recent_texts: int | None = field(default=None, metadata=option(Whole("MiB, 0 or more", most=MAX_MIB)))
+    texts_file: str | Path | None = field(default=None, metadata=option(Source("a file")))
     policy: str = field(default="auto", metadata=option(Choice(names=POLICIES)))
     policy_options: Mapping[str, float | str] | None = field(default=None, metadata=option(Value()))
     max_draft: int | None = field(

@@ -51,7 +51,7 @@ class DrafterKind:
     asset: Callable[[], Asset] | None = None
     given_by: str | None = None
     reads: tuple[str, ...] = ()
-    wanted_by: Mapping[str, str] = field(default_factory=dict)
+    wanted_by: Mapping[str, str | int] = field(default_factory=dict)
     chooses: bool = False
     stepper: bool = False
     lossless: bool = True
@@ -145,8 +145,12 @@ PREDICTION = "prediction"  # the drafter of requests that bring a text for it
 
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind("plain decoding"),
-    "lookup": DrafterKind(
-        "copies the tokens that followed the latest earlier match in the text", _asset("lookup")
+    "lookup": DrafterKind("copies what followed the latest match before", _asset("lookup")),
+    "suffix": DrafterKind(
+        "copies after the longest match in any text",
+        _asset("suffix"),
+        reads=("recent_texts", "texts_file"),
+        wanted_by={"recent_texts": 0},
     ),
     PREDICTION: DrafterKind(
         "copies the text that the request predicts; without one it drafts nothing",

@@ -11,6 +11,7 @@ import gc
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Unpack, cast
 
@@ -22,7 +23,8 @@ from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
-from foredraft.errors import ConfigError, RequestError
+from foredraft.drafters.suffix import Suffix
+from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.keywords import SAMPLING_OPTIONS, with_keywords
 from foredraft.llm.loaded import Loaded
@@ -277,6 +279,7 @@ class LLM:
         trace: bool,
         client: str = "",
         salts: tuple[str, ...] = (),
+        text_salts: tuple[str, ...] = (),
     ) -> tuple[list[Sequence], Callable[[Sequence], Output]]:
         """Return the sequences of a stream, not yet submitted, and what makes their outputs.
 
@@ -290,8 +293,36 @@ class LLM:
             raise RequestError(
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
-        sequences = requests.sequences(encoded[0], params, n, truncate, show_special, trace, client, salts)
+        sequences = requests.sequences(
+            encoded[0], params, n, truncate, show_special, trace, client, salts, text_salts
+        )
         return sequences, requests.output
+
+    def save_texts(self, file: str | Path | None = None) -> int:
+        """Save the texts that drafter "suffix" keeps, and return how many there are.
+
+        The file is written whole: whatever ends the process meanwhile, it has the texts of before or of now.
+
+        Args:
+            file: The file to write; by default the `texts_file` of `load`.
+
+        Raises:
+            ConfigError: The file cannot be written, or there is none.
+            RequestError: The drafter is not loaded, or the model is closed.
+
+        Examples:
+            >>> with foredraft.load(drafter="suffix", recent_texts=8, max_length=512) as llm:
+            ...     [output] = llm.generate("def add(a, b):", max_new_tokens=8)
+            ...     llm.save_texts("texts.foredraft")
+            1
+        """
+        suffix = self.loaded.engine.drafters.get(Suffix.name)
+        if not isinstance(suffix, Suffix):
+            raise RequestError(
+                f"there are no texts, because drafter {Suffix.name} is not loaded",
+                remedy=("load with ", Option("recent_texts")),
+            )
+        return suffix.save(None if file is None else Path(file))
 
     def cancel_all(self) -> None:
         """Cancel every request, running or waiting, after the current round; outputs keep what they have.

@@ -93,11 +93,13 @@ class Requests:
         trace: bool = False,
         client: str = "",
         salts: tuple[str, ...] = (),
+        text_salts: tuple[str, ...] = (),
     ) -> list[Sequence]:
-        """Return the `n` sequences of one prompt; arguments as `LLM.generate`, but for the last two.
+        """Return the `n` sequences of one prompt; arguments as `LLM.generate`, but for the last three.
 
         `client` names the client whose share of the rows they count in. Prompts find each other's beginnings
-        in the prefix cache only where their `salts` are the same.
+        in the prefix cache only where their `salts` are the same, and drafter "suffix" copies from the texts
+        of requests with the same `text_salts` alone.
 
         Raises:
             RequestError: The prompt or a parameter cannot be served.
@@ -128,6 +130,7 @@ class Requests:
                 constraint(),
                 group=ids[0] if n > 1 else None,
                 client=client,
+                text_scope=Prefix.salted(*text_salts).digest,
                 prefix=Prefix.salted(*salts),
                 text_buffer=self._text_buffer(prompt, params, stops, show_special),
                 prediction=prediction,

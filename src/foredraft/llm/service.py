@@ -92,11 +92,12 @@ class Service:
         owner: Any = None,
         client: str = "",
         salts: tuple[str, ...] = (),
+        text_salts: tuple[str, ...] = (),
     ) -> Ticket:
         """Start `n` samples of a prompt; arguments as `LLM.generate`. Compiling constraints may take long.
 
-        News may be published before it returns; `owner` is in the ticket that they carry. `client` and
-        `salts` are those of `Requests.sequences`.
+        News may be published before it returns; `owner` is in the ticket that they carry. `client`, `salts`
+        and `text_salts` are those of `Requests.sequences`.
 
         Raises:
             RequestError: The request cannot be served, or the model is closed.
@@ -105,7 +106,7 @@ class Service:
             raise closed()
         sequences, output = self._llm._sequences(
             prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace, client=client,
-            salts=salts,
+            salts=salts, text_salts=text_salts,
         )  # fmt: skip
         ticket = Ticket([Pieces(sequence, output) for sequence in sequences], owner)
         self._new.append(ticket)

@@ -171,8 +171,9 @@ def _engine(
         size: Of the target's cache.
     """
     policy = make_policy(
-        options.policy, options.policy_options or {}, options.max_draft, runner, drafting.planned
-    )
+        options.policy, options.policy_options or {}, options.max_draft, runner, drafting.planned,
+        drafting.longest,
+    )  # fmt: skip
     cache = runner.new_cache(size.rows, size.positions)
     parts = Parts(
         target=runner, cache=cache, rows=size.rows, positions=size.positions, tokenizer=target.tokenizer

@@ -51,6 +51,11 @@ class ChosenDrafting:
         found = self.found.get(self.drafter)
         return None if found is None else found.planned
 
+    @property
+    def longest(self) -> int:
+        """The longest draft of all drafters that may pay beyond a policy's own; 0 for none."""
+        return max((found.longest_draft for found in self.found.values()), default=0)
+
 
 def choose_drafting(
     options: LoadOptions,

@@ -70,6 +70,7 @@ def make_policy(
     max_draft: int | None,
     target: Runner,
     planned: int | None = None,
+    longest: int = 0,
 ) -> Policy:
     """Build a policy.
 
@@ -78,13 +79,15 @@ def make_policy(
         settings: Its settings, checked.
         max_draft: Longest draft that the user asks for, in tokens; None takes `planned` or the policy's own.
         target: Its verifying pass bounds the draft.
-        planned: Draft length of a plan. A policy that compares costs does not use it.
+        planned: Draft length that the default drafter was made for. A policy that compares costs does not use
+            it.
+        longest: Draft length that may pay with a loaded drafter. Only a policy that compares costs uses it.
 
     Raises:
         ConfigError: No verifying pass takes `max_draft`.
     """
     kind = POLICIES[policy]
-    own = kind.max_draft if planned is None or kind.uses_costs else planned
+    own = max(kind.max_draft, longest) if kind.uses_costs else planned or kind.max_draft
     return kind.make(longest_draft(max_draft, own, target), **settings)
 
 

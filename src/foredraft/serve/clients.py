@@ -1,4 +1,4 @@
-"""Clients: whose share of the server a request counts in, and whose cached beginnings it may find."""
+"""Clients: whose share of the server a request counts in, and whose beginnings and texts it may find."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ HOME = 64  # bits of an IPv6 address that one subscriber has; the rest is the su
 
 
 class Share(NamedTuple):
-    """What the engine knows of a request's client: `client` and `salts` of `Service.submit`."""
+    """What the engine knows of a request's client: arguments of `Service.submit`."""
 
     client: str = ""
     salts: tuple[str, ...] = ()
+    text_salts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,12 @@ class Client:
 
     def share(self, settings: Settings, cache_salt: str | None) -> Share:
         """Return the share of a request of this client; `cache_salt` is the request's own."""
-        key = "" if settings.shared_prefixes else self.key
-        return Share(self.name if settings.fair_shares else "", (key, cache_salt or ""))
+        own, salt = self.key, cache_salt or ""
+        return Share(
+            self.name if settings.fair_shares else "",
+            ("" if settings.shared_prefixes else own, salt),
+            ("" if settings.share_texts else own, salt),
+        )
 
 
 def _home(address: str) -> str:

@@ -200,7 +200,7 @@ class Generations:
             ticket = self._service.submit(
                 prompt, job.params, n=job.n, truncate=job.truncate, show_special=job.show_special,
                 trace=job.provenance, owner=(generation, index * job.n),
-                client=share.client, salts=share.salts,
+                client=share.client, salts=share.salts, text_salts=share.text_salts,
             )  # fmt: skip
             generation.tickets.append(ticket)
             generation.prompt_tokens += ticket.prompt_tokens

@@ -37,6 +37,8 @@ class Settings:
             off.
         shared_prefixes: Let all API keys find each other's beginnings there: how soon a prompt is read then
             tells a client whether another one has sent it.
+        share_texts: Let drafter "suffix" copy from texts of all API keys: how soon a text comes then tells a
+            client whether another one has got the same. Otherwise each key's texts are its own.
         max_per_key: Samples of one API key, or without keys of one address, that run or wait; further
             requests get status 429. 0 is no limit.
         max_body: Largest body of a request, in bytes; 0 follows from the length of the model's context.
@@ -74,6 +76,7 @@ class Settings:
     max_queued_tokens: int = field(default=1_000_000, metadata=option(COUNT))
     prefix_cache: int = field(default=512, metadata=option(COUNT))
     shared_prefixes: bool = field(default=False, metadata=option(Flag()))
+    share_texts: bool = field(default=False, metadata=option(Flag()))
     max_per_key: int = field(default=0, metadata=option(COUNT))
     max_body: int = field(default=0, metadata=option(COUNT))
     max_bodies: int = field(default=0, metadata=option(COUNT))
