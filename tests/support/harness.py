@@ -17,7 +17,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sequence import Sequence, State
-from foredraft.drafters.asset import Found, Parts, Search
+from foredraft.drafters.asset import AssetSearch, Found, Parts
 from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.prediction import Prediction
 from foredraft.drafters.retokenize import Retokenize
@@ -195,7 +195,7 @@ def of_the_table(name: str, target: Tabular, cache: TokenCache, rows: int, posit
     asset = KINDS[name].asset
     assert asset is not None
     spec = ModelSpec.from_hf({**CONFIG, "vocab_size": target.vocabulary})
-    search = Search(
+    search = AssetSearch(
         target=Checkpoint(Path("tabular"), spec, None, torch.float32),
         device=CPU,
         options=dict.fromkeys(asset_options()),
