@@ -22,6 +22,7 @@ from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
+from foredraft.decode.thinking import Thinking
 from foredraft.errors import ConfigError, RequestError
 from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.keywords import SAMPLING_OPTIONS, with_keywords
@@ -277,10 +278,11 @@ class LLM:
         trace: bool,
         client: str = "",
         salts: tuple[str, ...] = (),
+        thinking: Thinking | None = None,
     ) -> tuple[list[Sequence], Callable[[Sequence], Output]]:
         """Return the sequences of a stream, not yet submitted, and what makes their outputs.
 
-        Requests of the library itself are all of one client, and without salts.
+        Requests of the library itself are all of one client, without salts, and their thinking is text.
         """
         driver, requests = self._open_driver(), self.requests
         driver.check_process()
@@ -290,7 +292,9 @@ class LLM:
             raise RequestError(
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
-        sequences = requests.sequences(encoded[0], params, n, truncate, show_special, trace, client, salts)
+        sequences = requests.sequences(
+            encoded[0], params, n, truncate, show_special, trace, client, salts, thinking
+        )
         return sequences, requests.output
 
     def cancel_all(self) -> None:
