@@ -185,21 +185,6 @@ def test_a_begun_reply_goes_on(served: Served, claude: anthropic.Anthropic, llm:
         assert refused.status_code == 400, wrong
 
 
-@pytest.mark.parametrize("silent", [{"content": None}, {}, {"content": None, "tool_calls": []}], ids=str)
-def test_an_assistant_message_that_says_nothing_is_an_empty_one(
-    served: Served, llm: LLM, silent: dict[str, Any]
-) -> None:
-    assert llm.tokenizer is not None
-    told = [*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES]
-    body = {
-        "model": "demo",
-        "messages": [*MESSAGES, {"role": "assistant", **silent}, *MESSAGES],
-        "max_tokens": 1,
-    }
-    reply = served.client.post("/v1/chat/completions", json=body)
-    assert reply.json()["usage"]["prompt_tokens"] == len(llm.tokenizer.encode_chat(told))
-
-
 def test_the_form_and_the_errors_of_tools_are_honoured_in_messages(served: Served, llm: LLM) -> None:
     schema = {
         "type": "object",

@@ -275,6 +275,11 @@ def test_any_last_message_is_continued_as_in_transformers(
     assert_continued_alike(folders / name, messages)
 
 
+def test_a_continued_message_is_rendered_without_a_generation_prompt(tmp_path: Path) -> None:
+    folder = save(tmp_path, "{{ add_generation_prompt }}: {{ messages[-1].content }}")
+    assert assert_continued_alike(folder, [USER, {"role": "assistant", "content": "Yes, and"}])
+
+
 def test_a_text_without_its_last_message_is_not_continued(tmp_path: Path) -> None:
     """The template drops the end of the message, so there is no place to go on from."""
     for source in ("{{ messages[-1].content[:3] }}", "{{ messages[-1].content | upper }}", "{{ bos_token }}"):

@@ -272,3 +272,9 @@ def test_a_marker_s_last_token_counted_as_content_is_caught(monkeypatch: pytest.
         check_every_limit,
     )  # fmt: skip
     assert_caught(early, monkeypatch)
+
+
+def test_the_effort_of_a_response_is_that_of_its_chat() -> None:
+    body = {"model": "demo", "input": "hi", "reasoning": {"effort": "none", "summary": "auto"}}
+    assert ResponseReply.read(body).reasoning_effort == "none"  # type: ignore[union-attr]
+    assert ResponseReply.read({"model": "demo", "input": "hi"}).reasoning_effort is None  # type: ignore[union-attr]
