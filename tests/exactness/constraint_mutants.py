@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from foredraft.constraints import thinking_tokens
+from foredraft.constraints.after_thinking import AfterThinking
 from foredraft.constraints.phrases import ROOT, PhraseAutomaton, PhraseState
+from foredraft.constraints.thinking_tokens import ThinkingTokens
 from foredraft.constraints.token_automaton import Move, TokenAutomaton
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
@@ -17,6 +20,7 @@ from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
 from tests.exactness import test_constraints as constraints
+from tests.exactness import test_thinking as thinking
 from tests.support.planting import Mutant, Spoiler, defect
 
 Function = Callable[..., Any]
@@ -42,6 +46,41 @@ def masked_idle_tokens() -> None:
 
 def rolled_back_text() -> None:
     constraints.test_the_text_is_that_of_plain_decoding("overlapping tokens", "rollback", {"temperature": 0})
+
+
+def grammar_behind_thinking() -> None:
+    thinking.check_distribution("begun by the prompt")
+
+
+def rewound_thinking() -> None:
+    thinking.check_rewinds("the content may begin as the marker does", 0)
+
+
+def repeating_marker() -> None:
+    for seed in range(8):
+        thinking.check_rewinds("a marker that begins again within itself", seed)
+
+
+def without_the_marker_s_last_character(init: Function) -> Function:
+    return lambda tokens, texts, opens, closes, ends: init(tokens, texts, opens, closes[:-1], ends)
+
+
+def ends_allowed(mask: Function) -> Function:
+    def spoilt(tokens: ThinkingTokens, place: Any) -> Any:
+        found = mask(tokens, place).clone()
+        found[tokens._ends] = True
+        return found
+
+    return spoilt
+
+
+def content_left_as_it_is(rewind: Function) -> Function:
+    def spoilt(constraint: AfterThinking, length: int) -> None:
+        del constraint._new[length:]
+        del constraint._steps[length + 1 :]
+        constraint._follow()
+
+    return spoilt
 
 
 def without_failure_links(step: Function) -> Function:
@@ -127,6 +166,20 @@ MUTANTS = [
     defect(
         "tokens without text fill a budget", TokenTable.without_idle,
         lambda _: lambda table, mask: mask, masked_idle_tokens,
+    ),
+    defect(
+        "the last of the closing marker counted as content", ThinkingTokens.__init__,
+        without_the_marker_s_last_character, grammar_behind_thinking,
+    ),
+    defect(
+        "a schema begun inside the thinking", AfterThinking.mask,
+        lambda _: lambda constraint: constraint._content.mask(), grammar_behind_thinking,
+    ),
+    defect("a text that ends within its thinking", ThinkingTokens.mask, ends_allowed, grammar_behind_thinking),
+    defect("content not rewound", AfterThinking.rewind, content_left_as_it_is, rewound_thinking),
+    defect(
+        "a marker that begins again is missed", thinking_tokens._fallbacks,
+        lambda _: lambda marker: [0] * (len(marker) + 1), repeating_marker,
     ),
     defect("mask applied after top-p", distribution_of, masked_after_the_cuts, masked_distribution),
 ]  # fmt: skip

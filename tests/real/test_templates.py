@@ -56,6 +56,12 @@ WEATHER = {
         },
     },
 }
+CONTINUED: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "Yes, "},
+    {"role": "assistant", "content": "<think>\nhm"},
+    THOUGHT,
+    REASONED,
+]
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [USER],
     [PARTS],
@@ -114,3 +120,23 @@ def test_published_templates_render_as_in_transformers() -> None:
                     assert " ".join(str(expected).split()) in str(found), name
     assert len(templates()) > 80 and texts > 700
     assert len(failing) <= MAX_MISSING, failing
+
+
+def test_published_templates_continue_a_message_as_in_transformers() -> None:
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), **SPECIAL)
+    texts = 0
+    for name, source in templates().items():
+        chat = ChatTemplate({"default": source}, SPECIAL)
+        for last, variables in product(CONTINUED, VARIABLES[:3]):
+            if any(variable not in source for variable in variables):
+                continue
+            given = {"continue_final_message": True, "add_generation_prompt": False} | variables
+            options = {"chat_template": source, "tokenize": False}
+            expected = rendered(reference.apply_chat_template, [USER, last], **options, **given)
+            found = rendered(chat.render, [USER, last], **given)
+            if isinstance(expected, str):
+                assert found == expected, name
+                texts += 1
+            else:
+                assert isinstance(found, RequestError), name
+    assert texts > 300

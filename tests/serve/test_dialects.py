@@ -160,18 +160,25 @@ def test_input_tokens_of_messages_are_those_that_no_cache_had(llm: LLM) -> None:
 def test_a_begun_reply_goes_on(served: Served, claude: anthropic.Anthropic, llm: LLM) -> None:
     assert llm.tokenizer is not None
     begun = {"role": "assistant", "content": "    return"}
-    ids = llm.tokenizer.encode_chat(MESSAGES) + llm.tokenizer.encode("    return", add_special_tokens=False)
+    ids = llm.tokenizer.encode_chat([*MESSAGES, begun], continue_final_message=True)
     [want] = llm.generate([ids], temperature=0, max_new_tokens=8)
     more: Any = {"extra_body": {"temperature": 0}}
     found = claude.messages.create(model="demo", max_tokens=8, messages=[*MESSAGES, begun], **more)  # type: ignore[list-item]
     assert found.content[0].type == "text" and found.content[0].text == want.text
     body = {"model": "demo", "messages": [*MESSAGES, begun], "temperature": 0, "max_tokens": 8}
-    chat = served.client.post("/v1/chat/completions", json={**body, "continue_final_message": True}).json()
-    assert chat["choices"][0]["message"]["content"] == want.text
+    for fields in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": None}):
+        chat = served.client.post(
+            "/v1/chat/completions", json={**body, "continue_final_message": True, **fields}
+        ).json()
+        assert chat["choices"][0]["message"]["content"] == want.text
+        assert chat["usage"]["prompt_tokens"] == len(ids)
     plain = {"model": "demo", "messages": MESSAGES, "max_tokens": 1, "add_generation_prompt": False}
     usage = served.client.post("/v1/chat/completions", json=plain).json()["usage"]
     assert usage["prompt_tokens"] == len(llm.tokenizer.encode_chat(MESSAGES, add_generation_prompt=False))
-    for wrong in ({"messages": MESSAGES}, {"add_generation_prompt": True}):
+    silent = {"role": "assistant", "content": None}
+    for wrong in (
+        {"messages": MESSAGES}, {"add_generation_prompt": True}, {"messages": [*MESSAGES, silent]},
+    ):  # fmt: skip
         refused = served.client.post(
             "/v1/chat/completions", json={**body, "continue_final_message": True, **wrong}
         )

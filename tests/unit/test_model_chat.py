@@ -146,6 +146,14 @@ WEATHER = {
 CONVERSATIONS = [[USER], [USER, REPLY, AGAIN], [SYSTEM, USER], [SYSTEM, USER, REPLY, AGAIN, REPLY]]
 
 
+WORDS = st.text(st.sampled_from("ab \n'\"<&é漢🙂{}%\\"), max_size=8)
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": WORDS}),
+    min_size=1,
+    max_size=4,
+)
+
+
 def save(folder: Path, templates: dict[str, str] | str | None, **config: Any) -> Path:
     """Save a tokenizer with its chat templates in tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,6 +218,83 @@ def test_a_conversation_renders_as_in_transformers(
     assert messages == before
 
 
+def assert_continued_alike(folder: Path, messages: list[dict[str, Any]], **variables: Any) -> bool:
+    """Check that a continued conversation ends where it does in transformers, or neither continues it."""
+    variables = {"continue_final_message": True, "add_generation_prompt": False} | variables
+    mine, reference = ours(folder), theirs(folder)
+    try:
+        expected = reference.apply_chat_template(messages, tokenize=False, **variables)
+    except Exception:
+        with pytest.raises(RequestError) as caught:
+            mine.encode_chat(messages, **variables)
+        assert "\n" not in str(caught.value)
+        return False
+    assert mine.chat is not None
+    assert mine.chat.render(messages, **variables) == expected
+    assert mine.chat.render(messages, **{**variables, "add_generation_prompt": True}) == expected
+    return True
+
+
+CONTINUED: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "Yes, "},
+    {"role": "assistant", "content": "  Yes"},
+    {"role": "assistant", "content": "\n"},
+    {"role": "assistant", "content": ""},
+    {"role": "assistant", "content": "<think>\nhm"},
+    {"role": "assistant", "content": "Yes", "reasoning_content": "hm"},
+    {"role": "assistant", "content": [{"type": "text", "text": "Yes "}, {"type": "image"}]},
+    {"role": "assistant", "content": [{"type": "image"}]},
+    {"role": "assistant", "content": None},
+    {"role": "user", "content": "Is it "},
+    REPLY,
+    CALL,
+]
+
+
+@pytest.mark.parametrize("message", CONTINUED, ids=str)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_last_message_is_continued_as_in_transformers(
+    folders: Path, name: str, message: dict[str, Any]
+) -> None:
+    before = copy.deepcopy(message)
+    for earlier in ([USER], [SYSTEM, USER], [USER, REPLY, AGAIN], []):
+        assert_continued_alike(folders / name, [*earlier, message])
+    assert message == before
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_shows_a_message_as_it_is_continues_it(folders: Path, name: str) -> None:
+    continued = assert_continued_alike(folders / name, [USER, {"role": "assistant", "content": "Yes, and"}])
+    assert continued is (name != "tools")  # which shows messages as JSON
+
+
+@given(TURNS, st.sampled_from(sorted(TEMPLATES)))
+def test_any_last_message_is_continued_as_in_transformers(
+    folders: Path, messages: list[dict[str, Any]], name: str
+) -> None:
+    assert_continued_alike(folders / name, messages)
+
+
+def test_a_continued_message_is_rendered_without_a_generation_prompt(tmp_path: Path) -> None:
+    folder = save(tmp_path, "{{ add_generation_prompt }}: {{ messages[-1].content }}")
+    assert assert_continued_alike(folder, [USER, {"role": "assistant", "content": "Yes, and"}])
+
+
+def test_a_text_without_its_last_message_is_not_continued(tmp_path: Path) -> None:
+    """The template drops the end of the message, so there is no place to go on from."""
+    for source in ("{{ messages[-1].content[:3] }}", "{{ messages[-1].content | upper }}", "{{ bos_token }}"):
+        folder = save(tmp_path / str(len(source)), source)
+        assert not assert_continued_alike(folder, [USER, {"role": "assistant", "content": "Yes, and"}])
+    with pytest.raises(
+        RequestError, match="^continue_final_message needs a chat template that shows the last"
+    ):
+        ours(folder).encode_chat([USER, AGAIN], continue_final_message=True)
+    with pytest.raises(
+        RequestError, match="^continue_final_message needs a last message whose content is text"
+    ):
+        ours(folder).encode_chat([USER, CALL], continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     ("name", "variables"),
     [
@@ -246,14 +331,6 @@ def test_tool_calls_and_results_render_as_in_transformers(folders: Path) -> None
     assert_alike(folders / "thinking", [USER, CALL, result])
     assert_alike(folders / "tools", [USER, CALL, result], tools=[WEATHER])
     assert "null" not in ours(folders / "tools").chat.render([USER, CALL])  # type: ignore[union-attr]
-
-
-WORDS = st.text(st.sampled_from("ab \n'\"<&é漢🙂{}%\\"), max_size=8)
-TURNS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": WORDS}),
-    min_size=1,
-    max_size=4,
-)
 
 
 @given(TURNS, st.sampled_from(sorted(TEMPLATES)), st.booleans())
@@ -436,7 +513,6 @@ CYCLE.append(CYCLE)
             ({name: True}, f"{name} is not a variable of a chat template; ")
             for name in (
                 "chat_template",
-                "continue_final_message",
                 "conversation",
                 "max_length",
                 "padding",
@@ -463,7 +539,7 @@ def test_a_variable_without_effect_is_refused(
 def test_every_option_of_transformers_is_supported_or_refused(tmp_path: Path) -> None:
     """Even a template that reads a variable of the same name does not receive the option."""
     options = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
-    taken = {"self", "kwargs", "tools", "documents", "add_generation_prompt"}
+    taken = {"self", "kwargs", "tools", "documents", "add_generation_prompt", "continue_final_message"}
     chat = ours(save(tmp_path, "{{ " + " }}{{ ".join(options) + " }}")).chat
     assert chat is not None
     assert len(options) > 15

@@ -155,3 +155,20 @@ def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square() -> None:
     given = many_calls(50)
     [_, turns, *_] = fitted(given)
     assert [each["tool_call_id"] for each in turns[2::2]] == [f"c{i}" for i in range(50)]
+
+
+@pytest.mark.parametrize("silent", [{"content": None}, {}, {"content": None, "tool_calls": []}], ids=str)
+def test_an_assistant_message_that_says_nothing_is_an_empty_one(silent: dict[str, Any]) -> None:
+    """Most templates join a message's content to other text, and fail without one."""
+    chat = ChatTemplate(
+        {"default": "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}"}
+    )
+    user = {"role": "user", "content": "Hi"}
+    made = messages_of([user, {"role": "assistant", **silent}, user])
+    assert chat.render(made) == "[user]Hi[assistant][user]Hi"
+
+
+def test_a_message_of_calls_alone_has_no_content() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    [made] = messages_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert made["content"] is None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
 
+from foredraft.constraints.after_thinking import AfterThinking
 from foredraft.constraints.ban_list import BanList, Phrases
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.combined import Combined
@@ -18,12 +19,14 @@ from foredraft.constraints.grammar import Grammar
 from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
 from foredraft.constraints.pace import MAX_OVERDUE, MaskThreads, Pace
 from foredraft.constraints.phrases import PhraseState
+from foredraft.constraints.thinking_tokens import ThinkingTokens
 from foredraft.constraints.token_automaton import TokenAutomaton
 from foredraft.constraints.token_table import TokenTable
 from foredraft.constraints.track import PhraseTrack, prompt_state
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.guarded import Guarded
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.thinking import Thinking
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
@@ -49,6 +52,7 @@ class ConstraintFactory:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
         self._codec = lru_cache(1)(lambda: ByteCodec(tokenizer))
         self._table = lru_cache(4)(self._make_table)
+        self._thinking_tokens = lru_cache(4)(self._make_thinking_tokens)
         self._lists = Kept[tuple[Phrases, frozenset[int], bool], BanList](KEPT_LISTS, KEPT_BYTES)
         self._ll_tokenizer = lru_cache(1)(lambda: grammar_tokenizer(self._codec(), vocabulary, ends))
         self._sliced = lru_cache(1)(lambda: with_slices(self._ll_tokenizer()))
@@ -56,7 +60,12 @@ class ConstraintFactory:
         self._mask_threads = MaskThreads()
 
     def maker(
-        self, prompt: list[int], params: SamplingParams, *, show_special: bool = False
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        show_special: bool = False,
+        thinking: Thinking | None = None,
     ) -> Callable[[], Constraint | None]:
         """Return a function that makes a fresh constraint for each sequence of a request, or None.
 
@@ -67,6 +76,7 @@ class ConstraintFactory:
             prompt: The request's, whose text may count for banned phrases.
             params: The request's.
             show_special: Special tokens belong to the text.
+            thinking: What a grammar waits for; None where it holds from the beginning.
 
         Raises:
             RequestError: A grammar is invalid or asks for what is not supported, or no text is allowed.
@@ -76,18 +86,21 @@ class ConstraintFactory:
         ends = frozenset[int]() if params.ignore_eos else self._ends
         banned = self._ban_maker(prompt, params, ends, show_special) if params.ban else None
         grammar = self._grammar_maker(*params.text_grammar) if params.text_grammar is not None else None
+        waits = None if thinking is None or grammar is None else self._thinking_tokens(thinking.markers)
 
-        def make() -> Guarded:
+        def make(waits: ThinkingTokens | None = waits) -> Guarded:
             parts: dict[str, Constraint] = {}
             if banned is not None:
                 parts["ban"] = banned()
             if grammar is not None and params.text_grammar is not None:
-                parts[params.text_grammar[0]] = grammar()
+                part = grammar()
+                begun = thinking is not None and thinking.begun
+                parts[params.text_grammar[0]] = part if waits is None else AfterThinking(waits, begun, part)
             if len(parts) == 1 and not (ends and params.min_new_tokens):
                 return Guarded(next(iter(parts.values())))
             return Guarded(Combined(parts, ends, params.min_new_tokens))
 
-        first = make()
+        first = make(None)  # of the content, wherever that begins
         if params.max_new_tokens and first.at_dead_end:
             option = "ban" if params.text_grammar is None else params.text_grammar[0]
             if first.failed is not None:
@@ -132,6 +145,13 @@ class ConstraintFactory:
 
     def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
         return TokenTable.of(self._codec(), self._vocabulary, ends, show_special=show_special)
+
+    def _make_thinking_tokens(self, markers: tuple[str, str]) -> ThinkingTokens:
+        texts = self._codec().table(self._vocabulary)
+        for id, marker in self._tokenizer.special_ids(markers).items():
+            if id < self._vocabulary:
+                texts[id] = marker.encode()
+        return ThinkingTokens(texts, *markers, self._ends)
 
     def _grammar_maker(self, option: str, text: str) -> Callable[[], Grammar]:
         """Return a function that makes the grammar of each sequence; what they share is made here."""

@@ -26,6 +26,9 @@ class Combined(Constraint):
         self.parts = tuple(parts.values())
         self.option = " and ".join([*parts, *(["min_new_tokens"] if least else [])])
         self._ends, self._least = list(ends), least
+        self._note_narrow()
+
+    def _note_narrow(self) -> None:
         self.narrow = any(part.narrow for part in self.parts)
 
     @property
@@ -47,16 +50,20 @@ class Combined(Constraint):
         return mask
 
     def advance(self, token: int) -> int:
-        return min([part.advance(token) for part in self.parts])
+        kept = min([part.advance(token) for part in self.parts])
+        self._note_narrow()
+        return kept
 
     def rewind(self, length: int) -> None:
         for part in self.parts:
             part.rewind(length)
+        self._note_narrow()
 
     def roll_back(self, length: int) -> None:
         for part in self.parts:
             part.roll_back(length)
             self.ended_by = self.ended_by or part.ended_by
+        self._note_narrow()
 
     def retreat(self) -> int | None:
         blocked = [part for part in self.parts if part.at_dead_end]

@@ -55,6 +55,7 @@ class Grammar(Constraint):
         self._vocabulary, self.option = vocabulary, option
         self._tokens: list[int] = []  # read now and, behind `_length`, on the way that was last rewound
         self._length = 0
+        self._ended_at: int | None = None  # the length with the first end; a draft may go on behind it
         self._masks: dict[int, Tensor] = {}  # length -> mask along `_tokens`
 
     @property
@@ -63,7 +64,7 @@ class Grammar(Constraint):
 
     @property
     def _ended(self) -> bool:
-        return self._length > 0 and self._tokens[self._length - 1] in self._ends
+        return self._ended_at is not None
 
     def mask(self) -> Tensor | None:
         if self._ended:
@@ -96,7 +97,9 @@ class Grammar(Constraint):
         return answer
 
     def advance(self, token: int) -> int:
-        if not self._ended and token not in self._ends:
+        if not self._ended and token in self._ends:
+            self._ended_at = self._length + 1
+        elif not self._ended:
             read = self._ask(lambda: self._matcher.try_consume_tokens([token]))
             assert read == 1, f"the grammar forbids token {token}"
         if self._tokens[self._length : self._length + 1] != [token]:  # another way than the last one
@@ -107,12 +110,11 @@ class Grammar(Constraint):
         return self._length
 
     def rewind(self, length: int) -> None:
-        undone = self._tokens[length : self._length]
-        ended = next((at for at, token in enumerate(undone) if token in self._ends), len(undone))
-        if any(token in self._ends for token in self._tokens[:length]):
-            ended = 0
-        if ended:
-            self._ask(lambda: self._matcher.rollback(ended))
+        read = self._length if self._ended_at is None else self._ended_at - 1  # by the library
+        if read > length:
+            self._ask(lambda: self._matcher.rollback(read - length))
+        if self._ended_at is not None and length < self._ended_at:
+            self._ended_at = None
         self._length = length
 
     def retreat(self) -> int | None:

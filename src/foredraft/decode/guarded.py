@@ -79,6 +79,7 @@ class Guarded(Constraint):
 
     def _ask(self, ask: Callable[[], T], otherwise: T) -> T:
         answer = answer_of(self, self.option, ask, otherwise)
+        self.narrow = self._constraint.narrow
         self.ended_by = self.failed or self.ended_by
         return answer
 

@@ -9,6 +9,8 @@ now, so one that a detokeniser still holds back counts at once.
 Text that may be the beginning of a stop string is held back until it cannot be: as many characters as the
 automaton's state (Aho and Corasick 1975, "Efficient string matching") is deep.
 
+Where a text may begin with thinking, stop strings are looked for behind it, in the content alone.
+
 A tokenizer may fail on the tokens of one text. Then its buffer has `failed`: further tokens add no text, and
 the text's sequence ends with the error (`guarded`).
 """
@@ -23,6 +25,7 @@ from functools import partial
 from typing import TypeVar
 
 from foredraft.decode.guarded import answer_of
+from foredraft.decode.thinking import Thinking, ThinkingReader
 from foredraft.model.tokenizer import Detokenizer
 
 __all__ = ["StopAutomaton", "TextBuffer"]
@@ -84,6 +87,8 @@ class TextBuffer:
         ends: Tokens that are stop strings by themselves and show no text.
         include: Keep the stop string in the text.
         least: A stop string that is complete before so many tokens does not end the text.
+        thinking: How thinking is marked in it; None where there is none.
+        marks: Special tokens whose text is shown: the markers of thinking.
 
     Attributes:
         failed: The tokenizer's error, for people; None while it works.
@@ -97,9 +102,12 @@ class TextBuffer:
         ends: Mapping[int, str] | None = None,
         include: bool = False,
         least: int = 0,
+        thinking: Thinking | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self._fresh, self._ends = detokenizer, ends or {}
         self._include, self._least = include, least
+        self._thinking, self._marks = thinking, marks or {}
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(tuple(stops))
         self._released = (0, 0)  # a token, and of its piece so many characters
         self.failed: str | None = None
@@ -108,6 +116,9 @@ class TextBuffer:
     def _start(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
         self._node = self._automaton.start
+        self._reader: ThinkingReader | None = None  # until the content begins
+        if self._thinking is not None and not self._thinking.stops:
+            self._reader = ThinkingReader(self._thinking)
         self.tokens: list[int] = []
         self.pieces: list[str] = []  # per token: the text that it made certain; they join to the text
         self._holds: list[int] = []  # per token: characters at the end that may begin a stop string
@@ -123,31 +134,48 @@ class TextBuffer:
         """
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            self.pieces.append(self._decoded(partial(self._detokenizer.push, [token]), ""))
+            piece = self._decoded(partial(self._detokenizer.push, [token]), "")
+            self.pieces.append(piece + self._marks.get(token, ""))
             if self._automaton.start.next and not (ended and count == len(tokens)):
                 self._look(token)
-            self._holds.append(0 if self._over else self._node.open)
+            undecided = 0 if self._reader is None else self._reader.undecided
+            self._holds.append(0 if self._over else max(self._node.open, undecided))
             if self._over:
                 return count
         return len(tokens)
 
     def _look(self, token: int) -> None:
         """Look for a stop string that the token just read completes, and cut off what follows it."""
-        begin, held = self._length, self._pending()
+        text, held = self._content(self.pieces[-1]), self._pending()
         self._length += len(self.pieces[-1])
+        if text is None:
+            return
         if len(self.tokens) < self._least:
             self._early = self._length + len(held)
         elif token in self._ends:
             self._over, self.stopped_by = True, self._ends[token]
             self.pieces[-1] += held + (self.stopped_by if self._include else "")
             return
-        self._node, end = self._scan(self._node, self.pieces[-1], begin)
+        self._node, end = self._scan(self._node, text, self._length - len(text))
+        length = self._length
         if end is None:
             _, end = self._scan(self._node, held, self._length)
             self.pieces[-1] += "" if end is None else held
+            length += len(held)
         if end is not None:
             self._over = True
-            self.pieces = _trimmed(self.pieces, begin + len(self.pieces[-1]) - end)
+            self.pieces = _trimmed(self.pieces, length - end)
+
+    def _content(self, piece: str) -> str | None:
+        """Return what a further piece adds to the content; None as long as that has not begun."""
+        if self._reader is None:
+            return piece
+        self._reader.read(piece)
+        begun = self._reader.content_at
+        if begun is None:
+            return None
+        self._reader = None
+        return self.text[begun:]
 
     def _scan(self, node: _Node, text: str, begin: int) -> tuple[_Node, int | None]:
         """Walk the automaton over text that begins at `begin`; return its node, and where the text ends."""

@@ -23,6 +23,7 @@ from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
+from foredraft.decode.thinking import Thinking
 from foredraft.drafters.suffix import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.driver import Driver, Request, closed
@@ -280,10 +281,11 @@ class LLM:
         client: str = "",
         salts: tuple[str, ...] = (),
         text_salts: tuple[str, ...] = (),
+        thinking: Thinking | None = None,
     ) -> tuple[list[Sequence], Callable[[Sequence], Output]]:
         """Return the sequences of a stream, not yet submitted, and what makes their outputs.
 
-        Requests of the library itself are all of one client, and without salts.
+        Requests of the library itself are all of one client, without salts, and their thinking is text.
         """
         driver, requests = self._open_driver(), self.requests
         driver.check_process()
@@ -294,7 +296,7 @@ class LLM:
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
         sequences = requests.sequences(
-            encoded[0], params, n, truncate, show_special, trace, client, salts, text_salts
+            encoded[0], params, n, truncate, show_special, trace, client, salts, text_salts, thinking
         )
         return sequences, requests.output
 

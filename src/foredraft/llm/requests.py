@@ -20,6 +20,7 @@ from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Finish, Sequence
 from foredraft.decode.stats import Stats
 from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
+from foredraft.decode.thinking import Thinking
 from foredraft.errors import Option, RequestError, shortened
 from foredraft.kinds.compatibility import PolicyTraits, is_lossless, select_drafters
 from foredraft.kinds.tables import PREDICTION
@@ -94,12 +95,14 @@ class Requests:
         client: str = "",
         salts: tuple[str, ...] = (),
         text_salts: tuple[str, ...] = (),
+        thinking: Thinking | None = None,
     ) -> list[Sequence]:
-        """Return the `n` sequences of one prompt; arguments as `LLM.generate`, but for the last three.
+        """Return the `n` sequences of one prompt; arguments as `LLM.generate`, but for the last four.
 
         `client` names the client whose share of the rows they count in. Prompts find each other's beginnings
         in the prefix cache only where their `salts` are the same, and drafter "suffix" copies from the texts
-        of requests with the same `text_salts` alone.
+        of requests with the same `text_salts` alone. Stop strings and a grammar of the text hold behind its
+        `thinking`.
 
         Raises:
             RequestError: The prompt or a parameter cannot be served.
@@ -112,7 +115,7 @@ class Requests:
             drafters = ()  # so that no drafter reads the prompt
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self.ids) for _ in range(n)]
-        constraint = self._constraint(prompt, params, show_special)
+        constraint = self._constraint(prompt, params, show_special, thinking)
         prediction = self._prediction(params.prediction)
         strings = tuple(params.stop)
         size = sum(len(string.encode()) for string in strings)
@@ -132,7 +135,7 @@ class Requests:
                 client=client,
                 text_scope=Prefix.salted(*text_salts).digest,
                 prefix=Prefix.salted(*salts),
-                text_buffer=self._text_buffer(prompt, params, stops, show_special),
+                text_buffer=self._text_buffer(prompt, params, stops, show_special, thinking),
                 prediction=prediction,
                 policy=self.policy(params),
                 traced=trace,
@@ -182,26 +185,32 @@ class Requests:
             )  # fmt: skip
 
     def _constraint(
-        self, prompt: list[int], params: SamplingParams, show_special: bool
+        self, prompt: list[int], params: SamplingParams, show_special: bool, thinking: Thinking | None
     ) -> Callable[[], Constraint | None]:
         """Return a function that makes each sequence's constraint, None where the request asks for none."""
         if self.constraints is None:
             return lambda: None
-        return self.constraints.maker(prompt, params, show_special=show_special)
+        return self.constraints.maker(prompt, params, show_special=show_special, thinking=thinking)
 
     def _text_buffer(
-        self, prompt: list[int], params: SamplingParams, stops: StopAutomaton, show_special: bool
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        stops: StopAutomaton,
+        show_special: bool,
+        thinking: Thinking | None,
     ) -> TextBuffer | None:
         tokenizer = self.loaded.tokenizer
         if tokenizer is None:
             return None
-        ends = {tokenizer.special_id(stop): stop for stop in params.stop} if not show_special else {}
         return TextBuffer(
             lambda: tokenizer.detokenizer(after=prompt, skip_special=not show_special),
             stops,
-            ends={token: stop for token, stop in ends.items() if token is not None},
+            ends={} if show_special else tokenizer.special_ids(params.stop),
             include=params.include_stop,
             least=params.min_new_tokens,
+            thinking=thinking,
+            marks={} if thinking is None or show_special else tokenizer.special_ids(thinking.markers),
         )
 
     def truncated(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:

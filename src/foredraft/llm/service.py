@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Stats
+from foredraft.decode.thinking import Thinking
 from foredraft.llm import LLM
 from foredraft.llm.driver import Request, closed
 from foredraft.llm.output import Output, Piece
@@ -93,11 +94,12 @@ class Service:
         client: str = "",
         salts: tuple[str, ...] = (),
         text_salts: tuple[str, ...] = (),
+        thinking: Thinking | None = None,
     ) -> Ticket:
         """Start `n` samples of a prompt; arguments as `LLM.generate`. Compiling constraints may take long.
 
-        News may be published before it returns; `owner` is in the ticket that they carry. `client`, `salts`
-        and `text_salts` are those of `Requests.sequences`.
+        News may be published before it returns; `owner` is in the ticket that they carry. `client`, `salts`,
+        `text_salts` and `thinking` are those of `Requests.sequences`.
 
         Raises:
             RequestError: The request cannot be served, or the model is closed.
@@ -106,7 +108,7 @@ class Service:
             raise closed()
         sequences, output = self._llm._sequences(
             prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace, client=client,
-            salts=salts, text_salts=text_salts,
+            salts=salts, text_salts=text_salts, thinking=thinking,
         )  # fmt: skip
         ticket = Ticket([Pieces(sequence, output) for sequence in sequences], owner)
         self._new.append(ticket)

@@ -1,6 +1,7 @@
 """Turn a conversation into the prompt text, by the checkpoint's chat template.
 
-Contract: the text equals that of transformers' `apply_chat_template` for the same messages. It already holds
+Contract: the text equals that of transformers' `apply_chat_template` for the same messages, and is cut in the
+same place where the last message is to be continued. It already holds
 the special tokens, so it is encoded without adding any. A template (`template.py`) receives copies of plain
 values only (text, numbers, lists, objects), and decides itself which keys a message must have. A message that
 spells out a special token contains that token.
@@ -39,12 +40,16 @@ FORMATS = "padding return_assistant_tokens_mask return_dict return_tensors token
 NOT_VARIABLES: dict[str, Text] = {
     **dict.fromkeys(FORMATS, "the ids are always one list, so leave it out"),
     "chat_template": f"put the template into the model's folder as {FILE}",
-    "continue_final_message": "pass to generate the ids of encode_chat followed by those of the begun reply",
     "conversation": "its name is messages",
     "max_length": ("a prompt that is too long is refused, or shortened with ", Option("truncate", "left")),
     "sanitize_control_tokens": "it is not supported, so remove special tokens from the messages",
     "truncation": ("its name is ", Option("truncate"), ", an option of chat and generate"),
 }
+
+
+# Marks the end of a message that is continued. A template that keeps the space behind the word keeps the
+# spaces before it, too (https://huggingface.co/docs/transformers/chat_templating#continuefinalmessage).
+END = "FOREDRAFT_CONTINUES_HERE "
 
 
 class ChatTemplate:
@@ -81,6 +86,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -91,19 +97,26 @@ class ChatTemplate:
             messages: Mappings with "role" and the other keys that the template reads, such as "content". A
                 key whose value is None counts as absent.
             add_generation_prompt: Append the beginning of the assistant's reply.
+            continue_final_message: End the text where the content of the last message ends, so that the reply
+                goes on from there; then nothing is appended.
             tools: Descriptions of tools, for templates that read them.
             documents: Documents, for templates that read them.
             **variables: Further variables; the template must read each of them.
 
         Raises:
             RequestError: A message or a variable is not plain, the template does not read a variable (tools
-                and documents included, where there are any), refuses the messages, or fails.
+                and documents included, where there are any), refuses the messages, or fails; or the last
+                message cannot be continued.
         """
         for name in variables.keys() & NOT_VARIABLES.keys():
             raise RequestError(f"{name} is not a variable of a chat template", remedy=NOT_VARIABLES[name])
         given = variables | {"tools": tools, "documents": documents}
         values = {name: _plain(value, name) for name, value in given.items()}
-        values |= {"messages": _checked(messages), "add_generation_prompt": bool(add_generation_prompt)}
+        plain, begun = _checked(messages), ""
+        if continue_final_message:
+            plain, begun = _marked(plain)
+        append = bool(add_generation_prompt) and not continue_final_message
+        values |= {"messages": plain, "add_generation_prompt": append}
         source = self.source(with_tools=tools is not None)
         try:
             read = variables_of(source)
@@ -123,15 +136,24 @@ class ChatTemplate:
             raise RequestError(
                 "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
             )
-        return text
+        return _cut(text, begun, source) if continue_final_message else text
 
     @property
     def reads_tools(self) -> bool:
         """Whether the template for messages with tools reads them."""
+        return "tools" in self.variables(with_tools=True)
+
+    def variables(self, *, with_tools: bool) -> frozenset[str]:
+        """Return the variables that the template for messages with or without tools reads."""
         try:
-            return "tools" in variables_of(self.source(with_tools=True))
+            return variables_of(self.source(with_tools=with_tools))
         except Exception:  # a malformed template; `render` says so
-            return False
+            return frozenset()
+
+    def unread(self, names: Iterable[str], *, with_tools: bool) -> list[str]:
+        """Return those names of variables that the template does not read, so that they have no effect."""
+        known = STANDARD | LISTS | NOT_VARIABLES.keys() | self.variables(with_tools=with_tools)
+        return [name for name in names if name not in known]
 
     def source(self, *, with_tools: bool) -> str:
         """Return the template for messages with or without tools.
@@ -225,6 +247,36 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             )
         checked.append(_with_reasoning(plain))
     return checked
+
+
+def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return messages whose last one has a mark at the end of its content, and its text before the mark."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + END}], content
+    parts = list(content) if isinstance(content, list | tuple) else []
+    for at in reversed(range(len(parts))):
+        if isinstance(parts[at], dict) and isinstance(parts[at].get("text"), str):
+            text = parts[at]["text"]
+            parts[at] = {**parts[at], "text": text + END}
+            return [*before, {**last, "content": parts}], text
+    raise RequestError(
+        "needs a last message whose content is text", option="continue_final_message",
+        remedy="give one, or leave the option out",
+    )  # fmt: skip
+
+
+def _cut(text: str, begun: str, source: str) -> str:
+    """Return a text up to the mark in it; without the spaces before it where the template trims them."""
+    word = END.strip()
+    if "content" not in source or word not in text or begun.strip() not in text:
+        raise RequestError(
+            "needs a chat template that shows the last message as it is", option="continue_final_message",
+            remedy="change the message, or leave the option out",
+        )  # fmt: skip
+    at = text.rindex(word)
+    return text[:at] if text.startswith(END, at) else text[:at].rstrip()
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

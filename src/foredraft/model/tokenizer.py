@@ -197,12 +197,16 @@ class Tokenizer:
         Raises:
             RequestError: There is no chat template, or `render` raises.
         """
+        return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
+
+    def chat_text(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Return the text of a conversation; arguments and errors as `encode_chat`."""
         if self.chat is None:
             raise RequestError(
                 "the model's folder has no chat template",
                 remedy="give a plain prompt, use a chat model, or put a chat_template.jinja into the folder",
             )
-        return self.encode(self.chat.render(messages, **variables), add_special_tokens=False)
+        return self.chat.render(messages, **variables)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = (), *, skip_special: bool = True) -> str:
         """Return the text that `ids` add to the text of the ids `after` before them.
@@ -227,6 +231,11 @@ class Tokenizer:
             return None
         id = self._inner.token_to_id(text)
         return id if id in self.special else None
+
+    def special_ids(self, texts: Iterable[str]) -> dict[int, str]:
+        """Return those texts that are special tokens, by their ids."""
+        found = {self.special_id(text): text for text in texts}
+        return {id: text for id, text in found.items() if id is not None}
 
     def is_visible(self, id: int, skip_special: bool) -> bool:
         """Return whether the id reaches the decoder: it has a token, and is not skipped as special."""

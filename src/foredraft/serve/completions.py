@@ -39,9 +39,10 @@ class PromptTokens(TypedDict, closed=True):
     cached_tokens: int
 
 
-class PredictedTokens(TypedDict, closed=True):
-    """Of the request's prediction, in samples that have ended."""
+class CompletionTokens(TypedDict, closed=True):
+    """Those of the reasoning, and of the request's prediction in samples that have ended."""
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -51,7 +52,7 @@ class Usage(TypedDict, closed=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens
-    completion_tokens_details: PredictedTokens
+    completion_tokens_details: CompletionTokens
 
 
 class Drafting(TypedDict, closed=True):
@@ -126,9 +127,13 @@ class ToolCall(TypedDict, closed=True):
 
 
 class ChatMessage(TypedDict, closed=True):
+    """A reply; its reasoning has both names that clients look for."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -159,6 +164,8 @@ class ToolCallPart(TypedDict, closed=True):
 class Delta(TypedDict, closed=True, total=False):
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
+    reasoning: str
     tool_calls: list[ToolCallPart]
 
 
@@ -316,6 +323,7 @@ class _Reply(Reply, Generic[C, P]):
             "total_tokens": self.prompt_tokens + new,
             "prompt_tokens_details": {"cached_tokens": sum(cached)},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(sample.reasoning_tokens for sample in self.samples),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": stats.steps[PREDICTION] - accepted,
             },
@@ -362,6 +370,8 @@ class ChatReply(_Reply[ChatChoice, ChatPart]):
     def choice(self, sample: Sample, output: Output) -> ChatChoice:
         content, calls = sample.blocks.content, sample.blocks.calls
         message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := sample.blocks.reasoning:
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [
@@ -441,9 +451,11 @@ class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
 
 
 def _delta(step: Step) -> Delta | None:
-    """Return what a step adds to a message: content, a call, or arguments; None if it adds nothing."""
+    """Return what a step adds to a message: a text, a call, or arguments; None if it adds nothing."""
     call = step.block.call
     if step.kind == "delta":
+        if step.block.thinking:
+            return {"reasoning_content": step.text, "reasoning": step.text}
         if call is None:
             return {"content": step.text}
         return {"tool_calls": [{"index": call.index, "function": {"arguments": step.text}}]}

@@ -180,6 +180,8 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     made = dict(message)
     if message.get("content") is not None:
         made["content"] = text_of(message["content"], f"{name}.content", "messages")
+    elif message.get("role") == "assistant" and not message.get("tool_calls"):
+        made["content"] = ""  # it said nothing, and most templates need a content
     if message.get("role") == "developer":  # the newer name of the system message
         made["role"] = "system"
     if message.get("tool_calls") is not None:

@@ -199,7 +199,7 @@ class Generations:
         for index, prompt in enumerate(job.prompts):
             ticket = self._service.submit(
                 prompt, job.params, n=job.n, truncate=job.truncate, show_special=job.show_special,
-                trace=job.provenance, owner=(generation, index * job.n),
+                trace=job.provenance, thinking=job.thinking, owner=(generation, index * job.n),
                 client=share.client, salts=share.salts, text_salts=share.text_salts,
             )  # fmt: skip
             generation.tickets.append(ticket)

@@ -97,6 +97,14 @@ class TextBlock(TypedDict, closed=True):
     text: str
 
 
+class ThinkingBlock(TypedDict, closed=True):
+    """The reasoning; clients send it back with its signature, which says which reply it is of."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 class ToolUseBlock(TypedDict, closed=True):
     type: Literal["tool_use"]
     id: str
@@ -118,7 +126,7 @@ class Message(TypedDict, closed=True):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -142,7 +150,7 @@ class MessageEvent(TypedDict, closed=True):
     type: str
     message: NotRequired[Message]
     index: NotRequired[int]
-    content_block: NotRequired[TextBlock | ToolUseBlock]
+    content_block: NotRequired[TextBlock | ThinkingBlock | ToolUseBlock]
     delta: NotRequired[dict[str, str | None]]
     usage: NotRequired[MessageUsage]
     error: NotRequired[MessageErrorFields]
@@ -244,14 +252,17 @@ class MessageReply(BlockReply):
         yield from super().begin()
 
     def step(self, step: Step) -> Iterator[MessageEvent]:
-        index, is_text = step.block.index, step.block.call is None
+        index = step.block.index
         if step.kind == "open":
-            block = _block(step.block, begun=True)
+            block = self._block(step.block, begun=True)
             yield {"type": "content_block_start", "index": index, "content_block": block}
         elif step.kind == "delta":
-            kind, name = ("text_delta", "text") if is_text else ("input_json_delta", "partial_json")
+            kind, name = _delta_names(step.block)
             yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: step.text}}
         else:
+            if step.block.thinking:
+                signed: dict[str, str | None] = {"type": "signature_delta", "signature": self.id}
+                yield {"type": "content_block_delta", "index": index, "delta": signed}
             yield {"type": "content_block_stop", "index": index}
 
     def end(self) -> Iterator[MessageEvent]:
@@ -265,7 +276,8 @@ class MessageReply(BlockReply):
         blocks = [] if self.sample.output is None else self.sample.blocks.all
         return {
             "id": self.id, "type": "message", "role": "assistant", "model": self.model,
-            "content": [_block(block) for block in blocks], "stop_reason": reason, "stop_sequence": stopped,
+            "content": [self._block(block) for block in blocks],
+            "stop_reason": reason, "stop_sequence": stopped,
             "usage": self._usage(),
         }  # fmt: skip
 
@@ -288,10 +300,19 @@ class MessageReply(BlockReply):
             reason = "tool_use"
         return reason, output.stopped_by if reason == "stop_sequence" else None
 
+    def _block(self, block: Block, *, begun: bool = False) -> TextBlock | ThinkingBlock | ToolUseBlock:
+        """Return a block of content, empty where it has only begun."""
+        text = "" if begun else block.text
+        if block.thinking:
+            return {"type": "thinking", "thinking": text, "signature": "" if begun else self.id}
+        if block.call is None:
+            return {"type": "text", "text": text}
+        given = {} if begun else parsed_object(block.text)
+        return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
 
-def _block(block: Block, *, begun: bool = False) -> TextBlock | ToolUseBlock:
-    """Return a block of content, empty where it has only begun."""
-    if block.call is None:
-        return {"type": "text", "text": "" if begun else block.text}
-    given = {} if begun else parsed_object(block.text)
-    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
+
+def _delta_names(block: Block) -> tuple[str, str]:
+    """Return the type of an event that adds to a block, and the field that has what it adds."""
+    if block.thinking:
+        return "thinking_delta", "thinking"
+    return ("text_delta", "text") if block.call is None else ("input_json_delta", "partial_json")

@@ -37,7 +37,8 @@ RUNS = READS | {
 REQUEST_ID = {"description": "The request's id.", "required": True, "schema": {"type": "string"}}
 LISTED = {
     "x-ignored-fields": {
-        "description": "Names of unknown fields, which were ignored.", "schema": {"type": "string"}
+        "description": "Names of unknown fields and of variables that no template reads, which were ignored.",
+        "schema": {"type": "string"},
     }
 }  # fmt: skip
 SCHEME = {

@@ -6,9 +6,11 @@ the same parts as a stream: each sample comes in one piece then.
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
 from foredraft.llm.output import Output, Piece
@@ -33,17 +35,40 @@ class Sample:
         output: Once it has ended.
     """
 
+    _thought: int | None = None  # tokens of its thinking, once that has ended
+
     def __init__(self, index: int, blocks: Blocks) -> None:
         self.index, self.blocks = index, blocks
         self.tokens = 0
         self.output: Output | None = None
+        self._characters: list[int] = []  # that each token completes, as long as the thinking may go on
 
     def take(self, pieces: list[Piece]) -> list[Step]:
         """Take further pieces; return what they add to the blocks."""
         self.output = pieces[-1].output
         self.tokens += sum(len(piece.token_ids) for piece in pieces)
         text = "".join(piece.text or "" for piece in pieces)
-        return self.blocks.read(text, ended=self.output is not None)
+        cut = self.output is not None and self.output.finish_reason == "length"
+        self._note(pieces)
+        return self.blocks.read(text, ended=self.output is not None, cut=cut)
+
+    def _note(self, pieces: list[Piece]) -> None:
+        """Note the characters of further tokens."""
+        if self._thought is None:
+            self._characters += [0] * (self.tokens - len(self._characters))
+            for index, text in (part for piece in pieces for part in piece.parts or ()):
+                self._characters[index] += len(text)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens its thinking has, with its markers; a token that completes the last one counts."""
+        thought = self.blocks.thought
+        if thought == sys.maxsize:
+            return self.tokens
+        if self._thought is None and thought:
+            ends = accumulate(self._characters)
+            self._thought = next((n for n, end in enumerate(ends, start=1) if end >= thought), self.tokens)
+        return self._thought or 0
 
 
 class Reply(ABC):
@@ -80,7 +105,9 @@ class Reply(ABC):
         self.id, self.model, self.body, self.texts = id, model, body, texts
         self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
         self.created = int(time.time())
-        self.samples = [Sample(index, Blocks(self.job.tools)) for index in range(self.job.samples)]
+        self.samples = [
+            Sample(index, Blocks(self.job.tools, self.job.thinking)) for index in range(self.job.samples)
+        ]
 
     @classmethod
     @abstractmethod

@@ -6,7 +6,7 @@ as `user`, is taken; an unknown one is ignored, and the response lists it in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
@@ -16,12 +16,14 @@ from foredraft.arguments import declared, spelled_elsewhere
 from foredraft.arguments.values import Choice, Flag, Number, Strings, Value, Whole
 from foredraft.constraints.compiling import check_grammar
 from foredraft.decode.params import SamplingKeywords, SamplingParams
+from foredraft.decode.thinking import Thinking
 from foredraft.errors import RequestError, shortened
 from foredraft.llm import LLM
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.beside import without_collection
 from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
 from foredraft.serve.problems import FIELDS, Problem
+from foredraft.serve.thinking import template_variables, thinking_after
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools
 
 __all__ = ["Body", "ChatRequest", "CompletionRequest", "Items", "Job", "check_model"]
@@ -244,6 +246,9 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    stop_in_reasoning: bool | None = None
 
 
 class CompletionRequest(_Request):
@@ -276,7 +281,8 @@ class Job:
         show_special: As in `LLM.generate`.
         provenance: The reply has the source of each token.
         tools: That the reply may call.
-        ignored: Names of unknown fields.
+        thinking: How the reply marks its reasoning; None where it has none.
+        ignored: Names of unknown fields, and of variables that the chat template does not read.
     """
 
     prompts: list[list[int]]
@@ -290,6 +296,7 @@ class Job:
     show_special: bool = False
     provenance: bool = False
     tools: Tools | None = None
+    thinking: Thinking | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -308,13 +315,13 @@ class Job:
         request.refuse_unsupported()
         options = request.options()
         read = _read_chat if isinstance(request, ChatRequest) else _read_completion
-        prompts, tools = read(cast(Any, request), llm, options)
+        found = read(cast(Any, request), llm, options)
         params = llm.params(**cast(SamplingKeywords, options))
         if request.stream_options is not None and not request.stream:
             raise Problem(400, "stream_options needs stream", param="stream_options")
         stream_options = request.stream_options or StreamOptions()
         return cls(
-            prompts, params,
+            found.prompts, params,
             n=1 if request.n is None else request.n,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             stream=bool(request.stream),
@@ -323,9 +330,20 @@ class Job:
             truncate=request.truncate_prompt,
             show_special=request.skip_special_tokens is False,
             provenance=bool(request.provenance),
-            tools=tools,
-            ignored=tuple(sorted(request.further)),
+            tools=found.tools,
+            thinking=found.thinking,
+            ignored=tuple(sorted([*request.further, *found.unread])),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What the messages or the prompts of a request mean; the fields are those of `Job`."""
+
+    prompts: list[list[int]]
+    tools: Tools | None = None
+    thinking: Thinking | None = None
+    unread: Collection[str] = ()
 
 
 def check_model(name: str, names: tuple[str, ...]) -> None:
@@ -354,29 +372,34 @@ def _is_type_name(part: object) -> bool:
     return isinstance(part, str) and (part in ("str", "int") or part.startswith("list["))
 
 
-def _read_chat(
-    request: ChatRequest, llm: LLM, options: dict[str, Any]
-) -> tuple[list[list[int]], Tools | None]:
+def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read:
     """Return the prompt and the tools, and add the length, the scores and the form of calls to `options`."""
     if llm.tokenizer is None:
         raise Problem(
             400, "this model has no tokenizer; use /v1/completions with token ids", param="messages"
         )
-    messages, variables = messages_of(request.messages), request.chat_template_kwargs or {}
-    if taken := variables.keys() & {"messages", "self"}:
+    messages, given = messages_of(request.messages), request.chat_template_kwargs or {}
+    if taken := given.keys() & {"messages", "self", "continue_final_message"}:
         raise Problem(400, f"{min(taken)} is not a variable of a chat template", param="chat_template_kwargs")
-    if request.add_generation_prompt is not None:
-        variables = variables | {"add_generation_prompt": request.add_generation_prompt}
-    begun = _begun_reply(messages.pop(), request) if request.continue_final_message else ""
+    begun = _begun_reply(request) if request.continue_final_message else None
     tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer.chat)
+    variables, unread = template_variables(
+        llm.tokenizer.chat, given, effort=request.reasoning_effort, thinks=request.enable_thinking,
+        with_tools=tools is not None,
+    )  # fmt: skip
+    if request.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = request.add_generation_prompt
+    if begun is not None:
+        variables["continue_final_message"] = True
     if tools is not None:
         if request.skip_special_tokens is False:
             raise Problem(400, "with tools, special tokens are not shown", param="skip_special_tokens")
         messages, described = tools.prompt(messages)
         variables = variables | described
         _constrain_calls(tools, options)
-    prompt = _chat_prompt(llm.tokenizer, messages, variables)
-    prompt += llm.tokenizer.encode(begun, add_special_tokens=False)
+    text = _chat_prompt(llm.tokenizer, messages, variables)
+    thinking = thinking_after(llm.tokenizer, text, begun, stops=bool(request.stop_in_reasoning))
+    prompt = llm.tokenizer.encode(text, add_special_tokens=False)
     options.setdefault("max_new_tokens", max(1, llm.max_length - len(prompt)))
     if request.max_completion_tokens is not None:
         options["max_new_tokens"] = request.max_completion_tokens
@@ -384,22 +407,23 @@ def _read_chat(
         raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
-    return [prompt], tools
+    return _Read([prompt], tools, thinking, unread)
 
 
-def _begun_reply(message: Mapping[str, Any], request: ChatRequest) -> str:
-    """Return the text of a last message that the reply goes on from."""
-    if message.get("role") != "assistant" or not message.get("content") or message.get("tool_calls"):
+def _begun_reply(request: ChatRequest) -> str:
+    """Return the text of the last message, which the reply goes on from."""
+    message = request.messages[-1]
+    if message.get("role") != "assistant" or message.get("content") is None or message.get("tool_calls"):
         problem = "continue_final_message needs a last message of the assistant that is text"
         raise Problem(400, problem, param="continue_final_message")
     if request.add_generation_prompt:
         problem = "continue_final_message and add_generation_prompt exclude each other"
         raise Problem(400, problem, param="add_generation_prompt")
-    return str(message["content"])
+    return text_of(message["content"], "the last message", "messages")
 
 
-def _chat_prompt(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> list[int]:
-    """Return the prompt of a conversation, in the form that the chat template takes.
+def _chat_prompt(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> str:
+    """Return the text of a conversation, in the form that the chat template takes.
 
     Raises:
         RequestError: It takes none of the forms; the error is that for the messages as they were given.
@@ -410,7 +434,7 @@ def _chat_prompt(tokenizer: Tokenizer, messages: Messages, variables: dict[str, 
     refusal: RequestError | None = None
     for form in fitted(messages):
         try:
-            return tokenizer.encode_chat(form, **variables)
+            return tokenizer.chat_text(form, **variables)
         except RequestError as error:
             refusal = refusal or error
     assert refusal is not None
@@ -439,9 +463,7 @@ def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:
         options["grammar"] = grammar
 
 
-def _read_completion(
-    request: CompletionRequest, llm: LLM, options: dict[str, Any]
-) -> tuple[list[list[int]], None]:
+def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, Any]) -> _Read:
     options.setdefault("max_new_tokens", 16)
     if request.echo and request.truncate_prompt:
         raise Problem(400, "echo needs the whole prompt; leave out truncate_prompt", param="echo")
@@ -452,7 +474,7 @@ def _read_completion(
     prompts = llm.encode(request.prompt)
     if not prompts:
         raise Problem(400, "prompt is empty", param="prompt")
-    return prompts, None
+    return _Read(prompts)
 
 
 def _token_id(key: str) -> int:

@@ -21,7 +21,7 @@ from foredraft.serve.tools import Function
 __all__ = ["Response", "ResponseEvent", "ResponseReply", "ResponsesRequest"]
 
 HARMLESS = frozenset(
-    "store user service_tier reasoning max_tool_calls"
+    "store user service_tier max_tool_calls"
     " prompt_cache_key prompt_cache_retention safety_identifier stream_options".split()
 )
 LOGPROBS = "message.output_text.logprobs"  # of `include`; its other values name what no reply has here
@@ -68,6 +68,7 @@ class ResponsesRequest(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     include: Items[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     stream: bool | None = None
@@ -97,6 +98,21 @@ class FunctionItem(TypedDict, closed=True):
     arguments: str
 
 
+class ReasoningText(TypedDict, closed=True):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(TypedDict, closed=True):
+    """The reasoning; no summary of it is made."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: Status
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
 class OutputTokens(TypedDict, closed=True):
     reasoning_tokens: int
 
@@ -121,7 +137,7 @@ class Response(TypedDict, closed=True):
     created_at: int
     model: str
     status: Status
-    output: list[OutputItem | FunctionItem]
+    output: list[OutputItem | FunctionItem | ReasoningItem]
     usage: ResponseUsage | None
     incomplete_details: Incomplete | None
     error: None
@@ -142,8 +158,8 @@ class ResponseEvent(TypedDict, closed=True):
     type: str
     sequence_number: int
     response: NotRequired[Response]
-    item: NotRequired[OutputItem | FunctionItem]
-    part: NotRequired[OutputText]
+    item: NotRequired[OutputItem | FunctionItem | ReasoningItem]
+    part: NotRequired[OutputText | ReasoningText]
     item_id: NotRequired[str]
     output_index: NotRequired[int]
     content_index: NotRequired[int]
@@ -183,6 +199,7 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(choice, NamedChoice):
         choice = {"type": "function", "function": {"name": choice.name}}
     return {
+        "reasoning_effort": (request.reasoning or {}).get("effort"),
         **request.further,
         "model": request.model, "messages": messages, "max_tokens": request.max_output_tokens,
         "stream": request.stream, "response_format": form, "tools": tools, "tool_choice": choice,
@@ -244,6 +261,9 @@ class ResponseReply(BlockReply):
         yield from super().begin()
 
     def step(self, step: Step) -> Iterator[Event]:
+        if step.block.thinking:
+            yield from self._thinking_step(step)
+            return
         block, output = step.block, {"output_index": step.block.index}
         place = {"item_id": self._item_id(block), **output}
         if block.call is None:
@@ -266,6 +286,21 @@ class ResponseReply(BlockReply):
                 done = {"name": block.call.name, "arguments": block.text}
                 yield {"type": "response.function_call_arguments.done", **place, **done}
             yield {"type": "response.output_item.done", **output, "item": self._item(block, status)}
+
+    def _thinking_step(self, step: Step) -> Iterator[Event]:
+        block, output = step.block, {"output_index": step.block.index}
+        place = {"item_id": self._item_id(block), **output, "content_index": 0}
+        if step.kind == "open":
+            item = self._item(block, "in_progress")
+            yield {"type": "response.output_item.added", **output, "item": item}
+            yield {"type": "response.content_part.added", **place, "part": _reasoning("")}
+        elif step.kind == "delta":
+            yield {"type": "response.reasoning_text.delta", **place, "delta": step.text}
+        else:
+            yield {"type": "response.reasoning_text.done", **place, "text": block.text}
+            yield {"type": "response.content_part.done", **place, "part": _reasoning(block.text)}
+            item = self._item(block, self._block_status(block))
+            yield {"type": "response.output_item.done", **output, "item": item}
 
     def end(self) -> Iterator[Event]:
         ended = self.state()
@@ -293,7 +328,7 @@ class ResponseReply(BlockReply):
         return {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": output.cached_tokens},
-            "output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": new, "output_tokens_details": {"reasoning_tokens": self.sample.reasoning_tokens},
             "total_tokens": self.prompt_tokens + new,
         }  # fmt: skip
 
@@ -309,9 +344,12 @@ class ResponseReply(BlockReply):
         cut = last and self._status() == "incomplete" and not (call and is_object(block.text))
         return "incomplete" if cut else "completed"
 
-    def _item(self, block: Block, status: Status) -> OutputItem | FunctionItem:
+    def _item(self, block: Block, status: Status) -> OutputItem | FunctionItem | ReasoningItem:
         """Return a block as an item of the output; without content while it is in progress."""
         begun, id = status == "in_progress", self._item_id(block)
+        if block.thinking:
+            thought = [] if begun else [_reasoning(block.text)]
+            return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": thought}
         if block.call is None:
             content = [] if begun else [_part(block.text)]
             return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
@@ -321,8 +359,14 @@ class ResponseReply(BlockReply):
         }  # fmt: skip
 
     def _item_id(self, block: Block) -> str:
+        if block.thinking:
+            return f"rs_{self.id}_{block.index}"
         return f"msg_{self.id}_{block.index}" if block.call is None else f"fc_{block.call.id}"
 
 
 def _part(text: str) -> OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _reasoning(text: str) -> ReasoningText:
+    return {"type": "reasoning_text", "text": text}

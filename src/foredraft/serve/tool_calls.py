@@ -12,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from foredraft.decode.thinking import overlap as _overlap
+
 __all__ = [
     "HERMES",
     "LLAMA",
@@ -261,11 +263,6 @@ class _ObjectScan:
                 elif self._depth <= 0:
                     self._end = self._read
         return self._end
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Return how many last characters of a text may begin the marker."""
-    return next((n for n in range(min(len(marker), len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 def parsed_object(text: str) -> dict[str, object]:

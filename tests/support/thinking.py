@@ -1,0 +1,138 @@
+"""A grammar behind thinking by its definition: plain search in the whole text at every step, without an automaton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from foredraft.constraints.after_thinking import AfterThinking
+from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
+from foredraft.constraints.grammar import Grammar
+from foredraft.constraints.pace import MaskThreads, Pace
+from foredraft.constraints.thinking_tokens import ThinkingTokens
+from foredraft.decode.constraint import Constraint
+
+BREAKS = 2  # line breaks that may stand between the thinking and the content
+
+
+@dataclass
+class Spelling:
+    """The codec of a small vocabulary."""
+
+    texts: tuple[bytes, ...]
+
+    def table(self, size: int) -> list[bytes]:
+        return list(self.texts[:size])
+
+    def spell(self, text: str) -> list[int]:
+        data, ids = text.encode(), list[int]()
+        while data:
+            fitting = [id for id, each in enumerate(self.texts) if each and data.startswith(each)]
+            if not fitting:
+                break
+            ids.append(max(fitting, key=lambda id: len(self.texts[id])))
+            data = data[len(self.texts[ids[-1]]) :]
+        return ids
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Texts over a small vocabulary that may think, and then are one of some texts."""
+
+    texts: tuple[bytes, ...]
+    opens: str
+    closes: str
+    begun: bool
+    grammar: tuple[str, str]  # an option, and its value
+    accepted: tuple[bytes, ...]  # the texts of the grammar
+    ends: frozenset[int]
+
+    def __deepcopy__(self, memo: object) -> Thought:
+        return self
+
+    @cached_property
+    def parts(self) -> tuple[ThinkingTokens, Grammar]:
+        size = len(self.texts)
+        tokenizer = grammar_tokenizer(Spelling(self.texts), size, self.ends)  # type: ignore[arg-type]
+        pace = Pace(MaskThreads(), small=True)
+        matcher = compile_grammar(*self.grammar, tokenizer, pace)
+        grammar = Grammar(matcher, self.ends, tokenizer.eos_token, size, self.grammar[0], pace)
+        return ThinkingTokens(self.texts, self.opens, self.closes, self.ends), grammar
+
+    def shipped(self) -> AfterThinking:
+        tokens, grammar = self.parts
+        own = Grammar(
+            grammar._matcher.deep_copy(), self.ends, grammar._end, len(self.texts), grammar.option, grammar._pace
+        )  # fmt: skip
+        return AfterThinking(tokens, self.begun, own)
+
+    def defined(self) -> Constraint:
+        return ByDefinition(self)
+
+    def join(self, tokens: list[int]) -> bytes:
+        return b"".join(self.texts[token] for token in tokens)
+
+    def is_legal(self, tokens: list[int]) -> bool:
+        """Return whether a text can go on to be thinking and a text of the grammar, or the latter alone."""
+        return self._may_think(tokens) or (not self.begun and self._fits(tokens))
+
+    def content_of(self, tokens: list[int]) -> list[int] | None:
+        """Return the tokens of the content; None where there is none, or it does not begin with a token."""
+        opens = self.opens.encode()
+        for count in range(1, len(tokens) + 1):
+            text = (opens if self.begun else b"") + self.join(tokens[:count])
+            if not text.startswith(opens):
+                continue
+            at = text.find(self.closes.encode(), len(opens))
+            if at < 0:
+                continue
+            breaks = len(text) - at - len(self.closes)
+            if text[len(text) - breaks :] != b"\n" * breaks or breaks > BREAKS:
+                return None
+            rest = tokens[count:]
+            while rest and (more := self.texts[rest[0]]) and more == b"\n" * len(more):
+                if breaks + len(more) > BREAKS:
+                    break
+                breaks, rest = breaks + len(more), rest[1:]
+            return rest
+        return None
+
+    def _may_think(self, tokens: list[int]) -> bool:
+        opens = self.opens.encode()
+        text = (opens if self.begun else b"") + self.join(tokens)
+        content = self.content_of(tokens)
+        if content is not None:
+            return self._fits(content)
+        if tokens[-1] in self.ends or (text.startswith(opens) and self.closes.encode() in text[len(opens) :]):
+            return False
+        return text.startswith(opens) or (bool(text) and opens.startswith(text))
+
+    def _fits(self, content: list[int]) -> bool:
+        text = self.join(content)
+        if content and content[-1] in self.ends:
+            return text in self.accepted
+        return any(each.startswith(text) for each in self.accepted)
+
+
+@dataclass
+class ByDefinition(Constraint):
+    thought: Thought
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def mask(self) -> Tensor:
+        size = len(self.thought.texts)
+        return torch.tensor([self.thought.is_legal([*self.tokens, id]) for id in range(size)])
+
+    def advance(self, token: int) -> int:
+        self.tokens.append(token)
+        return self.length
+
+    def rewind(self, length: int) -> None:
+        del self.tokens[length:]
