@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from foredraft.errors import ConfigError
-from foredraft.serve import records
 from foredraft.serve.problems import Problem
+from foredraft.serve.request_records import current
 from foredraft.serve.settings import Settings
 
 __all__ = ["Keys"]
@@ -92,7 +92,7 @@ class Keys:
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-        records.current().key = name = self._names[matches.index(True)]
+        current().key = name = self._names[matches.index(True)]
         return name
 
 
