@@ -48,12 +48,18 @@ class Blocks:
         self._reader = None if tools is None else tools.reader()
         self.all: list[Block] = [Block(0)] if self._reader is None else []
 
-    def read(self, text: str, *, ended: bool) -> list[Step]:
-        """Return the steps of a further part of the text; `ended`: nothing follows it."""
+    def read(self, text: str, *, ended: bool, cut: bool = False) -> list[Step]:
+        """Return the steps of a further part of the text.
+
+        Args:
+            text: The part.
+            ended: Nothing follows it.
+            cut: A limit ended it.
+        """
         if self._reader is None:
             events: list[Event] = [("content", text)] if text else []
         else:
-            events = [*self._reader.read(text), *(self._reader.end() if ended else ())]
+            events = [*self._reader.read(text), *(self._reader.end(cut=cut) if ended else ())]
         steps: list[Step] = []
         for event in events:
             call = None if event[0] == "content" else event[1]

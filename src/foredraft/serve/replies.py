@@ -43,7 +43,8 @@ class Sample:
         self.output = pieces[-1].output
         self.tokens += sum(len(piece.token_ids) for piece in pieces)
         text = "".join(piece.text or "" for piece in pieces)
-        return self.blocks.read(text, ended=self.output is not None)
+        cut = self.output is not None and self.output.finish_reason == "length"
+        return self.blocks.read(text, ended=self.output is not None, cut=cut)
 
 
 class Reply(ABC):
