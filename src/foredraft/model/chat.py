@@ -128,8 +128,12 @@ class ChatTemplate:
     @property
     def reads_tools(self) -> bool:
         """Whether the template for messages with tools reads them."""
+        return self.reads("tools", with_tools=True)
+
+    def reads(self, variable: str, *, with_tools: bool) -> bool:
+        """Return whether the template for messages with or without tools reads a variable."""
         try:
-            return "tools" in variables_of(self.source(with_tools=True))
+            return variable in variables_of(self.source(with_tools=with_tools))
         except Exception:  # a malformed template; `render` says so
             return False
 
