@@ -4,6 +4,7 @@
     ├── ConfigError       an option of `load` or of the command line is wrong; also a ValueError
     ├── CheckpointError   a folder is not a checkpoint, or its model cannot be run exactly
     └── RequestError      one request is wrong or failed while it ran; also a ValueError
+        └── ContextLengthError    its prompt and its new tokens are longer than the context
 
 An error holds the option, its value, the problem and the remedy in fields of their own. `str(error)` joins
 them into one line with the names of the Python API; the command line spells the same fields as flags. The
@@ -26,6 +27,7 @@ __all__ = [
     "NO_VALUE",
     "CheckpointError",
     "ConfigError",
+    "ContextLengthError",
     "ForedraftError",
     "Option",
     "RequestError",
@@ -156,3 +158,19 @@ class CheckpointError(ForedraftError):
 
 class RequestError(ForedraftError, ValueError):
     """A request cannot be served, or it failed while it ran."""
+
+
+class ContextLengthError(RequestError):
+    """A prompt and the tokens that are asked for are longer than the context.
+
+    Args:
+        problem, remedy: As in `ForedraftError`.
+        prompt: Tokens of the prompt.
+        new: Tokens that are asked for.
+        most: Positions of the context.
+        reach: Positions that the model could have.
+    """
+
+    def __init__(self, problem: Text, *, remedy: Text, prompt: int, new: int, most: int, reach: int) -> None:
+        super().__init__(problem, remedy=remedy)
+        self.prompt, self.new, self.most, self.reach = prompt, new, most, reach

@@ -60,7 +60,7 @@ def test_messages_stop_at_their_sequences(claude: anthropic.Anthropic, llm: LLM)
     [
         ({"max_tokens": "x"}, "invalid_request_error"), ({"messages": []}, "invalid_request_error"),
         ({"tools": [{"name": "x"}]}, "invalid_request_error"), ({"model": "nope"}, "not_found_error"),
-        ({"temperature": -1}, "invalid_request_error"), ({"thinking": {"type": "enabled"}}, "invalid_request_error"),
+        ({"temperature": -1}, "invalid_request_error"), ({"thinking": {"type": "deep"}}, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "invalid_request_error"),
     ],
     ids=str,

@@ -54,13 +54,15 @@ CASES: list[tuple[CallFormat, str, Found]] = [
 ]  # fmt: skip
 
 
-def read(format: CallFormat, text: str, cuts: list[int], most: int | None = None) -> Found:
+def read(
+    format: CallFormat, text: str, cuts: list[int], most: int | None = None, *, cut: bool = False
+) -> Found:
     """Return content and calls of a text in pieces, as the events tell them."""
     reader = CallReader(format, ["read", "write"], most)
     events = []
     for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
         events += reader.read(text[start:stop])
-    events += reader.end()
+    events += reader.end(cut=cut)
     content, calls = "", []
     for event in events:
         if event[0] == "content":
@@ -80,6 +82,33 @@ def test_every_cut_gives_the_same_calls(format: CallFormat, text: str, found: Fo
     assert read(format, text, list(range(1, len(text)))) == found
     for at in range(len(text)):
         assert read(format, text, [at]) == found
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "found"), [case for case in CASES if case[2][1] and "tool" not in case[2][0]], ids=str
+)
+def test_a_limit_leaves_no_markup_in_the_content(format: CallFormat, text: str, found: Found) -> None:
+    """At every cut point: content is a beginning of the content, and calls of the calls."""
+    for at in range(len(text) + 1):
+        content, calls = whole = read(format, text[:at], [], cut=True)
+        assert whole == read(format, text[:at], list(range(1, at)), cut=True), "in pieces as at once"
+        assert found[0].startswith(content.rstrip()), (text[:at], content)
+        assert len(calls) <= len(found[1])
+        for (name, arguments), (own, all_of_them) in zip(calls, found[1], strict=False):
+            assert name == own and all_of_them.startswith(arguments)
+
+
+def test_a_limit_takes_no_words_away() -> None:
+    for format, text in (
+        (HERMES, "x < y"),
+        (HERMES, "<tool_call>\nbad"),
+        (LLAMA, '{"name": "Bob", "a'),
+        (LLAMA, '{"answer'),
+        (MISTRAL, "[1"),
+        (LLAMA, "  "),
+    ):
+        assert read(format, text, [], cut=True) == (text, [])
+    assert read(HERMES, "x <tool", []) == ("x <tool", []), "the model ended this one itself"
 
 
 PARTS = [
@@ -109,6 +138,7 @@ def test_random_texts_lose_nothing_to_cuts(format: CallFormat, text: str, data: 
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     found = read(format, text, cuts)
     assert found == read(format, text, [])
+    assert read(format, text, cuts, cut=True) == read(format, text, [], cut=True)
     if not found[1]:
         assert found[0] == text, "a text without calls is content, to the character"
 

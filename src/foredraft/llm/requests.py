@@ -21,7 +21,7 @@ from foredraft.decode.sequence import Finish, Sequence
 from foredraft.decode.stats import Stats
 from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
 from foredraft.decode.thinking import Thinking
-from foredraft.errors import Option, RequestError, shortened
+from foredraft.errors import ContextLengthError, Option, RequestError, shortened
 from foredraft.kinds.compatibility import PolicyTraits, is_lossless, select_drafters
 from foredraft.kinds.tables import PREDICTION
 from foredraft.llm.loaded import Loaded
@@ -219,7 +219,7 @@ class Requests:
         A leading BOS token is kept, because models fail without it.
 
         Raises:
-            RequestError: There is no room.
+            ContextLengthError: There is no room.
         """
         room, spec = self.max_length - new, self.loaded.spec
         kept = prompt[:1] if prompt[0] == spec.bos_token_id else []
@@ -233,12 +233,12 @@ class Requests:
             remedy += [", or give ", Option("truncate", "left")] if truncate is None else []
         if self.max_length < spec.max_positions:
             remedy += [", or raise ", Option("max_length"), f" up to the model's {spec.max_positions}"]
-        raise RequestError(
+        raise ContextLengthError(
             (
                 f"the prompt's {len(prompt)} tokens and ", Option("max_new_tokens", new),
                 f" exceed the {self.max_length} positions there is room for",
             ),
-            remedy=tuple(remedy),
+            remedy=tuple(remedy), prompt=len(prompt), new=new, most=self.max_length, reach=spec.max_positions,
         )  # fmt: skip
 
     def drafters(self, params: SamplingParams) -> tuple[str, ...]:

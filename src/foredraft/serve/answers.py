@@ -11,12 +11,12 @@ from foredraft.serve.problems import Problem
 
 __all__ = ["answer", "opened"]
 
-MESSAGES = "/v1/messages"  # whose errors have a shape of their own
+MESSAGES = "/v1/messages"  # whose errors, and those of all paths below it, have a shape of their own
 
 
 def answer(problem: Problem, path: str) -> JSONResponse:
     """Return the response to a request to `path`."""
-    body = error_body(problem) if path == MESSAGES else problem.body
+    body = error_body(problem) if f"{path}/".startswith(f"{MESSAGES}/") else problem.body
     return JSONResponse(body, problem.status, headers=problem.headers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,7 @@ from foredraft.serve.beside import beside, in_thread
 from foredraft.serve.bodies import BoundedBodies, json_object
 from foredraft.serve.clients import Client
 from foredraft.serve.completions import ChatReply, CompletionReply
+from foredraft.serve.counting import COUNTERS, Counter
 from foredraft.serve.generations import Generations
 from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins, is_local
@@ -29,7 +30,7 @@ from foredraft.serve.page import add_page
 from foredraft.serve.problems import Problem, as_problems, forget_frames
 from foredraft.serve.replies import Event, Reply
 from foredraft.serve.request_records import Recording, current
-from foredraft.serve.requests import check_model
+from foredraft.serve.requests import Job, check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.shapes import SHAPES
 from foredraft.serve.sockets import Socket
@@ -40,6 +41,7 @@ from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest
 __all__ = ["create_app"]
 
 logger = logging.getLogger(__name__)
+LONGEST = 100  # characters of a name in a header
 T = TypeVar("T")
 
 
@@ -82,6 +84,8 @@ def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -
     _add_tokens(app, state, "/detokenize", DetokenizeRequest)
     for path, shape in SHAPES.items():
         _add_shape(app, state, path, shape)
+    for path, counter in COUNTERS.items():
+        _add_counter(app, state, path, counter)
     _add_socket(app, state)
     _add_document(app, state)
     add_page(app)
@@ -114,7 +118,8 @@ def _add_health(app: FastAPI, state: App) -> None:
 
 def _add_models(app: FastAPI, state: App) -> None:
     def ready(request: Request) -> Model:
-        state.keys.check(request.headers.get("authorization"))
+        # clients of either API ask for the models
+        state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
         return state.ready()
 
     @app.get("/v1/models")
@@ -149,7 +154,8 @@ def _add_tokens(
                 found = await _while_there(request, in_thread(current().size, given.answer, model))
         finally:
             place.free()
-        return Response(found, media_type="application/json", headers=_ignored(given.further))
+        ignored = _listed("x-ignored-fields", sorted(given.further))
+        return Response(found, media_type="application/json", headers=ignored)
 
 
 def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
@@ -161,19 +167,37 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
         body = await _body(request, state)
         reply = await _while_there(request, state.start(shape, body, key))
         generations = state.ready().generations
-        more = ({"request-id": reply.id} if shape.own_headers else {}) | _ignored(reply.job.ignored)
+        more = ({"request-id": reply.id} if shape.own_headers else {}) | _notes(reply.job)
         if not reply.job.stream:
             try:
                 await _while_there(request, reply.finish())
             finally:
                 generations.end(reply.generation)
-            return JSONResponse(reply.whole(), headers=more)
+            whole = reply.whole()
+            return JSONResponse(whole, headers=more | _listed("x-broken-keywords", reply.broken()))
         events = reply.events(state.settings.heartbeat_seconds)
         if shape.done and "text/plain" in headers.get("accept", ""):
             return _Stream(generations, reply, plain_text(events), "text/plain; charset=utf-8", more)
         return _Stream(
             generations, reply, server_sent(events, shape.done), "text/event-stream", more | SSE_HEADERS
         )
+
+
+def _add_counter(app: FastAPI, state: App, path: str, counter: Counter) -> None:
+    @app.post(path, name=counter.name)
+    async def count(request: Request) -> Response:
+        key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        model = state.ready()
+        body = await _body(request, state)
+        chat = await beside(current().size, counter.read, body)
+        place = model.limits.take(1, Client.of(key, current().address).name)
+        try:
+            with as_problems():
+                reading = in_thread(current().size, Job.of, chat, model.llm, model.names)
+                job = await _while_there(request, reading)
+        finally:
+            place.free()
+        return JSONResponse(counter.reply(sum(map(len, job.prompts))), headers=_notes(job))
 
 
 def _add_socket(app: FastAPI, state: App) -> None:
@@ -230,15 +254,24 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _ignored(names: Collection[str]) -> dict[str, str]:
-    """Return the header that lists unknown fields; none where there are none."""
-    return {"x-ignored-fields": _listed(sorted(names))} if names else {}
+def _notes(job: Job) -> dict[str, str]:
+    """Return the headers that say what of a request has no effect here."""
+    return (
+        _listed("x-ignored-fields", job.ignored)
+        | _listed("x-ignored-tools", job.ignored_tools)
+        | _listed("x-unenforced-keywords", job.unenforced)
+    )
 
 
-def _listed(names: list[str]) -> str:
-    """Return names as a header can carry them: some of them, each printable and short."""
-    shown = [repr(name[:40])[1:-1].encode("ascii", "backslashreplace").decode() for name in names[:20]]
-    return ", ".join([*shown, *([f"and {len(names) - 20} more"] if len(names) > 20 else [])])
+def _listed(header: str, names: Sequence[str]) -> dict[str, str]:
+    """Return a header that lists names; none where there are none.
+
+    A header can carry some of them, each printable and short.
+    """
+    if not names:
+        return {}
+    shown = [repr(name[:LONGEST])[1:-1].encode("ascii", "backslashreplace").decode() for name in names[:20]]
+    return {header: ", ".join([*shown, *([f"and {len(names) - 20} more"] if len(names) > 20 else [])])}
 
 
 class _Stream(StreamingResponse):

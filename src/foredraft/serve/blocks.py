@@ -76,7 +76,7 @@ class Blocks:
             else:
                 events.append(part)
         if ended and self._reader is not None:
-            events += self._reader.end()
+            events += self._reader.end(cut=cut)
         steps: list[Step] = []
         for event in events:
             thinking = event[0] == "thinking"

@@ -15,7 +15,7 @@ from foredraft.decode.stats import Stats
 from foredraft.kinds import PREDICTION
 from foredraft.llm.output import Output, Piece
 from foredraft.serve.blocks import Step
-from foredraft.serve.problems import Error, Problem, check_output
+from foredraft.serve.problems import Error, LengthFields, Problem, check_output
 from foredraft.serve.provenance import Origin, Provenance, Round
 from foredraft.serve.replies import Reply, Sample
 from foredraft.serve.requests import ChatRequest, CompletionRequest
@@ -33,6 +33,7 @@ FINISH: dict[str, Reason] = {
     "cancelled": "stop",
 }
 FINGERPRINT = f"foredraft-{foredraft.__version__}"
+SHORTEN = 'truncate_prompt "left"'
 
 
 class PromptTokens(TypedDict, closed=True):
@@ -354,6 +355,7 @@ class ChatReply(_Reply[ChatChoice, ChatPart]):
 
     request, types = ChatRequest, (Chat, ChatChunk)
     route = "chat_completions"
+    lengths = LengthFields("messages", ("max_completion_tokens", "max_tokens"), SHORTEN)
     prefix, silence, over = "chatcmpl", {"content": ""}, {}
     read = ChatRequest.read
 
@@ -410,6 +412,7 @@ class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
 
     request, types = CompletionRequest, (Completion, CompletionChunk)
     route, operation = "completions", "text_completion"
+    lengths = LengthFields("prompt", ("max_tokens",), SHORTEN)
     prefix, silence, over = "cmpl", "", ""
     read = CompletionRequest.read
 

@@ -14,9 +14,11 @@ from foredraft.errors import shortened
 from foredraft.serve.problems import Problem
 from foredraft.serve.tool_calls import HERMES
 
-__all__ = ["Messages", "fitted", "messages_of", "spelled_out", "text_of"]
+__all__ = ["REASONING", "Messages", "fitted", "messages_of", "spelled_out", "text_of"]
 
 Messages: TypeAlias = list[dict[str, Any]]
+# The key of an earlier reply's reasoning, which templates of models that reason read; others pass over it.
+REASONING = "reasoning_content"
 
 
 def messages_of(given: Messages) -> Messages:

@@ -1,25 +1,35 @@
 """POST /v1/messages: the shape of Anthropic's API, over the same chat requests.
 
-Fields that this API shares with chat completions mean the same. What it has beyond text and tools (images,
-thinking) is refused by name.
+Fields that this API shares with chat completions mean the same. What it has beyond text and tools, such as
+images, is refused by name; tools that Anthropic's servers run are left out. A client that asks for more
+tokens than there is room for, as most do, gets as many as there is room for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from foredraft.serve.blocks import Block, Step
-from foredraft.serve.conversation import text_of
-from foredraft.serve.problems import Error, Problem
+from foredraft.serve.conversation import REASONING, text_of
+from foredraft.serve.problems import Error, LengthFields, Problem, TooLong
 from foredraft.serve.replies import BlockReply, Event
-from foredraft.serve.requests import Body, ChatRequest, Items
+from foredraft.serve.requests import Body, ChatRequest, Further, Items
 from foredraft.serve.tool_calls import parsed_object
 
-__all__ = ["Message", "MessageError", "MessageEvent", "MessageReply", "MessagesRequest", "error_body"]
+__all__ = [
+    "CountTokensRequest",
+    "Message",
+    "MessageError",
+    "MessageEvent",
+    "MessageReply",
+    "MessagesRequest",
+    "chat_request",
+    "error_body",
+]
 
 StopReason: TypeAlias = Literal["end_turn", "stop_sequence", "max_tokens", "refusal", "tool_use"]
 # Why the library ends a text -> stop_reason of this API.
@@ -36,11 +46,12 @@ KINDS = {
 
 
 # Fields of this API that have no meaning here, or no support.
-HARMLESS = frozenset("metadata service_tier container inference_geo".split())
+HARMLESS = frozenset("metadata service_tier container inference_geo cache_control".split())
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "thinking": (None, {"type": "disabled"}), "mcp_servers": (None, []), "stop": (None,), "n": (None, 1),
+    "mcp_servers": (None, []), "stop": (None,), "n": (None, 1),
     "logprobs": (None, False), "provenance": (None, False), "max_completion_tokens": (None,),
 }  # fmt: skip
+THINKS = {"enabled": True, "disabled": False}  # "adaptive" leaves it to the model
 
 
 class Tool(BaseModel):
@@ -51,6 +62,25 @@ class Tool(BaseModel):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ServerTool(BaseModel):
+    """A tool that Anthropic's servers run or describe, such as a search of the web."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: str
+    name: str | None = None
+
+
+def _kind_of_tool(tool: Any) -> Literal["own", "server"]:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "own" if kind in (None, "custom") else "server"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("own")] | Annotated[ServerTool, Tag("server")], Discriminator(_kind_of_tool)
+]
 
 
 class ToolChoice(BaseModel):
@@ -69,11 +99,17 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """The form of the text, in its newer place."""
+    """The form of the text, in its newer place; the effort and what is newer still changes nothing here."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
     format: OutputFormat | None = None
-    effort: str | None = None
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons first, where it can."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class MessagesRequest(Body):
@@ -85,11 +121,18 @@ class MessagesRequest(Body):
     messages: Items[dict[str, Any]]
     system: str | Items[dict[str, Any]] | None = None
     stop_sequences: Items[str] | None = None
-    tools: Items[Tool] | None = None
+    tools: Items[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     output_format: OutputFormat | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
     stream: bool | None = None
+
+
+class CountTokensRequest(MessagesRequest):
+    """The body of POST /v1/messages/count_tokens."""
+
+    max_tokens: int = 1
 
 
 class TextBlock(TypedDict, closed=True):
@@ -156,30 +199,33 @@ class MessageEvent(TypedDict, closed=True):
     error: NotRequired[MessageErrorFields]
 
 
-def chat_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of the same request to POST /v1/chat/completions.
+def chat_request(request: MessagesRequest) -> ChatRequest:
+    """Return the same request as a chat.
 
     Raises:
-        Problem: The body is wrong, or asks for what is not supported.
+        Problem: It asks for what is not supported.
     """
-    request = MessagesRequest.read(body)
     request.refuse_unsupported()
     messages = [made for each in request.messages for made in _messages(each)]
     if request.system:
         messages.insert(0, {"role": "system", "content": request.system})
     last = messages[-1] if messages else {}
-    return {
+    body = {
         **request.further, **_tools(request), **_format(request),
         "model": request.model, "max_tokens": request.max_tokens, "messages": messages,
         "stream": request.stream, "stop": request.stop_sequences, "n": 1,
         "continue_final_message": last.get("role") == "assistant" and not last.get("tool_calls"),
     }  # fmt: skip
+    thinks = None if request.thinking is None else THINKS.get(request.thinking.type)
+    servers = [each for each in request.tools or () if isinstance(each, ServerTool)]
+    ignored = tuple(dict.fromkeys(each.name or each.type for each in servers))
+    return ChatRequest.of(body, Further(cuts_length=True, thinks=thinks, ignored_tools=ignored))
 
 
 def _format(request: MessagesRequest) -> dict[str, Any]:
     """Return the field of chat completions for the form of the text, if it has one."""
     form = request.output_format or (request.output_config and request.output_config.format)
-    schema = {"json_schema": {"schema": form.schema_}} if form else {}
+    schema = {"json_schema": {"schema": form.schema_, "strict": True}} if form else {}
     return {"response_format": {"type": "json_schema", **schema}} if form else {}
 
 
@@ -191,10 +237,11 @@ def _tools(request: MessagesRequest) -> dict[str, Any]:
         {
             "type": "function",
             "function": {
-                "name": tool.name, "description": tool.description, "parameters": tool.input_schema
+                "name": tool.name, "description": tool.description, "parameters": tool.input_schema,
+                "strict": tool.strict,
             },
         }
-        for tool in request.tools or ()
+        for tool in request.tools or () if isinstance(tool, Tool)
     ]  # fmt: skip
     return {
         "tools": tools, "parallel_tool_calls": not choice.disable_parallel_tool_use,
@@ -207,7 +254,7 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     if not isinstance(content, list):
         return [message]
-    results, calls, texts = [], [], []
+    results, calls, texts, thoughts = [], [], [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "tool_result":
@@ -217,19 +264,23 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
         elif kind == "tool_use":
             function = {"name": part.get("name"), "arguments": part.get("input") or {}}
             calls.append({"id": part.get("id"), "type": "function", "function": function})
-        else:
+        elif kind == "thinking":
+            thoughts.append(str(part.get("thinking") or ""))
+        elif kind != "redacted_thinking":  # which only Anthropic's servers can read
             texts.append(part)  # chat completions refuse what is no text
     if results and not texts and not calls:
         return results
     kept = {"role": message.get("role"), "content": texts, "tool_calls": calls or None}
-    return [*results, kept]
+    reasoning = {REASONING: "\n".join(thoughts)} if any(thoughts) else {}
+    return [*results, kept | reasoning]
 
 
 def error_body(problem: Problem) -> MessageError:
     """Return a problem in the shape of this API."""
     default = "invalid_request_error" if problem.status < 500 else "overloaded_error"
     kind = "api_error" if problem.status == 500 else KINDS.get(problem.status, default)
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    message = problem.for_messages if isinstance(problem, TooLong) else problem.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessageReply(BlockReply):
@@ -237,11 +288,12 @@ class MessageReply(BlockReply):
 
     request, types = MessagesRequest, (Message, MessageEvent)
     route = "answer_messages"
+    lengths = LengthFields("messages")
     errors = (MessageError, Error)  # the second one before the route is reached
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> ChatRequest:
-        return ChatRequest.read(chat_body(body))
+        return chat_request(MessagesRequest.read(body))
 
     @staticmethod
     def failure(problem: Problem) -> MessageError:

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
 from foredraft.serve.about import Capabilities, Health, ModelCard, ModelList, Version
+from foredraft.serve.counting import COUNTERS
 from foredraft.serve.problems import Error
 from foredraft.serve.replies import Reply
 from foredraft.serve.shapes import SHAPES
@@ -41,10 +42,28 @@ LISTED = {
         "schema": {"type": "string"},
     }
 }  # fmt: skip
+NOTES = LISTED | {
+    "x-ignored-tools": {
+        "description": "Tools that are no functions, which the model does not see.",
+        "schema": {"type": "string"},
+    },
+    "x-unenforced-keywords": {
+        "description": "Places of keywords of schemas that the text is not constrained by.",
+        "schema": {"type": "string"},
+    },
+}
+BROKEN = {
+    "x-broken-keywords": {
+        "description": "Those of them that a call breaks, in a whole reply.", "schema": {"type": "string"}
+    }
+}  # fmt: skip
 SCHEME = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+
+
+EITHER = ("bearer", "x-api-key")
 
 
 def _described(
@@ -112,8 +131,8 @@ def _shape(shape: type[Reply]) -> dict[str, Any]:
     ids = ["x-request-id", *(["request-id"] if shape.own_headers else [])]
     return _described(
         shape.types[0], RUNS, body=shape.request, event=shape.types[1], text=bool(shape.done),
-        errors=shape.errors, headers=LISTED | dict.fromkeys(ids, REQUEST_ID),
-        schemes=("bearer", "x-api-key") if shape.own_headers else ("bearer",),
+        errors=shape.errors, headers=NOTES | BROKEN | dict.fromkeys(ids, REQUEST_ID),
+        schemes=EITHER if shape.own_headers else ("bearer",),
     )  # fmt: skip
 
 
@@ -122,17 +141,24 @@ ROUTES = {
     "/ready": _described(Health, STATE, schemes=()),
     "/metrics": _described(str, OPEN | {401: KEYED[401]}),
     "/version": _described(Version, OPEN, schemes=()),
-    "/v1/models": _described(ModelList, KEYED),
-    "/v1/models/{name}": _described(ModelCard, NAMED),
-    "/v1/capabilities": _described(Capabilities, KEYED),
+    "/v1/models": _described(ModelList, KEYED, schemes=EITHER),
+    "/v1/models/{name}": _described(ModelCard, NAMED, schemes=EITHER),
+    "/v1/capabilities": _described(Capabilities, KEYED, schemes=EITHER),
     "/tokenize": _described(Tokens, READS, body=TokenizeRequest, headers=LISTED),
     "/detokenize": _described(Text, READS, body=DetokenizeRequest, headers=LISTED),
     **{path: _shape(shape) for path, shape in SHAPES.items()},
+    **{
+        path: _described(
+            each.type, READS, body=each.request, errors=each.errors, headers=NOTES, schemes=EITHER
+        )
+        for path, each in COUNTERS.items()
+    },
 }
 TYPES = (
     Capabilities, Error, Health, ModelCard, ModelList, Text, Tokens, Version, TokenizeRequest,
     DetokenizeRequest,
     *(each for shape in SHAPES.values() for each in (shape.request, *shape.types, *shape.errors)),
+    *(each for counter in COUNTERS.values() for each in (counter.request, counter.type)),
 )  # fmt: skip
 
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Self
+from typing import NamedTuple, Self
 
 from typing_extensions import TypedDict
 
-from foredraft.errors import ForedraftError, Option, RequestError, python_spelling
+from foredraft.errors import ContextLengthError, ForedraftError, Option, RequestError, python_spelling
 from foredraft.llm.output import Output
 
-__all__ = ["FIELDS", "Error", "Problem", "as_problems", "busy", "check_output", "forget_frames", "of_error"]
+__all__ = [
+    "FIELDS",
+    "Error",
+    "LengthFields",
+    "Problem",
+    "TooLong",
+    "as_problems",
+    "busy",
+    "check_output",
+    "forget_frames",
+    "of_error",
+]
 
 # Options of the library -> fields of requests, where the names differ.
 FIELDS = {
@@ -78,21 +89,81 @@ class Problem(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+class LengthFields(NamedTuple):
+    """The fields of a shape of the API that decide how long a request is.
+
+    Attributes:
+        prompt: Holds the prompt.
+        new: Say how many new tokens are asked for; the first one that is given counts.
+        shorten: What makes the server shorten a prompt, as a remedy names it.
+    """
+
+    prompt: str
+    new: tuple[str, ...] = ()
+    shorten: str = ""
+
+    def asked(self, body: Mapping[str, object]) -> str | None:
+        """Return the field by which a body asks for a number of tokens; None where none does."""
+        return next((name for name in self.new if body.get(name) is not None), None)
+
+
+class TooLong(Problem):
+    """A prompt, perhaps with the tokens that are asked for, is longer than the context.
+
+    Clients know it by its code or by the beginning of its message: litellm and LangChain look for "this
+    model's maximum context length is" or "context_length_exceeded", and in messages for "prompt is too long"
+    (https://github.com/BerriAI/litellm, exception_mapping_utils.py; https://github.com/langchain-ai/langchain,
+    chat_models of libs/partners/openai and libs/partners/anthropic).
+
+    Args:
+        error: The library's.
+        fields: Of the request's shape.
+        asked: The field by which the request asks for a number of tokens; None where it leaves that open.
+    """
+
+    def __init__(self, error: ContextLengthError, fields: LengthFields, asked: str | None) -> None:
+        has, remedy = f"the prompt has {error.prompt}", f"shorten {fields.prompt}"
+        if asked is not None:
+            has += f" and {asked} asks for {error.new}"
+            remedy += f", or lower {asked}"
+        elif error.prompt < error.most:
+            has += f" and the reply needs {error.new}"
+        if fields.shorten and error.new < error.most:
+            remedy += f", or give {fields.shorten}"
+        if error.most < error.reach:
+            remedy += f", or start the server with a --max-length of up to {error.reach}"
+        super().__init__(
+            400, f"This model's maximum context length is {error.most} tokens, but {has}; {remedy}",
+            param=fields.prompt, code="context_length_exceeded",
+        )  # fmt: skip
+        self.for_messages = f"prompt is too long: {error.prompt} tokens > {error.most - error.new} maximum"
+
+
 def of_error(error: ForedraftError) -> Problem:
     """Return a user's mistake, or a request that failed, as a problem."""
     message = error.describe(lambda option: python_spelling(_field(option)))
     if not isinstance(error, RequestError):
         return Problem(500, message)
-    code = "context_length_exceeded" if "exceed the" in message else None
     option = error.option
-    return Problem(400, message, param=None if option is None else FIELDS.get(option, option), code=code)
+    return Problem(400, message, param=None if option is None else FIELDS.get(option, option))
 
 
 @contextmanager
-def as_problems() -> Iterator[None]:
-    """Turn errors of the library into problems."""
+def as_problems(
+    fields: LengthFields | None = None, body: Mapping[str, object] | None = None
+) -> Iterator[None]:
+    """Turn errors of the library into problems.
+
+    Args:
+        fields: Of the request's shape; None where nothing is generated.
+        body: Of the request.
+    """
     try:
         yield
+    except ContextLengthError as error:
+        if fields is None:
+            raise of_error(error) from error
+        raise TooLong(error, fields, fields.asked(body or {})) from error
     except ForedraftError as error:
         raise of_error(error) from error
 

@@ -6,6 +6,7 @@ the same parts as a stream: each sample comes in one piece then.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -16,11 +17,13 @@ from typing import Any, ClassVar, TypeAlias
 from foredraft.llm.output import Output, Piece
 from foredraft.serve.blocks import Blocks, Step
 from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Error, Problem, check_output
+from foredraft.serve.problems import Error, LengthFields, Problem, check_output
 from foredraft.serve.requests import Body, ChatRequest, CompletionRequest
 from foredraft.serve.token_texts import TokenTexts
 
 __all__ = ["BlockReply", "Event", "Reply", "Sample"]
+
+logger = logging.getLogger(__name__)
 
 Event: TypeAlias = Mapping[str, Any]  # the data of an event; its "type", if it has one, is the event's name
 
@@ -87,6 +90,7 @@ class Reply(ABC):
         errors: The types of a refusal's body.
         route: The name of its route.
         operation: What traces call it.
+        lengths: The fields that decide how long a request is.
         done: What ends a stream of events; a stream that it ends may come as plain text, too.
         own_headers: A key may come in `x-api-key`; the reply has its id in `request-id`.
     """
@@ -96,6 +100,7 @@ class Reply(ABC):
     errors: ClassVar[tuple[Any, ...]] = (Error,)
     route: ClassVar[str]
     operation: ClassVar[str] = "chat"
+    lengths: ClassVar[LengthFields]
     done: ClassVar[bytes] = b""
     own_headers: ClassVar[bool] = False
 
@@ -156,6 +161,18 @@ class Reply(ABC):
                     yield event
         for event in self.end():
             yield event
+        self.broken()
+
+    def broken(self) -> list[str]:
+        """Return what the calls break of their schemas, of what no grammar holds; the log has it, too."""
+        tools = self.job.tools
+        if tools is None or not tools.unenforced:
+            return []
+        calls = [call for sample in self.samples for call in sample.blocks.calls]
+        found = list(dict.fromkeys(place for call in calls for place in tools.broken(call)))
+        if found:
+            logger.warning("a call does not fit its schema: %s", ", ".join(found))
+        return found
 
     def begin(self) -> Iterable[Event]:
         """Return the events before the first token."""

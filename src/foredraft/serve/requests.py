@@ -6,11 +6,12 @@ as `user`, is taken; an unknown one is ignored, and the response lists it in the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, create_model
 
 from foredraft.arguments import declared, spelled_elsewhere
 from foredraft.arguments.values import Choice, Flag, Number, Strings, Value, Whole
@@ -23,10 +24,11 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.beside import without_collection
 from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
 from foredraft.serve.problems import FIELDS, Problem
+from foredraft.serve.schemas import Fitted
 from foredraft.serve.thinking import template_variables, thinking_after
-from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools
+from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema
 
-__all__ = ["Body", "ChatRequest", "CompletionRequest", "Items", "Job", "check_model"]
+__all__ = ["Body", "ChatRequest", "CompletionRequest", "Further", "Items", "Job", "check_model"]
 
 MAX_SAMPLES = 128  # of a prompt, as in the API
 MAX_LOGPROBS = 20  # alternatives to a token, as in the API
@@ -66,6 +68,7 @@ OTHER_FORM = {
 }
 # Further options of the library -> fields of requests. They have the same values.
 SHARED = {name: FIELDS.get(name, name) for name in declared(SamplingParams) if name not in OTHER_FORM}
+CLASS_NAME = re.compile(r" or instance of \w+$")  # at the end of what pydantic says of an object
 INSTEAD = {
     **{name: f"its name is {field}" for name, field in SHARED.items() if name != field},
     **{
@@ -148,7 +151,7 @@ class Body(BaseModel):
             with without_collection():
                 return cls.model_validate(body)
         except ValidationError as error:
-            raise _first(error) from None
+            raise _first(error, body) from None
 
     def refuse_unsupported(self) -> None:
         """Raise Problem for the first field that is not supported."""
@@ -226,10 +229,36 @@ class _Request(_Sampling):
         if form is not None and form.type == "json_object":
             options["json_object"] = True
         if form is not None and form.type == "json_schema":
-            if form.json_schema is None or form.json_schema.schema_ is None:
+            if self.answer is None:
                 raise Problem(400, "response_format.json_schema.schema is missing", param="response_format")
-            options["json_schema"] = form.json_schema.schema_
+            options["json_schema"] = self.answer.schema
         return options
+
+    @property
+    def answer(self) -> Fitted | None:
+        """The schema of the text, as a grammar holds it; None where the request has none."""
+        given = self.response_format
+        form = None if given is None or given.type != "json_schema" else given.json_schema
+        if form is None or form.schema_ is None:
+            return None
+        return fitted_schema(
+            "the answer", form.schema_, "response_format", strict=form.strict, close=form.strict
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """What a request in another shape of the API asks for beyond the fields of a chat.
+
+    Attributes:
+        cuts_length: As many new tokens as there is room for, where it asks for more.
+        thinks: Whether the reply begins with reasoning, for templates that can choose; None leaves it open.
+        ignored_tools: Tools that the server has no use for.
+    """
+
+    cuts_length: bool = False
+    thinks: bool | None = None
+    ignored_tools: tuple[str, ...] = ()
 
 
 class ChatRequest(_Request):
@@ -249,6 +278,19 @@ class ChatRequest(_Request):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     stop_in_reasoning: bool | None = None
+    _beyond: Further = PrivateAttr(default=Further())
+
+    @classmethod
+    def of(cls, body: dict[str, Any], beyond: Further) -> ChatRequest:
+        """Return the chat of a request in another shape; arguments and errors as `read`."""
+        request = cls.read(body)
+        request._beyond = beyond
+        return request
+
+    @property
+    def beyond(self) -> Further:
+        """What the request asks for beyond these fields."""
+        return self._beyond
 
 
 class CompletionRequest(_Request):
@@ -283,6 +325,8 @@ class Job:
         tools: That the reply may call.
         thinking: How the reply marks its reasoning; None where it has none.
         ignored: Names of unknown fields, and of variables that the chat template does not read.
+        ignored_tools: Tools that the model does not see.
+        unenforced: Places of keywords of schemas that no grammar holds.
     """
 
     prompts: list[list[int]]
@@ -298,6 +342,8 @@ class Job:
     tools: Tools | None = None
     thinking: Thinking | None = None
     ignored: tuple[str, ...] = ()
+    ignored_tools: tuple[str, ...] = ()
+    unenforced: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -333,6 +379,11 @@ class Job:
             tools=found.tools,
             thinking=found.thinking,
             ignored=tuple(sorted([*request.further, *found.unread])),
+            ignored_tools=request.beyond.ignored_tools if isinstance(request, ChatRequest) else (),
+            unenforced=(
+                *(() if found.tools is None else found.tools.unenforced),
+                *(() if request.answer is None else request.answer.left_out),
+            ),
         )  # fmt: skip
 
 
@@ -359,17 +410,36 @@ def check_model(name: str, names: tuple[str, ...]) -> None:
         )  # fmt: skip
 
 
-def _first(error: ValidationError) -> Problem:
-    """Return the first wrong type of a body as a problem that names the field."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
-    name = str(first["loc"][0]) if first["loc"] else None
-    return Problem(400, f"{path or 'the body'}: {first['msg']}", param=name)
+def _first(error: ValidationError, body: object) -> Problem:
+    """Return the first wrong field of a body as a problem that names it by its path.
+
+    A value that may have one of several types has an error for each of them; the one that lies deepest tells
+    the most.
+    """
+    errors = error.errors(include_url=False, include_input=False)
+    found = [(_path(each["loc"], body, missing=each["type"] == "missing"), each["msg"]) for each in errors]
+    path, message = max(
+        (each for each in found if each[0][:1] == found[0][0][:1]), key=lambda each: len(each[0])
+    )
+    says = CLASS_NAME.sub("", message)
+    return Problem(400, f"{'.'.join(path) or 'the body'}: {says}", param=path[0] if path else None)
 
 
-def _is_type_name(part: object) -> bool:
-    """Return whether a part of a path names a member of a union, as pydantic writes it."""
-    return isinstance(part, str) and (part in ("str", "int") or part.startswith("list["))
+def _path(parts: tuple[int | str, ...], body: object, *, missing: bool) -> list[str]:
+    """Return those parts of an error's path that lead through a body; pydantic's have names of types, too.
+
+    Args:
+        parts: The path.
+        body: The body.
+        missing: The last part is not in the body.
+    """
+    path, value = [], cast(Any, body)
+    for part in parts[:-1] if missing else parts:
+        known = range(len(value)) if isinstance(value, list) else value if isinstance(value, Mapping) else ()
+        if part in known:
+            value = value[part]
+            path.append(str(part))
+    return [*path, str(parts[-1])] if missing else path
 
 
 def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read:
@@ -383,8 +453,9 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read
         raise Problem(400, f"{min(taken)} is not a variable of a chat template", param="chat_template_kwargs")
     begun = _begun_reply(request) if request.continue_final_message else None
     tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer.chat)
+    thinks = request.beyond.thinks if request.enable_thinking is None else request.enable_thinking
     variables, unread = template_variables(
-        llm.tokenizer.chat, given, effort=request.reasoning_effort, thinks=request.enable_thinking,
+        llm.tokenizer.chat, given, effort=request.reasoning_effort, thinks=thinks,
         with_tools=tools is not None,
     )  # fmt: skip
     if request.add_generation_prompt is not None:
@@ -400,7 +471,10 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read
     text = _chat_prompt(llm.tokenizer, messages, variables)
     thinking = thinking_after(llm.tokenizer, text, begun, stops=bool(request.stop_in_reasoning))
     prompt = llm.tokenizer.encode(text, add_special_tokens=False)
-    options.setdefault("max_new_tokens", max(1, llm.max_length - len(prompt)))
+    room = max(1, llm.max_length - len(prompt))
+    options.setdefault("max_new_tokens", room)
+    if request.beyond.cuts_length:
+        options["max_new_tokens"] = min(options["max_new_tokens"], room)
     if request.max_completion_tokens is not None:
         options["max_new_tokens"] = request.max_completion_tokens
     if request.top_logprobs is not None and not request.logprobs:
@@ -458,8 +532,9 @@ def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:
     if grammar is not None:
         try:
             check_grammar("grammar", grammar)
-        except RequestError as error:
-            raise Problem(400, f"the parameters of a tool: {error}", param="tools") from None
+        except RequestError:  # each tool by itself is good
+            says = "the tools are too many, or their schemas too large together; give fewer"
+            raise Problem(400, says, param="tools") from None
         options["grammar"] = grammar
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NotRequired, TypeAlias, cast
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 from typing_extensions import TypedDict
 
 from foredraft.errors import shortened
 from foredraft.llm.output import Output
 from foredraft.serve.blocks import Block, Step
 from foredraft.serve.completions import PromptTokens
-from foredraft.serve.problems import Problem
+from foredraft.serve.items import messages_of_items
+from foredraft.serve.problems import LengthFields, Problem
 from foredraft.serve.replies import BlockReply, Event
-from foredraft.serve.requests import Body, ChatRequest, Items
+from foredraft.serve.requests import Body, ChatRequest, Further, Items
 from foredraft.serve.tool_calls import is_object
 from foredraft.serve.tools import Function
 
-__all__ = ["Response", "ResponseEvent", "ResponseReply", "ResponsesRequest"]
+__all__ = ["Response", "ResponseEvent", "ResponseReply", "ResponsesRequest", "chat_request"]
 
 HARMLESS = frozenset(
     "store user service_tier max_tool_calls"
@@ -33,7 +34,6 @@ REPEATED_OR: dict[str, Any] = {
 # Why a text ends that is not whole -> reason of the API.
 CUT = {"length": "max_output_tokens", "constraint": "content_filter"}
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
-TEXTS = ("input_text", "output_text")  # types of parts
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
     "messages": (None,), "max_tokens": (None,), "response_format": (None,), "n": (None, 1),
@@ -47,12 +47,50 @@ class Tool(Function):
     type: Literal["function"]
 
 
-class NamedChoice(BaseModel):
-    """The one function to call."""
+class OtherTool(BaseModel):
+    """A tool that is no function: one of OpenAI's servers, a namespace of functions, or one of free text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: str
+    name: str | None = None
+
+    @property
+    def shown(self) -> str:
+        return f"{self.type} {self.name}" if self.name else self.type
+
+
+def _kind_of_tool(tool: Any) -> Literal["function", "other"]:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind in (None, "function") else "other"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_kind_of_tool)
+]
+
+
+class AllowedTools(BaseModel):
+    """A choice of some of the tools; the model sees the other functions, too."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    type: Literal["function"]
-    name: str
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[OtherTool]
+
+
+def _kind_of_choice(choice: Any) -> Literal["word", "allowed", "named"]:
+    if isinstance(choice, str):
+        return "word"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
+AnyChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[OtherTool, Tag("named")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class ResponsesRequest(Body):
@@ -64,8 +102,8 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
-    tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tools: Items[AnyTool] | None = None
+    tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -173,68 +211,60 @@ class ResponseEvent(TypedDict, closed=True):
     param: NotRequired[str | None]
 
 
-def chat_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of the same request to POST /v1/chat/completions.
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    """Return the same request as a chat.
 
     Raises:
-        Problem: The body is wrong, or asks for what is not supported.
+        Problem: It asks for what is not supported.
     """
-    request = ResponsesRequest.read(body)
     request.refuse_unsupported()
     if LOGPROBS in (request.include or ()):
         raise Problem(400, f"{LOGPROBS} cannot be included", param="include", code="unsupported_parameter")
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    messages: list[dict[str, Any]] = []
-    for each in given:
-        _add(messages, each)
+    messages = messages_of_items(given)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     form = (request.text or {}).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
     tools = [
-        {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools or ()
+        {"type": "function", "function": tool.model_dump(exclude={"type"})}
+        for tool in request.tools or ()
+        if isinstance(tool, Tool)
     ]
-    choice: Any = request.tool_choice
-    if isinstance(choice, NamedChoice):
-        choice = {"type": "function", "function": {"name": choice.name}}
-    return {
+    others = [tool for tool in request.tools or () if isinstance(tool, OtherTool)]
+    body = {
         "reasoning_effort": (request.reasoning or {}).get("effort"),
         **request.further,
         "model": request.model, "messages": messages, "max_tokens": request.max_output_tokens,
-        "stream": request.stream, "response_format": form, "tools": tools, "tool_choice": choice,
+        "stream": request.stream, "response_format": form, "tools": tools,
+        "tool_choice": _choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls, "n": 1,
         "truncate_prompt": "left" if request.truncation == "auto" else None,
     }  # fmt: skip
+    return ChatRequest.of(body, Further(ignored_tools=tuple(dict.fromkeys(each.shown for each in others))))
 
 
-def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add an item of the input to the chat messages; a text and the calls after it are one message."""
-    kind = item.get("type", "message")
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if messages and messages[-1].get("role") == "assistant":
-            messages[-1].setdefault("tool_calls", []).append(call)
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
-        text = _texts(item.get("output"))
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-    elif kind == "message":
-        messages.append({"role": item.get("role"), "content": _texts(item.get("content"))})
-    else:
-        raise Problem(400, f"input items of type {shortened(kind)} are not supported", param="input")
+def _choice(choice: str | OtherTool | AllowedTools | None) -> Any:
+    """Return a choice of tools as chat completions take it.
+
+    Raises:
+        Problem: It names a tool that is no function.
+    """
+    if isinstance(choice, AllowedTools):
+        named = [_named(each) for each in choice.tools if each.type == "function"]
+        if not named:  # of those that are left out
+            return "none" if choice.mode == "auto" else _named(choice.tools[0] if choice.tools else choice)
+        return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": named}}
+    return _named(choice) if isinstance(choice, OtherTool) else choice
 
 
-def _texts(content: Any) -> Any:
-    """Return content with the parts of chat completions in place of this API's."""
-    if isinstance(content, list):
-        content = [
-            {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in TEXTS else part
-            for part in content
-        ]
-    return content
+def _named(choice: OtherTool | AllowedTools) -> dict[str, Any]:
+    """Return the choice of one function; errors as `_choice`."""
+    if choice.type != "function":
+        says = f"tool_choice names {shortened(choice.type)}, and this server calls functions only"
+        raise Problem(400, says, param="tool_choice", code="unsupported_parameter")
+    return {"type": "function", "function": {"name": getattr(choice, "name", None)}}
 
 
 class ResponseReply(BlockReply):
@@ -242,10 +272,11 @@ class ResponseReply(BlockReply):
 
     request, types = ResponsesRequest, (Response, ResponseEvent)
     route = "answer_responses"
+    lengths = LengthFields("input", ("max_output_tokens",), 'truncation "auto"')
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> ChatRequest:
-        return ChatRequest.read(chat_body(body))
+        return chat_request(ResponsesRequest.read(body))
 
     @staticmethod
     def failure(problem: Problem) -> Event:
@@ -311,6 +342,8 @@ class ResponseReply(BlockReply):
         repeated = {name: self.body.get(name) for name in REPEATED}
         for name, otherwise in REPEATED_OR.items():
             repeated[name] = otherwise if self.body.get(name) is None else self.body[name]
+        # those that the model sees
+        repeated["tools"] = [each for each in self.body.get("tools") or () if each.get("type") == "function"]
         output, status = self.sample.output, self._status()
         blocks = [] if output is None else self.sample.blocks.all
         reason = None if output is None else CUT.get(output.finish_reason)

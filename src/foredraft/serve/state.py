@@ -207,8 +207,11 @@ class App:
         client = Client.of(key, record.address)
         place = model.limits.take(count, client.name)
         try:
-            with as_problems():
+            with as_problems(shape.lengths, body):
                 job = await in_thread(record.size, Job.of, request, model.llm, model.names)
+                if job.ignored_tools:
+                    says = "the model does not see the tools that are no functions: %s"
+                    logger.warning(says, ", ".join(job.ignored_tools))
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
                 share = client.share(self.settings, request.cache_salt)

@@ -102,6 +102,9 @@ class CallReader:
 
     def __init__(self, format: CallFormat, names: Collection[str], most: int | None = None) -> None:
         self._format, self._names, self._most = format, frozenset(names), most
+        self._heads = [
+            f'{{"name":{json.dumps(name)},"{key}":{{' for name in names for key in ("arguments", "parameters")
+        ]
         self.calls: list[ToolCall] = []
         self.content = ""
         self._text = ""  # not yet decided
@@ -111,14 +114,20 @@ class CallReader:
         self._sent = 0  # characters of the object that are sent as arguments
         self._before = ""  # what stood before the object that is being read
         self._follows_call = False  # no content has come since the last call
+        self._cut = False  # a limit has ended the text
 
     def read(self, piece: str) -> list[Event]:
         """Return what a further piece of the text shows."""
         self._text += piece
         return self._settle(ended=False)
 
-    def end(self) -> list[Event]:
-        """Return what is left at the end of the text."""
+    def end(self, *, cut: bool = False) -> list[Event]:
+        """Return what is left at the end of the text.
+
+        Args:
+            cut: A limit ended the text, so the markup of a call that has only begun is no content.
+        """
+        self._cut = cut
         return self._settle(ended=True)
 
     def _settle(self, *, ended: bool) -> list[Event]:
@@ -144,9 +153,11 @@ class CallReader:
             self._show(events, len(self._text))
             return False
         before, marker, _ = self._text.partition(MARKER)
-        if not marker and not ended:
-            before = before[: len(before) - _overlap(before, MARKER)]
-        self._show(events, len(before if ended and not marker else before.rstrip()))
+        begun = 0 if marker or (ended and not self._cut) else _overlap(before, MARKER)
+        before = before[: len(before) - begun]
+        self._show(events, len(before if ended and not marker and not begun else before.rstrip()))
+        if ended and begun:
+            self._text = ""
         if marker:
             at = self._text.index(MARKER) + len(MARKER)
             before, self._text = self._text[:at], self._text[at:]
@@ -157,7 +168,9 @@ class CallReader:
         """Read what stands before a call where nothing marks it, or between two calls."""
         rest = self._text.lstrip() if self._format.marked else self._text.lstrip(BETWEEN)
         if self._format.marked:
-            if not ended and CLOSING.startswith(rest):
+            if CLOSING.startswith(rest):
+                if ended:
+                    self._text = ""
                 return False
             self._text, self._state = rest.removeprefix(CLOSING), "content"
             return True
@@ -166,6 +179,9 @@ class CallReader:
         else:
             rest = rest.removeprefix(self._format.first).lstrip()
         if not rest and not ended:
+            return False
+        if not rest and self._cut and self._text.strip():  # what stands before a call, and no call
+            self._text = ""
             return False
         if rest.startswith("{"):
             before, self._text = self._text.removesuffix(rest), rest
@@ -197,6 +213,9 @@ class CallReader:
             return False
         if end is None and self._call is not None:
             return False
+        if self._call is None and end is None and self._cut and self._is_begun():
+            self._text = ""
+            return False
         if self._call is None:  # no call after all
             self._text = self._before + self._text
             self._state = "content"
@@ -224,6 +243,13 @@ class CallReader:
             call.arguments = arguments
             events.append(("arguments", call, arguments))
         return call
+
+    def _is_begun(self) -> bool:
+        """Return whether a text that a limit has cut is the beginning of a call."""
+        given = "".join(self._text.split())
+        if self._format.marked:
+            return given[:1] in ("", "{")
+        return any(head.startswith(given) for head in self._heads)
 
     def _may_be_call(self) -> bool:
         begun = "".join(self._text[: 4 * len(BEGINNING)].split())

@@ -16,15 +16,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.constraints.compiling import WHITE_SPACE
-from foredraft.errors import shortened
+from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.conversation import Messages
 from foredraft.serve.problems import Problem
-from foredraft.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
+from foredraft.serve.schemas import Fitted, broken, fit
+from foredraft.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader, ToolCall
 
-__all__ = ["MAX_TOOLS", "Function", "Tool", "ToolChoice", "Tools"]
+__all__ = ["MAX_TOOLS", "Function", "Tool", "ToolChoice", "Tools", "fitted_schema"]
 
 MAX_TOOLS = 128
+MAX_PLACES = 5  # of a schema that an error names
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 SYSTEM = """You may call one or more functions. Their signatures are between <tools> and </tools>:
 <tools>
@@ -40,7 +42,7 @@ class Function(BaseModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")  # OpenAI's have 64 at most, Anthropic's 128
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -67,7 +69,25 @@ class NamedChoice(BaseModel):
     function: FunctionName
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, Field(union_mode="left_to_right")]
+class AllowedFunctions(BaseModel):
+    """Those of the tools that may be called, and whether one must be."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    mode: Literal["auto", "required"]
+    tools: list[NamedChoice] = Field(min_length=1)
+
+
+class AllowedChoice(BaseModel):
+    """A choice of some of the tools; the model sees the others, too."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +97,7 @@ class Tools:
     Attributes:
         functions: All that the prompt describes.
         callable: Those that may be called.
+        schemas: Of their arguments by name, as the grammar holds them.
         required: The text is calls and nothing else.
         parallel: Several calls are allowed.
         format: How the model writes calls.
@@ -85,6 +106,7 @@ class Tools:
 
     functions: tuple[Function, ...]
     callable: tuple[Function, ...]
+    schemas: Mapping[str, Fitted]
     required: bool
     parallel: bool
     format: CallFormat
@@ -97,7 +119,7 @@ class Tools:
         """Return the tools of a request; None where it has none, or none may be called.
 
         Raises:
-            Problem: The choice names no tool, or two tools have one name.
+            Problem: The choice names no tool, two tools have one name, or a schema cannot be used.
         """
         if not tools or chat is None:
             if choice not in (None, "none", "auto"):
@@ -109,20 +131,18 @@ class Tools:
             raise Problem(400, "two tools have the same name", param="tools")
         if choice == "none":
             return None
-        chosen = functions
+        chosen, required = functions, choice not in (None, "auto")
         if isinstance(choice, NamedChoice):
-            chosen = tuple(each for each in functions if each.name == choice.function.name)
-            if not chosen:
-                raise Problem(
-                    400,
-                    f"tool_choice names {shortened(choice.function.name)}, which is no tool",
-                    param="tool_choice",
-                )
+            chosen = _named(functions, [choice])
+        if isinstance(choice, AllowedChoice):
+            chosen = _named(functions, choice.allowed_tools.tools)
+            required = choice.allowed_tools.mode == "required"
         described = chat.reads_tools
         return cls(
             functions,
             chosen,
-            required=choice not in (None, "auto"),
+            {each.name: _schema(each) for each in chosen},
+            required=required,
             parallel=parallel is not False and not isinstance(choice, NamedChoice),
             format=_format(chat.source(with_tools=True)) if described else HERMES,
             described=described,
@@ -140,6 +160,18 @@ class Tools:
         reader.read(text)
         reader.end()
         return reader
+
+    @property
+    def unenforced(self) -> tuple[str, ...]:
+        """The keywords that the grammar does not hold, each with its tool and its place in the schema."""
+        return tuple(f"{name}: {place}" for name, each in self.schemas.items() for place in each.left_out)
+
+    def broken(self, call: ToolCall) -> list[str]:
+        """Return the places of the keywords that a call's arguments break, of those that no grammar holds."""
+        fitted = self.schemas.get(call.name)
+        if fitted is None or not fitted.left_out:
+            return []
+        return [f"{call.name}: {place}" for place in broken(fitted.whole, call.arguments)]
 
     def prompt(self, messages: Messages) -> tuple[Messages, dict[str, Any]]:
         """Return the messages and the further variables for the chat template."""
@@ -173,7 +205,7 @@ class Tools:
             opens = json.dumps({"name": function.name, form.arguments: 0})[:-2]
             lines += [
                 f"tool_{i}: {_quoted(opens)} args_{i} {_quoted('}')}",
-                f"args_{i}: %json {_json(function.parameters or NO_PARAMETERS)}",
+                f"args_{i}: %json {_json(self.schemas[function.name].schema)}",
             ]
         more = f" ({_quoted(form.between)} call)*" if self.parallel else ""
         lines.append(f"call: {_quoted(form.opens)} body {_quoted(form.closes)}")
@@ -195,6 +227,53 @@ class Tools:
             lines.append(r"FREE: /([^{ \n\t](.|\n)*)?/")
             start = "FREE | calls"
         return "\n".join([f"start: {start}", *lines])
+
+
+def _named(functions: tuple[Function, ...], choices: list[NamedChoice]) -> tuple[Function, ...]:
+    """Return the functions that choices name, in their own order.
+
+    Raises:
+        Problem: One is no tool.
+    """
+    names = [choice.function.name for choice in choices]
+    if unknown := [name for name in names if name not in {each.name for each in functions}]:
+        says = f"tool_choice names {shortened(unknown[0])}, which is no tool"
+        raise Problem(400, says, param="tool_choice")
+    return tuple(each for each in functions if each.name in names)
+
+
+def _schema(function: Function) -> Fitted:
+    """Return the schema of a function's arguments; errors as `fitted_schema`."""
+    given = function.parameters or NO_PARAMETERS
+    return fitted_schema(f"the tool {function.name!r}", given, "tools", strict=function.strict, close=True)
+
+
+def fitted_schema(
+    subject: str, schema: dict[str, Any], param: str, *, strict: bool | None, close: bool | None
+) -> Fitted:
+    """Return a schema as a grammar holds it.
+
+    Args:
+        subject: What has the schema, for the error.
+        schema: The schema.
+        param: The field that has it.
+        strict: The grammar must hold all of it.
+        close: Its objects take the properties that it lists alone.
+
+    Raises:
+        Problem: It is no schema, too large, or strict and has a keyword that no grammar holds.
+    """
+    try:
+        fitted = fit(schema, close=bool(close))
+    except RequestError as error:
+        raise Problem(400, f"the schema of {subject} {error}", param=param) from None
+    except RecursionError:
+        raise Problem(400, f"the schema of {subject} is nested too deeply", param=param) from None
+    if strict and fitted.left_out:
+        places = ", ".join(fitted.left_out[:MAX_PLACES])
+        says = f"{subject} is strict, but its schema has what is not supported: {places}"
+        raise Problem(400, f"{says}; leave that out, or strict", param=param)
+    return fitted
 
 
 def _format(template: str) -> CallFormat:

@@ -1,0 +1,11 @@
+"""JSON schemas of requests: fitted to what a grammar can hold, and checked for the rest.
+
+`fit` returns the schema for the grammar, and what it leaves out; `broken` checks arguments for that.
+"""
+
+from __future__ import annotations
+
+from foredraft.serve.schemas.checking import broken
+from foredraft.serve.schemas.fitting import Fitted, fit
+
+__all__ = ["Fitted", "broken", "fit"]
