@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from foredraft.errors import ConfigError
-from foredraft.serve import records
+from foredraft.serve import request_records
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
 
@@ -92,7 +92,7 @@ class Keys:
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-        records.current().key = name = self._names[matches.index(True)]
+        request_records.current().key = name = self._names[matches.index(True)]
         return name
 
 
