@@ -40,6 +40,7 @@ HARMLESS = frozenset("metadata service_tier container inference_geo".split())
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking": (None, {"type": "disabled"}), "mcp_servers": (None, []), "stop": (None,), "n": (None, 1),
     "logprobs": (None, False), "provenance": (None, False), "max_completion_tokens": (None,),
+    "return_token_ids": (None, False), "prompt_logprobs": (None,),
 }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ class MessagesRequest(Body):
     """The body of POST /v1/messages; fields of the library's own may be added."""
 
     harmless, unsupported = HARMLESS, UNSUPPORTED
-    model: str
+    model: str | None = None
     max_tokens: int
     messages: Items[dict[str, Any]]
     system: str | Items[dict[str, Any]] | None = None

@@ -16,6 +16,7 @@ from foredraft.serve.blocks import Blocks, Step
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Error, Problem, check_output
 from foredraft.serve.requests import Body, ChatRequest, CompletionRequest
+from foredraft.serve.scored_text import ScoredText, ShownToken
 from foredraft.serve.token_texts import TokenTexts
 
 __all__ = ["BlockReply", "Event", "Reply", "Sample"]
@@ -26,24 +27,38 @@ Event: TypeAlias = Mapping[str, Any]  # the data of an event; its "type", if it 
 class Sample:
     """One sample of a request, as far as it has come.
 
+    Args:
+        index: Among the samples of all prompts.
+        blocks: Of its text.
+        scored: Its text with scores, where the request asks for them.
+
     Attributes:
         index: Among the samples of all prompts.
         blocks: Of its text.
         tokens: How many it has.
+        shown: The scored tokens that the last pieces added to the content.
+        told: All of them so far.
         output: Once it has ended.
     """
 
-    def __init__(self, index: int, blocks: Blocks) -> None:
-        self.index, self.blocks = index, blocks
+    def __init__(self, index: int, blocks: Blocks, scored: ScoredText | None = None) -> None:
+        self.index, self.blocks, self._scored = index, blocks, scored
         self.tokens = 0
+        self.shown: list[ShownToken] = []
+        self.told: list[ShownToken] = []
         self.output: Output | None = None
 
     def take(self, pieces: list[Piece]) -> list[Step]:
         """Take further pieces; return what they add to the blocks."""
         self.output = pieces[-1].output
         self.tokens += sum(len(piece.token_ids) for piece in pieces)
-        text = "".join(piece.text or "" for piece in pieces)
-        return self.blocks.read(text, ended=self.output is not None)
+        ended = self.output is not None
+        if self._scored is None:
+            return self.blocks.read("".join(piece.text or "" for piece in pieces), ended=ended)
+        steps = self.blocks.read(self._scored.add(pieces), ended=ended)
+        self.shown = self._scored.shown(steps, ended=ended)
+        self.told += self.shown
+        return steps
 
 
 class Reply(ABC):
@@ -80,7 +95,15 @@ class Reply(ABC):
         self.id, self.model, self.body, self.texts = id, model, body, texts
         self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
         self.created = int(time.time())
-        self.samples = [Sample(index, Blocks(self.job.tools)) for index in range(self.job.samples)]
+        self.samples = [
+            Sample(index, Blocks(self.job.tools), self._scored_text()) for index in range(self.job.samples)
+        ]
+
+    def _scored_text(self) -> ScoredText | None:
+        """Return the scored text of a sample; None where the request asks for no scores."""
+        if self.job.params.logprobs is None:
+            return None
+        return ScoredText(self.texts, hides=not self.job.show_special, counts=self.job.echo)
 
     @classmethod
     @abstractmethod
