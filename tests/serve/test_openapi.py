@@ -106,7 +106,8 @@ def test_further_replies_have_the_documented_types(served: Served) -> None:
     found = document(served)
     for path, method, body in (
         ("/health", "get", None), ("/ready", "get", None), ("/version", "get", None), ("/v1/models", "get", None),
-        ("/v1/capabilities", "get", None), ("/tokenize", "post", {"prompt": "x"}), ("/detokenize", "post", {"tokens": [5]}),
+        ("/v1/capabilities", "get", None), ("/tokenize", "post", {"prompt": "x"}),
+        ("/tokenize", "post", {"messages": MESSAGES}), ("/tokenizer_info", "get", None), ("/detokenize", "post", {"tokens": [5]}),
     ):  # fmt: skip
         reply = served.client.request(method, path, json=body)
         jsonschema.validate(reply.json(), schema_of(found, path, method, 200))

@@ -16,7 +16,7 @@ from foredraft.serve.about import Capabilities, Health, ModelCard, ModelList, Ve
 from foredraft.serve.problems import Error
 from foredraft.serve.replies import Reply
 from foredraft.serve.shapes import SHAPES
-from foredraft.serve.tokens import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from foredraft.serve.tokens import DetokenizeRequest, Text, TokenizeRequest, TokenizerInfo, Tokens
 
 __all__ = ["document"]
 
@@ -126,10 +126,11 @@ ROUTES = {
     "/v1/capabilities": _described(Capabilities, KEYED),
     "/tokenize": _described(Tokens, READS, body=TokenizeRequest, headers=LISTED),
     "/detokenize": _described(Text, READS, body=DetokenizeRequest, headers=LISTED),
+    "/tokenizer_info": _described(TokenizerInfo, KEYED | {400: "The model has no tokenizer."}),
     **{path: _shape(shape) for path, shape in SHAPES.items()},
 }
 TYPES = (
-    Capabilities, Error, Health, ModelCard, ModelList, Text, Tokens, Version, TokenizeRequest,
+    Capabilities, Error, Health, ModelCard, ModelList, Text, TokenizerInfo, Tokens, Version, TokenizeRequest,
     DetokenizeRequest,
     *(each for shape in SHAPES.values() for each in (shape.request, *shape.types, *shape.errors)),
 )  # fmt: skip
