@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import foredraft
 from foredraft.llm import LLM
 from foredraft.serve.settings import Settings
+from tests.support.checkpoints import save_checkpoint
 from tests.support.serving import Served, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
@@ -34,11 +37,13 @@ def test_a_conversation_has_the_tokens_of_its_chat(served: Served, llm: LLM) -> 
     assert len(tokens(served, messages=MESSAGES, tools=tools)) == usage["prompt_tokens"]
 
 
-def test_content_is_llama_cpp_s_name_of_the_text(served: Served, llm: LLM) -> None:
-    assert llm.tokenizer is not None
-    assert tokens(served, content=PROMPT) == llm.tokenizer.encode(PROMPT, False)
-    assert tokens(served, content=PROMPT, add_special=True) == llm.tokenizer.encode(PROMPT)
-    assert tokens(served, prompt=PROMPT) == llm.tokenizer.encode(PROMPT)
+def test_content_is_llama_cpp_s_name_of_the_text(tmp_path: Path) -> None:
+    """Its special tokens are added on request alone; this tokenizer puts <s>, id 1, in front."""
+    path = save_checkpoint(tmp_path / "model", tokenizer=True)
+    with foredraft.load(path, device="cpu", max_length=64) as own, serving(own) as served:
+        bare = tokens(served, content="a b")
+        assert bare == tokens(served, prompt="a b", add_special_tokens=False) and 1 not in bare
+        assert tokens(served, content="a b", add_special=True) == tokens(served, prompt="a b") == [1, *bare]
 
 
 @pytest.mark.parametrize(

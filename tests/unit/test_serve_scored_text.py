@@ -146,10 +146,11 @@ def test_a_character_that_a_limit_cuts_is_not_told() -> None:
 
 @pytest.mark.parametrize("hides", [True, False])
 def test_special_tokens_are_told_where_the_text_has_them(hides: bool) -> None:
-    text, _, parts = told([*ids_of("a b"), 0, *ids_of(" c"), END], [2], hides=hides)
+    ids = [*ids_of("a b"), 0, *ids_of(f"{EMOJI} c"), END]
+    text, _, parts = told(ids, [2], hides=hides)
     tokens = [each for _, more in parts for each in more]
-    assert texts(tokens) == text == ("a b c" if hides else "a b<pad> c</s>")
-    assert (END in [each.score.token_id for each in tokens]) is not hides
+    assert texts(tokens) == text == (f"a b{EMOJI} c" if hides else f"a b<pad>{EMOJI} c</s>")
+    assert [each.score.token_id for each in tokens] == [id for id in ids if not hides or id not in (0, END)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 400])
