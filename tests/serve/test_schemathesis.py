@@ -17,6 +17,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
+from foredraft.serve.text_forms import FORMS
 from tests.support.serving import Served, load_chat, serving
 
 CHECKS = [
@@ -51,7 +52,7 @@ def bounded(body: dict[str, Any], luck: int) -> None:
         body["max_output_tokens" if "input" in body else "max_tokens"] = 4
     if type(body.get("n")) is int and 4 < body["n"] <= 128:
         body["n"] = 4
-    for name in ("regex", "grammar", "drafter", "response_format", "rollback") if luck % 2 else ():
+    for name in (*FORMS, "drafter", "response_format", "rollback", "n_predict") if luck % 2 else ():
         body.pop(name, None)  # few texts that are made up are a grammar, or a drafter's name
 
 

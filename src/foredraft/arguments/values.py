@@ -17,6 +17,7 @@ __all__ = [
     "Choice",
     "File",
     "Flag",
+    "Ids",
     "Name",
     "Number",
     "Source",
@@ -189,6 +190,25 @@ class Strings(Value):
         if not fits or len(several) < self.least:
             raise Unfit(self.remedy(given))
         return tuple(dict.fromkeys(several))
+
+
+@dataclass(frozen=True, slots=True)
+class Ids(Value):
+    """Several token ids, kept as a tuple without repetitions.
+
+    Args:
+        what: What to give, for the remedy.
+        least: How many they must be at least.
+    """
+
+    what: Text = "a list of whole token ids"
+    least: int = 0
+
+    def read(self, given: Any) -> tuple[int, ...]:
+        fits = isinstance(given, tuple | list) and all(is_whole(each, 0, MAX_WHOLE) for each in given)
+        if not fits or len(given) < self.least:
+            raise Unfit(self.remedy(given))
+        return tuple(dict.fromkeys(given))
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -31,7 +31,9 @@ CONSTRAINTS = {
     "json_schema": option(
         str, "The JSON schema of the text: a file, or the schema itself, which begins with {."
     ),
-    "grammar": option(Path, "A file with a context-free grammar of the text, in llguidance's Lark dialect."),
+    "grammar": option(
+        Path, "A file with a context-free grammar of the text, in llguidance's Lark dialect or in GBNF."
+    ),
 }
 
 if TYPE_CHECKING:

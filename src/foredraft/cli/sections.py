@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypedDict
 from cyclopts import Group, Parameter
 
 from foredraft.arguments import Declared, declared
-from foredraft.arguments.values import Choice, File, Flag, Number, Strings, Whole
+from foredraft.arguments.values import Choice, File, Flag, Ids, Number, Strings, Whole
 from foredraft.decode.params import SamplingParams
 from foredraft.kinds.load_options import LoadOptions
 
@@ -26,6 +26,7 @@ NONE: Final[Given] = MappingProxyType({})
 # The options that most people need: all that `--help` shows. `--help-all` shows every option in its section.
 COMMON = Group("Options", help="All options: --help-all.", sort_key=0)
 Repeatable = Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=False, show_default=False)]
+RepeatableIds = Annotated[tuple[int, ...], Parameter(negative=(), consume_multiple=False, show_default=False)]
 DECLARED = {
     **declared(SamplingParams),
     **declared(LoadOptions),
@@ -92,6 +93,8 @@ def _type(each: Declared, default: str | None, more: str) -> Any:
             kind = Path
         case Strings():
             kind, more = Repeatable, f"Repeatable. {more}".strip()
+        case Ids():
+            kind, more = RepeatableIds, f"Repeatable. {more}".strip()
     return option(kind, _help(each, default, more), **how)
 
 

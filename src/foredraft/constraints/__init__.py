@@ -1,4 +1,4 @@
-"""Constraints that requests ask for: banned text, regular expressions, JSON schemas and grammars.
+"""Constraints that requests ask for: allowed tokens, banned text, regular expressions, schemas and grammars.
 
 `ConstraintFactory` makes them from sampling parameters. Automata are shared by all requests with the same
 options, and a compiled grammar by the samples of one request; state belongs to one sequence.
@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import count
 
 from foredraft.constraints.after_thinking import AfterThinking
+from foredraft.constraints.allowed import AllowedTokens, mask_of
 from foredraft.constraints.ban_list import BanList, Phrases
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.combined import Combined
@@ -81,9 +82,11 @@ class ConstraintFactory:
         Raises:
             RequestError: A grammar is invalid or asks for what is not supported, or no text is allowed.
         """
-        if not params.ban and params.text_grammar is None:
+        ids = params.allowed_token_ids
+        if not params.ban and params.text_grammar is None and ids is None:
             return lambda: None
-        ends = frozenset[int]() if params.ignore_eos else self._ends
+        ends = params.ends(self._ends)
+        allowed = None if ids is None else mask_of(ids, self._vocabulary)
         banned = self._ban_maker(prompt, params, ends, show_special) if params.ban else None
         grammar = self._grammar_maker(*params.text_grammar) if params.text_grammar is not None else None
         waits = None if thinking is None or grammar is None else self._thinking_tokens(thinking.markers)
@@ -96,13 +99,16 @@ class ConstraintFactory:
                 part = grammar()
                 begun = thinking is not None and thinking.begun
                 parts[params.text_grammar[0]] = part if waits is None else AfterThinking(waits, begun, part)
+            if allowed is not None:
+                parts["allowed_token_ids"] = AllowedTokens(allowed)
             if len(parts) == 1 and not (ends and params.min_new_tokens):
                 return Guarded(next(iter(parts.values())))
             return Guarded(Combined(parts, ends, params.min_new_tokens))
 
         first = make(None)  # of the content, wherever that begins
         if params.max_new_tokens and first.at_dead_end:
-            option = "ban" if params.text_grammar is None else params.text_grammar[0]
+            option = "ban" if params.ban else "allowed_token_ids"
+            option = option if params.text_grammar is None else params.text_grammar[0]
             if first.failed is not None:
                 raise RequestError(f"cannot be used: {first.failed}", option=option, remedy=SIMPLER)
             raise RequestError("leaves no token to begin with", option=option, remedy="allow some text")

@@ -11,6 +11,7 @@ import re
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from foredraft.constraints.gbnf import is_gbnf, lark_of
 from foredraft.constraints.pace import Pace
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
@@ -81,7 +82,7 @@ def compile_grammar(option: str, text: str, tokenizer: LLTokenizer, pace: Pace) 
     Args:
         option: "regex", "choices", "json_schema", "json_object" or "grammar".
         text: The regular expression, which choices are, too; the schema as JSON; or the grammar in
-            llguidance's Lark dialect.
+            llguidance's Lark dialect or in GBNF.
         tokenizer: Of the target.
         pace: Of the request.
 
@@ -112,7 +113,7 @@ def _source(option: str, text: str) -> str:
     if option in ("regex", "choices"):
         return LLMatcher.grammar_from_regex(text)
     if option == "grammar":
-        return LLMatcher.grammar_from_lark(text)
+        return LLMatcher.grammar_from_lark(lark_of(option, text) if is_gbnf(text) else text)
     try:
         return LLMatcher.grammar_from_json_schema(
             json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}

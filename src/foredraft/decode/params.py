@@ -18,6 +18,7 @@ from foredraft.arguments.values import (
     MAX_WHOLE,
     Choice,
     Flag,
+    Ids,
     Name,
     Number,
     Strings,
@@ -118,12 +119,14 @@ class SamplingKeywords(TypedDict, total=False):
     max_new_tokens: int
     ignore_eos: bool
     stop: str | tuple[str, ...] | list[str]
+    stop_token_ids: tuple[int, ...] | list[int]
     include_stop: bool
     seed: int | None
     logprobs: int | None
     prompt_logprobs: int | None
     acceptance: RuleName | None
     rollback: float | None
+    allowed_token_ids: tuple[int, ...] | list[int] | None
     ban: str | tuple[str, ...] | list[str]
     ban_mode: Literal["mask", "rollback"]
     ban_ignore_case: bool
@@ -161,7 +164,8 @@ class SamplingParams:
         max_new_tokens: Longest text, in new tokens; 0 only scores the prompt (`prompt_logprobs`).
         ignore_eos: Treat end-of-text tokens like any other.
         stop: A string or several; the text ends before the first one that is complete.
-        include_stop: Keep the stop string at the end of the text.
+        stop_token_ids: Token ids that end the text, beside the model's own.
+        include_stop: Keep the stop string, or the text of the stop token, at the end of the text.
         seed: Random seed, for reproducible text. Default: a fresh one, which the output reports.
         logprobs: Score every new token, each with this many of the likeliest tokens. Default: off.
         prompt_logprobs: Score the prompt's tokens in the same way. Default: off.
@@ -171,6 +175,8 @@ class SamplingParams:
         rollback: With acceptance rule "bild", a draft is cut at the first token whose surprise -log p under
             the target exceeds this many nats. 0 gives plain decoding's text at temperature 0, and keeps only
             tokens of probability 1 above it. Default: 5.
+        allowed_token_ids: The only token ids that may be drawn; an end of the text must be among them, or the
+            text ends at its longest length. Default: all.
         ban: A string or several that the text must not contain, however they are cut into tokens.
         ban_mode: "mask" gives a token that would complete banned text probability 0. "rollback" takes back
             text that turned out to be banned, and draws again without the token that began it.
@@ -183,7 +189,7 @@ class SamplingParams:
         json_schema: A JSON schema of the text: a mapping, JSON, or a model class of pydantic. A keyword that
             is not supported is refused by name.
         json_object: The text is a JSON object, whatever its members.
-        grammar: A context-free grammar of the text, in llguidance's Lark dialect.
+        grammar: A context-free grammar of the text, in llguidance's Lark dialect or in llama.cpp's GBNF.
         prediction: What the text will probably be, such as a file before an edit: text, or token ids. Drafts
             copy it where the output agrees with it; the output is the same without it.
         drafter: "none" for plain decoding, the name of a loaded drafter, or "auto" for the one that pays most
@@ -220,6 +226,7 @@ class SamplingParams:
     )
     ignore_eos: bool = field(default=False, metadata=option(Flag()))
     stop: str | tuple[str, ...] | list[str] = field(default=(), metadata=option(Strings()))
+    stop_token_ids: tuple[int, ...] | list[int] = field(default=(), metadata=option(Ids()))
     include_stop: bool = field(default=False, metadata=option(Flag()))
     seed: int | None = field(
         default=None, metadata=option(Whole("0 to 2**63 - 1", most=2**63 - 1), elsewhere="-s")
@@ -232,6 +239,9 @@ class SamplingParams:
     )
     rollback: float | None = field(
         default=None, metadata=option(Number("0 nats or more, or leave it out", most=math.inf))
+    )
+    allowed_token_ids: tuple[int, ...] | list[int] | None = field(
+        default=None, metadata=option(Ids("a list of whole token ids, 1 or more", least=1))
     )
     ban: str | tuple[str, ...] | list[str] = field(
         default=(), metadata=option(Strings(), elsewhere="bad_words banned_strings")
@@ -351,6 +361,10 @@ class SamplingParams:
         if self.bound is None or not self.greedy:
             return self
         return self.replace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+
+    def ends(self, eos: frozenset[int]) -> frozenset[int]:
+        """Return the ids that end the text, where those of the model are `eos`."""
+        return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
 
     @property
     def penalised(self) -> bool:

@@ -69,8 +69,7 @@ class Bar:
         if ends is None:
             return None
         barred = [
-            sorted(own) if p.min_new_tokens and not p.ignore_eos else []
-            for p, own in zip(params, ends, strict=True)
+            sorted(p.ends(own)) if p.min_new_tokens else [] for p, own in zip(params, ends, strict=True)
         ]
         if not any(barred):
             return None

@@ -34,7 +34,7 @@ class State(StrEnum):
 
 
 class Finish(StrEnum):
-    EOS = "eos"
+    EOS = "eos"  # or a stop token
     STOP = "stop"  # a stop string
     LENGTH = "length"
     CONSTRAINT = "constraint"  # no token was allowed, or too many were taken back
@@ -76,6 +76,7 @@ class Sequence:
     # of the prompt's tokens, where the request gives `prompt_logprobs`; siblings share the list
     prompt_scores: list[Score | None] = field(default_factory=list)
 
+    ends: frozenset[int] = field(init=False)  # ids that end the text, by the model or by the request
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
     origins: list[Origin] = field(default_factory=list)  # of the new ids
     scores: list[Score] = field(default_factory=list)  # of the new ids, where the request gives `logprobs`
@@ -100,6 +101,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.ends = self.params.ends(self.eos)
         self.constraint = guarded(self.constraint)
         if self.params.penalised:
             self.token_counts = TokenCounts(self.prompt)
@@ -194,7 +196,7 @@ class Sequence:
 
     def _end(self, token: int) -> Finish | None:
         """Return why the text ends with the token just appended; None where it goes on."""
-        ended = token in self.eos and not self.params.ignore_eos
+        ended = token in self.ends
         if self.params.stop:
             self.update_text(ended)
             if self.text_buffer is not None and self.text_buffer.stopped_by is not None:

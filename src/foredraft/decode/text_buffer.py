@@ -18,7 +18,7 @@ the text's sequence ends with the error (`guarded`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +85,7 @@ class TextBuffer:
         detokenizer: Makes a fresh detokenizer at the sequence's beginning.
         stops: Strings that end the text, or their automaton, which sequences may share.
         ends: Tokens that are stop strings by themselves and show no text.
+        silent: Tokens that add no text, because the text ends before them.
         include: Keep the stop string in the text.
         least: A stop string that is complete before so many tokens does not end the text.
         thinking: How thinking is marked in it; None where there is none.
@@ -100,12 +101,13 @@ class TextBuffer:
         stops: Seq[str] | StopAutomaton = (),
         *,
         ends: Mapping[int, str] | None = None,
+        silent: Collection[int] = (),
         include: bool = False,
         least: int = 0,
         thinking: Thinking | None = None,
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        self._fresh, self._ends = detokenizer, ends or {}
+        self._fresh, self._ends, self._silent = detokenizer, ends or {}, frozenset(silent)
         self._include, self._least = include, least
         self._thinking, self._marks = thinking, marks or {}
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(tuple(stops))
@@ -134,7 +136,8 @@ class TextBuffer:
         """
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            piece = self._decoded(partial(self._detokenizer.push, [token]), "")
+            shown = [] if token in self._silent else [token]
+            piece = self._decoded(partial(self._detokenizer.push, shown), "")
             self.pieces.append(piece + self._marks.get(token, ""))
             if self._automaton.start.next and not (ended and count == len(tokens)):
                 self._look(token)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from foredraft.constraints import ConstraintFactory
+from foredraft.constraints.allowed import AllowedTokens, mask_of
 from foredraft.constraints.kept import Kept
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import Stepper
@@ -160,11 +161,12 @@ class Requests:
     def _check_params(self, params: SamplingParams, n: int) -> None:
         """Check what depends on the model or on `n`; SamplingParams checks the rest."""
         size = self.loaded.spec.vocab_size
-        for token in params.logit_bias or {}:
-            if token >= size:
-                raise RequestError(
-                    f"names token {token}", option="logit_bias", remedy=f"give ids from 0 to {size - 1}"
-                )
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= size:
+                    raise RequestError(
+                        f"names token {token}", option=name, remedy=f"give ids from 0 to {size - 1}"
+                    )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > size:
@@ -189,7 +191,10 @@ class Requests:
     ) -> Callable[[], Constraint | None]:
         """Return a function that makes each sequence's constraint, None where the request asks for none."""
         if self.constraints is None:
-            return lambda: None
+            if params.allowed_token_ids is None:
+                return lambda: None
+            mask = mask_of(params.allowed_token_ids, self.loaded.spec.vocab_size)
+            return lambda: AllowedTokens(mask)
         return self.constraints.maker(prompt, params, show_special=show_special, thinking=thinking)
 
     def _text_buffer(
@@ -207,6 +212,7 @@ class Requests:
             lambda: tokenizer.detokenizer(after=prompt, skip_special=not show_special),
             stops,
             ends={} if show_special else tokenizer.special_ids(params.stop),
+            silent=() if params.include_stop else params.stop_token_ids,
             include=params.include_stop,
             least=params.min_new_tokens,
             thinking=thinking,

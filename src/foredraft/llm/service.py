@@ -31,13 +31,18 @@ class Ticket:
     """A request of a service.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt as it is read.
+        prompt: The ids of the prompt as it is read.
         owner: Whatever the program gave.
     """
 
     def __init__(self, pieces: list[Pieces], owner: Any) -> None:
         self.pieces, self.owner = pieces, owner
-        self.prompt_tokens = len(pieces[0].sequence.prompt)
+        self.prompt = pieces[0].sequence.prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as it is read."""
+        return len(self.prompt)
 
     @property
     def sequences(self) -> list[Sequence]:

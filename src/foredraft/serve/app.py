@@ -32,11 +32,11 @@ from foredraft.serve.replies import Event, Reply
 from foredraft.serve.request_records import Recording, current
 from foredraft.serve.requests import Job, check_model
 from foredraft.serve.settings import Settings
-from foredraft.serve.shapes import SHAPES
+from foredraft.serve.shapes import SHAPES, SHORT
 from foredraft.serve.sockets import Socket
 from foredraft.serve.state import App, Loader, Model
 from foredraft.serve.streaming import SSE_HEADERS, plain_text, server_sent
-from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest
+from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest, tokenizer_info
 
 __all__ = ["create_app"]
 
@@ -134,6 +134,10 @@ def _add_models(app: FastAPI, state: App) -> None:
         check_model(name, model.names)
         return JSONResponse(card(model, name))
 
+    @app.get("/tokenizer_info", name="tokenizer_info")
+    async def shown_tokenizer(request: Request) -> Response:
+        return JSONResponse(tokenizer_info(ready(request)))
+
     @app.get("/v1/capabilities", name="capabilities")
     async def shown_capabilities(request: Request) -> Response:
         return JSONResponse(capabilities(ready(request)))
@@ -181,6 +185,9 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
         return _Stream(
             generations, reply, server_sent(events, shape.done), "text/event-stream", more | SSE_HEADERS
         )
+
+    for short in (each for each, long in SHORT.items() if long == path):
+        app.post(short, include_in_schema=False)(generate)
 
 
 def _add_counter(app: FastAPI, state: App, path: str, counter: Counter) -> None:

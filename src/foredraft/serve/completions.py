@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, Literal, NotRequired, TypeAlias, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, Generic, Literal, NotRequired, TypeAlias, Type
 from typing_extensions import TypedDict
 
 import foredraft
-from foredraft.decode.scores import Score
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.stats import Stats
 from foredraft.kinds import PREDICTION
 from foredraft.llm.output import Output, Piece
@@ -19,7 +18,7 @@ from foredraft.serve.problems import Error, LengthFields, Problem, check_output
 from foredraft.serve.provenance import Origin, Provenance, Round
 from foredraft.serve.replies import Reply, Sample
 from foredraft.serve.requests import ChatRequest, CompletionRequest
-from foredraft.serve.token_texts import ChatLogprobs, CompletionLogprobs, Offsets
+from foredraft.serve.token_texts import ChatLogprobs, CompletionLogprobs, Offsets, PromptScore
 
 __all__ = ["Chat", "ChatChunk", "ChatReply", "Completion", "CompletionChunk", "CompletionReply"]
 
@@ -91,14 +90,18 @@ class Chunk(Head):
 
 
 class Choice(TypedDict):
-    """A choice of a whole reply; what follows its reason is no part of the API."""
+    """A choice of a whole reply; what follows its reason is no part of the API.
+
+    `stop_reason` is the stop string that ended the text, or the id of `stop_token_ids`.
+    """
 
     index: int
     finish_reason: Reason
-    stop_reason: str | None
+    stop_reason: str | int | None
     seed: int
     lossless: bool
     deterministic: bool
+    token_ids: NotRequired[list[int]]
     provenance: NotRequired[list[Origin]]
     trace: NotRequired[list[Round]]
 
@@ -108,10 +111,11 @@ class Part(TypedDict):
 
     index: int
     finish_reason: Reason | None
-    stop_reason: NotRequired[str | None]
+    stop_reason: NotRequired[str | int | None]
     seed: NotRequired[int]
     lossless: NotRequired[bool]
     deterministic: NotRequired[bool]
+    token_ids: NotRequired[list[int]]
     provenance: NotRequired[list[Origin]]
     trace: NotRequired[list[Round]]
 
@@ -148,6 +152,8 @@ class Chat(Whole, closed=True):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptScore] | None]]
 
 
 class FunctionPart(TypedDict, closed=True):
@@ -180,11 +186,14 @@ class ChatChunk(Chunk, closed=True):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPart]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class CompletionChoice(Choice, closed=True):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptScore] | None]]
 
 
 class Completion(Whole, closed=True):
@@ -197,6 +206,7 @@ class Completion(Whole, closed=True):
 class CompletionPart(Part, closed=True):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class CompletionChunk(Chunk, closed=True):
@@ -237,26 +247,33 @@ class _Reply(Reply, Generic[C, P]):
         steps, output = sample.take(pieces), sample.output
         if output is not None:
             check_output(output)
-        scores, first = _scores(pieces, self._echoed(sample)), sample.index not in self._begun
+        first = sample.index not in self._begun
+        scores = self.logprobs(sample, pieces, first=first)
         origins, rounds = self._provenance[sample.index].add(pieces) if self.job.provenance else ([], [])
+        ids = [id for piece in pieces for id in piece.token_ids] if self.job.token_ids else []
         self._begun.add(sample.index)
         added = self.added(sample, steps, first=first)
-        if not added and (scores or origins or rounds):
+        if not added and (scores or origins or rounds or ids):
             added = [self.silence]
         parts = [self.choice_part(sample, each) for each in added]
-        if parts and scores:
-            parts[0]["logprobs"] = self.logprobs(sample, scores)
+        if scores is not None:
+            parts[self.with_text(added)]["logprobs"] = scores
         if parts and self.job.provenance:
             parts[0]["provenance"], parts[0]["trace"] = origins, rounds
+        if parts and self.job.token_ids:
+            parts[0]["token_ids"] = ids
         if output is not None:
             last = self.choice_part(sample, self.over)
-            last["finish_reason"], last["stop_reason"] = _reason(sample, output), output.stopped_by
+            last["finish_reason"] = _reason(sample, output)
+            last["stop_reason"] = _stop_reason(output, self.job.params)
             last["seed"], last["lossless"] = output.seed, output.lossless
             last["deterministic"] = output.deterministic
             parts.append(last)
         usage = self._usage() if self.job.continuous_usage else None
-        for part in parts:
+        for place, part in enumerate(parts):
             chunk = self.chunk([part])
+            if first and not place and self.job.token_ids:
+                self.with_prompt(chunk, sample)
             if part is parts[-1] and all(each.output is not None for each in self.samples):
                 chunk["metrics"] = self._metrics()
             if self.job.include_usage:
@@ -278,11 +295,12 @@ class _Reply(Reply, Generic[C, P]):
         choices = []
         for sample in self.samples:
             output, pieces = self.in_one_piece(sample)
-            scores = _scores(pieces, self._echoed(sample))
             choice = self.choice(sample, output)
-            choice["logprobs"] = self.logprobs(sample, scores) if scores else None
+            choice["logprobs"] = self.logprobs(sample, pieces, first=True)
             if self.job.provenance:
                 choice["provenance"], choice["trace"] = self._provenance[sample.index].add(pieces)
+            if self.job.token_ids:
+                choice["token_ids"] = output.token_ids
             choices.append(choice)
         return choices
 
@@ -298,17 +316,29 @@ class _Reply(Reply, Generic[C, P]):
     def choice(self, sample: Sample, output: Output) -> C:
         """Return the choice of a whole reply, without log-probabilities."""
 
+    def with_text(self, added: list[Any]) -> int:
+        """Return the place of the chunk that has the text, among what steps add to a choice."""
+        return 0
+
     @abstractmethod
-    def logprobs(self, sample: Sample, scores: list[Score]) -> Any:
-        """Return the log-probabilities of the next tokens of a sample."""
+    def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> Any:
+        """Return the log-probabilities of what the pieces just taken show; None where they show none."""
 
     @abstractmethod
     def chunk(self, parts: list[P]) -> Chunk:
         """Return a chunk."""
 
-    def _echoed(self, sample: Sample) -> list[int]:
-        """Return the prompt that the text of a sample begins with; [] where it begins with none."""
-        return self.job.prompts[sample.index // self.job.n] if self.job.echo else []
+    @abstractmethod
+    def with_prompt(self, chunk: Any, sample: Sample) -> None:
+        """Add the prompt's token ids to the first chunk of a sample."""
+
+    def _prompt_scores(self, output: Output) -> list[dict[str, PromptScore] | None]:
+        """Return the scores of a prompt for the field `prompt_logprobs` of a reply."""
+        return self.texts.prompt_scores(output.prompt_logprobs or (), self.job.prompt_scores or 0)
+
+    def _prompt(self, sample: Sample) -> list[int]:
+        """Return the prompt of a sample as it is read."""
+        return self.generation.tickets[sample.index // self.job.n].prompt
 
     def _usage(self) -> Usage:
         """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
@@ -386,12 +416,22 @@ class ChatReply(_Reply[ChatChoice, ChatPart]):
         return {
             "index": sample.index, "finish_reason": _reason(sample, output), "message": message,
             "logprobs": None,
-            "stop_reason": output.stopped_by, "seed": output.seed, "lossless": output.lossless,
-            "deterministic": output.deterministic,
+            "stop_reason": _stop_reason(output, self.job.params), "seed": output.seed,
+            "lossless": output.lossless, "deterministic": output.deterministic,
         }  # fmt: skip
 
-    def logprobs(self, sample: Sample, scores: list[Score]) -> ChatLogprobs:
-        return self.texts.chat_logprobs(scores)
+    def with_text(self, added: list[Delta]) -> int:
+        return next((place for place, each in enumerate(added) if each.get("content")), 0)
+
+    def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> ChatLogprobs | None:
+        asked = first and sample.output is not None and self.job.params.logprobs is not None
+        if not sample.shown and not asked:
+            return None
+        return {"content": self.texts.chat_logprobs(sample.shown), "refusal": None}
+
+    def with_prompt(self, chunk: ChatChunk, sample: Sample) -> None:
+        if not sample.index:  # there is one prompt
+            chunk["prompt_token_ids"] = self._prompt(sample)
 
     def chunk(self, parts: list[ChatPart]) -> ChatChunk:
         return {
@@ -400,11 +440,17 @@ class ChatReply(_Reply[ChatChoice, ChatPart]):
         }  # fmt: skip
 
     def whole(self) -> Chat:
-        return {
+        made: Chat = {
             "id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT,
             "object": "chat.completion", "choices": self._choices(), "usage": self._usage(),
             "metrics": self._metrics(),
         }  # fmt: skip
+        sample = self.samples[0]
+        if self.job.token_ids:
+            made["prompt_token_ids"] = self._prompt(sample)
+        if self.job.prompt_scores is not None and sample.output is not None:
+            made["prompt_logprobs"] = self._prompt_scores(sample.output)
+        return made
 
 
 class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
@@ -419,9 +465,10 @@ class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
     def __init__(self, id: str, *args: Any) -> None:
         super().__init__(id, *args)
         self._offsets = [Offsets(self.texts) for _ in self.samples]
+        self._echoes: dict[int, str] = {}  # by the place of the prompt
 
     def added(self, sample: Sample, steps: list[Step], *, first: bool) -> list[str]:
-        begun = self.texts.joined(self._echoed(sample)) if first else ""
+        begun = self._echo(sample) if first else ""
         text = begun + "".join(step.text for step in steps)
         return [text] if text or first else []
 
@@ -429,15 +476,46 @@ class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
         return {"index": sample.index, "text": added, "logprobs": None, "finish_reason": None}
 
     def choice(self, sample: Sample, output: Output) -> CompletionChoice:
-        return {
+        made: CompletionChoice = {
             "index": sample.index, "finish_reason": _reason(sample, output),
-            "text": self.texts.joined(self._echoed(sample)) + sample.blocks.content, "logprobs": None,
-            "stop_reason": output.stopped_by, "seed": output.seed, "lossless": output.lossless,
-            "deterministic": output.deterministic,
+            "text": self._echo(sample) + sample.blocks.content, "logprobs": None,
+            "stop_reason": _stop_reason(output, self.job.params), "seed": output.seed,
+            "lossless": output.lossless, "deterministic": output.deterministic,
         }  # fmt: skip
+        if self.job.token_ids:
+            made["prompt_token_ids"] = self._prompt(sample)
+        if self.job.prompt_scores is not None:
+            made["prompt_logprobs"] = self._prompt_scores(output)
+        return made
 
-    def logprobs(self, sample: Sample, scores: list[Score]) -> CompletionLogprobs:
-        return self._offsets[sample.index].logprobs(scores)
+    def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> CompletionLogprobs | None:
+        if self.job.params.logprobs is None:
+            return None
+        offsets, found = self._offsets[sample.index], None
+        if first and self.job.echo:
+            scores = pieces[0].prompt_logprobs or ()
+            found = offsets.prompt(*self._sent(sample), scores, self.job.params.logprobs)
+        if found is None and not sample.shown and not (first and sample.output is not None):
+            return None
+        new = offsets.logprobs(sample.shown)
+        return new if found is None else _joined(found, new)
+
+    def with_prompt(self, chunk: CompletionChunk, sample: Sample) -> None:
+        chunk["choices"][0]["prompt_token_ids"] = self._prompt(sample)
+
+    def _sent(self, sample: Sample) -> tuple[list[int], str | None]:
+        """Return the prompt of a sample, and its text where the client sent text."""
+        place = sample.index // self.job.n
+        return self.job.prompts[place], self.job.sent[place]
+
+    def _echo(self, sample: Sample) -> str:
+        """Return the prompt that the text of a sample begins with; "" where it begins with none."""
+        if not self.job.echo:
+            return ""
+        place = sample.index // self.job.n
+        if place not in self._echoes:
+            self._echoes[place] = self.texts.echoed(*self._sent(sample))
+        return self._echoes[place]
 
     def chunk(self, parts: list[CompletionPart]) -> CompletionChunk:
         return {
@@ -471,13 +549,22 @@ def _delta(step: Step) -> Delta | None:
     return {"tool_calls": [begun]}
 
 
-def _scores(pieces: list[Piece], prompt: list[int]) -> list[Score]:
-    """Return the scores that pieces bring; those of a prompt that is echoed come first."""
-    scores: list[Score | None] = [score for piece in pieces for score in piece.logprobs or ()]
-    echoed = pieces[0].prompt_logprobs
-    if prompt and echoed is not None:  # the first token has no score, but a place
-        scores = [Score(prompt[0], math.nan, math.nan, [], []), *echoed[1:], *scores]
-    return [score for score in scores if score is not None]
+def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Return the scores of two parts of a text, one after the other."""
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
+
+
+def _stop_reason(output: Output, params: SamplingParams) -> str | int | None:
+    """Return the stop string that ended a text, or why its constraint did, or the stop token."""
+    last = output.token_ids[-1] if output.token_ids else None
+    if output.finish_reason == "eos" and last in params.stop_token_ids:
+        return last
+    return output.stopped_by
 
 
 def _reason(sample: Sample, output: Output) -> Reason:

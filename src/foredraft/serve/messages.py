@@ -50,6 +50,7 @@ HARMLESS = frozenset("metadata service_tier container inference_geo cache_contro
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": (None, []), "stop": (None,), "n": (None, 1),
     "logprobs": (None, False), "provenance": (None, False), "max_completion_tokens": (None,),
+    "return_token_ids": (None, False), "prompt_logprobs": (None,),
 }  # fmt: skip
 THINKS = {"enabled": True, "disabled": False}  # "adaptive" leaves it to the model
 
@@ -116,7 +117,7 @@ class MessagesRequest(Body):
     """The body of POST /v1/messages; fields of the library's own may be added."""
 
     harmless, unsupported = HARMLESS, UNSUPPORTED
-    model: str
+    model: str | None = None
     max_tokens: int
     messages: Items[dict[str, Any]]
     system: str | Items[dict[str, Any]] | None = None

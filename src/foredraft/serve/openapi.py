@@ -17,7 +17,7 @@ from foredraft.serve.counting import COUNTERS
 from foredraft.serve.problems import Error
 from foredraft.serve.replies import Reply
 from foredraft.serve.shapes import SHAPES
-from foredraft.serve.tokens import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from foredraft.serve.tokens import DetokenizeRequest, Text, TokenizeRequest, TokenizerInfo, Tokens
 
 __all__ = ["document"]
 
@@ -146,6 +146,7 @@ ROUTES = {
     "/v1/capabilities": _described(Capabilities, KEYED, schemes=EITHER),
     "/tokenize": _described(Tokens, READS, body=TokenizeRequest, headers=LISTED),
     "/detokenize": _described(Text, READS, body=DetokenizeRequest, headers=LISTED),
+    "/tokenizer_info": _described(TokenizerInfo, KEYED | {400: "The model has no tokenizer."}),
     **{path: _shape(shape) for path, shape in SHAPES.items()},
     **{
         path: _described(
@@ -155,7 +156,7 @@ ROUTES = {
     },
 }
 TYPES = (
-    Capabilities, Error, Health, ModelCard, ModelList, Text, Tokens, Version, TokenizeRequest,
+    Capabilities, Error, Health, ModelCard, ModelList, Text, TokenizerInfo, Tokens, Version, TokenizeRequest,
     DetokenizeRequest,
     *(each for shape in SHAPES.values() for each in (shape.request, *shape.types, *shape.errors)),
     *(each for counter in COUNTERS.values() for each in (counter.request, counter.type)),

@@ -19,6 +19,7 @@ from foredraft.serve.blocks import Blocks, Step
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Error, LengthFields, Problem, check_output
 from foredraft.serve.requests import Body, ChatRequest, CompletionRequest
+from foredraft.serve.scored_text import ScoredText, ShownToken
 from foredraft.serve.token_texts import TokenTexts
 
 __all__ = ["BlockReply", "Event", "Reply", "Sample"]
@@ -31,18 +32,27 @@ Event: TypeAlias = Mapping[str, Any]  # the data of an event; its "type", if it 
 class Sample:
     """One sample of a request, as far as it has come.
 
+    Args:
+        index: Among the samples of all prompts.
+        blocks: Of its text.
+        scored: Its text with scores, where the request asks for them.
+
     Attributes:
         index: Among the samples of all prompts.
         blocks: Of its text.
         tokens: How many it has.
+        shown: The scored tokens that the last pieces added to the content.
+        told: All of them so far.
         output: Once it has ended.
     """
 
     _thought: int | None = None  # tokens of its thinking, once that has ended
 
-    def __init__(self, index: int, blocks: Blocks) -> None:
-        self.index, self.blocks = index, blocks
+    def __init__(self, index: int, blocks: Blocks, scored: ScoredText | None = None) -> None:
+        self.index, self.blocks, self._scored = index, blocks, scored
         self.tokens = 0
+        self.shown: list[ShownToken] = []
+        self.told: list[ShownToken] = []
         self.output: Output | None = None
         self._characters: list[int] = []  # that each token completes, as long as the thinking may go on
 
@@ -50,10 +60,15 @@ class Sample:
         """Take further pieces; return what they add to the blocks."""
         self.output = pieces[-1].output
         self.tokens += sum(len(piece.token_ids) for piece in pieces)
-        text = "".join(piece.text or "" for piece in pieces)
-        cut = self.output is not None and self.output.finish_reason == "length"
         self._note(pieces)
-        return self.blocks.read(text, ended=self.output is not None, cut=cut)
+        ended = self.output is not None
+        cut = self.output is not None and self.output.finish_reason == "length"
+        if self._scored is None:
+            return self.blocks.read("".join(piece.text or "" for piece in pieces), ended=ended, cut=cut)
+        steps = self.blocks.read(self._scored.add(pieces), ended=ended, cut=cut)
+        self.shown = self._scored.shown(steps, ended=ended)
+        self.told += self.shown
+        return steps
 
     def _note(self, pieces: list[Piece]) -> None:
         """Note the characters of further tokens."""
@@ -111,8 +126,15 @@ class Reply(ABC):
         self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
         self.created = int(time.time())
         self.samples = [
-            Sample(index, Blocks(self.job.tools, self.job.thinking)) for index in range(self.job.samples)
+            Sample(index, Blocks(self.job.tools, self.job.thinking), self._scored_text())
+            for index in range(self.job.samples)
         ]
+
+    def _scored_text(self) -> ScoredText | None:
+        """Return the scored text of a sample; None where the request asks for no scores."""
+        if self.job.params.logprobs is None:
+            return None
+        return ScoredText(self.texts, hides=not self.job.show_special, counts=self.job.echo)
 
     @classmethod
     @abstractmethod

@@ -1,7 +1,8 @@
 """Requests: the bodies of the API, their types, and what they mean to the library.
 
-A field that would change the output is honoured or refused by name. A field that changes nothing here, such
-as `user`, is taken; an unknown one is ignored, and the response lists it in the header `x-ignored-fields`.
+A field that would change the output is honoured or refused by name, those of other servers too
+(foreign_fields.py). A field that changes nothing here, such as `user`, is taken; an unknown one is ignored,
+and the response lists it in the header `x-ignored-fields`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, create_model
 
 from foredraft.arguments import declared, spelled_elsewhere
-from foredraft.arguments.values import Choice, Flag, Number, Strings, Value, Whole
+from foredraft.arguments.values import Choice, Flag, Ids, Number, Strings, Value, Whole, is_number, is_whole
 from foredraft.constraints.compiling import check_grammar
 from foredraft.decode.params import SamplingKeywords, SamplingParams
 from foredraft.decode.thinking import Thinking
@@ -23,12 +25,30 @@ from foredraft.llm import LLM
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.beside import without_collection
 from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
+from foredraft.serve.foreign_fields import BESIDE, FOREIGN
 from foredraft.serve.problems import FIELDS, Problem
 from foredraft.serve.schemas import Fitted
+from foredraft.serve.text_forms import (
+    FORMS,
+    Form,
+    StructuredOutputs,
+    named_as_given,
+    only_form,
+    structured_form,
+)
 from foredraft.serve.thinking import template_variables, thinking_after
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema
 
-__all__ = ["Body", "ChatRequest", "CompletionRequest", "Further", "Items", "Job", "check_model"]
+__all__ = [
+    "MAX_LOGPROBS",
+    "Body",
+    "ChatRequest",
+    "CompletionRequest",
+    "Further",
+    "Items",
+    "Job",
+    "check_model",
+]
 
 MAX_SAMPLES = 128  # of a prompt, as in the API
 MAX_LOGPROBS = 20  # alternatives to a token, as in the API
@@ -36,28 +56,28 @@ T = TypeVar("T")
 # A list whose first wrong item ends the check: a million errors would take gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 # Fields that change nothing here.
-HARMLESS = frozenset(
+HARMLESS = BESIDE | frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
     " reasoning_effort parallel_tool_calls request_id priority".split()
 )
 # Fields that would change the output and are not supported; a value that says "off" is taken.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "tool_choice": (None, "none", "auto"),
+    "suffix": (None, ""), "tools": (None, []), "tool_choice": (None, "none", "auto"),
     "functions": (None, []), "function_call": (None, "none", "auto"), "audio": (None,),
-    "modalities": (None, ["text"]), "web_search_options": (None,), "stop_token_ids": (None, []),
-    "logits_processors": (None, []), "use_beam_search": (None, False), "length_penalty": (None, 1, 1.0),
-    "early_stopping": (None, False), "allowed_token_ids": (None, []),
-    "bad_words": (None, []), "guided_choice": (None,), "guided_json": (None,), "guided_regex": (None,),
-    "guided_grammar": (None,), "structured_outputs": (None,), "dimensions": (None,),
+    "modalities": (None, ["text"]), "web_search_options": (None,),
+    "bad_words": (None, []), "dimensions": (None,),
     "prompt": (None,), "echo": (None, False), "messages": (None,), "max_completion_tokens": (None,),
     "top_logprobs": (None, 0), "chat_template_kwargs": (None, {}), "chat_template": (None,),
     "add_generation_prompt": (None, True), "continue_final_message": (None, False), "documents": (None, []),
-    "add_special_tokens": (None,), "banned_strings": (None, [], ""), "prompt_logprobs": (None, False),
-    "truncate_prompt_tokens": (None,), "min_new_tokens": (None, 0), "max_new_tokens": (None,),
+    "add_special_tokens": (None,), "banned_strings": (None, [], ""),
+    "min_new_tokens": (None, 0), "max_new_tokens": (None,),
     "repeat_penalty": (None, 1, 1.0), "json_schema": (None,), "json_object": (None, False),
+    **{name: foreign.off for name, foreign in FOREIGN.items()},
 }  # fmt: skip
 # Options of the library that requests have in another form, or not at all.
 OTHER_FORM = {
+    "grammar",
+    "regex",
     "logit_bias",
     "logprobs",
     "prompt_logprobs",
@@ -66,26 +86,24 @@ OTHER_FORM = {
     "json_object",
     "prediction",
 }
+# Fields -> the value that other servers' clients send for "off" or "any", and what it means here.
+SENTINELS: dict[str, tuple[int, int | None]] = {"top_k": (-1, 0), "seed": (-1, None)}
 # Further options of the library -> fields of requests. They have the same values.
 SHARED = {name: FIELDS.get(name, name) for name in declared(SamplingParams) if name not in OTHER_FORM}
 CLASS_NAME = re.compile(r" or instance of \w+$")  # at the end of what pydantic says of an object
 INSTEAD = {
+    **{name: foreign.instead for name, foreign in FOREIGN.items()},
     **{name: f"its name is {field}" for name, field in SHARED.items() if name != field},
     **{
         name: f"its name is {SHARED[here]}"
         for name, here in spelled_elsewhere(SamplingParams).items()
         if here in SHARED
     },
-    "best_of": "ask for n samples with logprobs",
-    "guided_json": "its name is response_format",
     "functions": "its name is tools", "function_call": "its name is tool_choice",
-    "structured_outputs": "give response_format, regex or grammar",
     "prompt": "it is a field of /v1/completions", "echo": "it is a field of /v1/completions",
     "messages": "it is a field of /v1/chat/completions",
     "max_completion_tokens": "its name here is max_tokens",
     "top_logprobs": "give their number as logprobs",
-    "prompt_logprobs": "give echo and logprobs to /v1/completions",
-    "truncate_prompt_tokens": 'give truncate_prompt "left"',
     "json_schema": "its name is response_format", "json_object": "its name is response_format",
 }  # fmt: skip
 
@@ -107,11 +125,12 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form of the text."""
+    """The form of the text; a schema beside "json_object" is llama.cpp's spelling of "json_schema"."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class Prediction(BaseModel):
@@ -180,6 +199,8 @@ def _json_type(value: Value) -> Any:
             return Literal[tuple(names)]
         case Strings():
             return str | Items[str]
+        case Ids():
+            return Items[int]
     return str
 
 
@@ -200,12 +221,26 @@ class _Request(_Sampling):
     """The fields of both kinds of request, beside those that the library's options make."""
 
     harmless, unsupported, instead = HARMLESS, UNSUPPORTED, INSTEAD
-    model: str
-    logit_bias: dict[str, float] | None = None
+    model: str | None = None
+    logit_bias: dict[str, float] | Items[Items[int | float]] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    n_predict: int | None = Field(default=None, ge=-1)
+    best_of: int | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left"] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
     prediction: Prediction | None = None
     truncate_prompt: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
@@ -216,34 +251,86 @@ class _Request(_Sampling):
     def shared(self) -> dict[str, Any]:
         """The options of the library that are given with the library's own values."""
         given = {name: getattr(self, field) for name, field in SHARED.items()}
+        for name, (sentinel, value) in SENTINELS.items():
+            given[name] = value if given[name] == sentinel else given[name]
         return {name: value for name, value in given.items() if value is not None}
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the library but for the scores."""
+        """Return the options of the library but for the scores.
+
+        Raises:
+            Problem: Two fields contradict each other, or one is malformed.
+        """
         options = self.shared
         if self.logit_bias:
-            options["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+            options["logit_bias"] = _biases(self.logit_bias)
         if self.prediction is not None:
             options["prediction"] = self.prediction.text
-        form = self.response_format
-        if form is not None and form.type == "json_object":
-            options["json_object"] = True
-        if form is not None and form.type == "json_schema":
-            if self.answer is None:
-                raise Problem(400, "response_format.json_schema.schema is missing", param="response_format")
-            options["json_schema"] = self.answer.schema
+        most = self.n_predict
+        if most is not None and most >= 0 and options.setdefault("max_new_tokens", most) != most:
+            raise Problem(400, "n_predict and max_tokens differ; give one of them", param="n_predict")
+        if self.best_of not in (None, self.n or 1):
+            problem = f"best_of is {self.best_of}, but n is {self.n or 1}; ask for n samples with logprobs"
+            raise Problem(400, problem, param="best_of", code="unsupported_parameter")
+        if self.form is not None:
+            options[self.form.option] = self.form.value
         return options
 
-    @property
-    def answer(self) -> Fitted | None:
-        """The schema of the text, as a grammar holds it; None where the request has none."""
-        given = self.response_format
-        form = None if given is None or given.type != "json_schema" else given.json_schema
-        if form is None or form.schema_ is None:
-            return None
-        return fitted_schema(
-            "the answer", form.schema_, "response_format", strict=form.strict, close=form.strict
+    def kept(self, prompt: list[int]) -> list[int]:
+        """Return as many of the last tokens of a prompt as `truncate_prompt_tokens` says.
+
+        Raises:
+            Problem: It says none.
+        """
+        count = self.truncate_prompt_tokens
+        if count == 0:
+            problem = "truncate_prompt_tokens is 0; give 1 or more, or -1 for as many as there is room for"
+            raise Problem(400, problem, param="truncate_prompt_tokens")
+        return prompt if count is None or count < 0 else prompt[-count:]
+
+    @cached_property
+    def form(self) -> Form | None:
+        """The form of the text.
+
+        Raises:
+            Problem: Several fields give one, or a field that should gives none.
+        """
+        given = {
+            "response_format": self._response_form,
+            "structured_outputs": structured_form(self.structured_outputs),
+        } | {field: (option, getattr(self, field)) for field, option in FORMS.items()}
+        return only_form(
+            Form(field, *form) for field, form in given.items() if form is not None and form[1] is not None
         )
+
+    @property
+    def _response_form(self) -> tuple[str, Any] | None:
+        """The option for `response_format`, and its value; None where any text is allowed."""
+        if self.answer is not None:
+            return "json_schema", self.answer.schema
+        wanted = self.response_format is not None and self.response_format.type == "json_object"
+        return ("json_object", True) if wanted else None
+
+    @cached_property
+    def answer(self) -> Fitted | None:
+        """The schema of `response_format`, as a grammar holds it; None where the request has none.
+
+        Raises:
+            Problem: It is missing, no schema, or strict and has a keyword that no grammar holds.
+        """
+        given = self.response_format
+        if given is None or given.type == "text":
+            return None
+        if given.type == "json_object":
+            schema, strict = given.schema_, None
+        else:
+            form = given.json_schema or JsonSchema()
+            schema, strict = form.schema_, form.strict
+            if schema is None:
+                raise Problem(400, "response_format.json_schema.schema is missing", param="response_format")
+        if schema is None:
+            return None
+        return fitted_schema("the answer", schema, "response_format", strict=strict, close=strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +352,7 @@ class ChatRequest(_Request):
     """The body of POST /v1/chat/completions."""
 
     prompts: ClassVar[int] = 1
+    sent: ClassVar[tuple[str | None, ...]] = (None,)
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -306,6 +394,15 @@ class CompletionRequest(_Request):
         whole = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), 0), int)
         return 1 if whole else len(self.prompt)
 
+    @property
+    def sent(self) -> tuple[str | None, ...]:
+        """The text of each prompt; None for one of token ids."""
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        if isinstance(next(iter(self.prompt), 0), int):
+            return (None,)
+        return tuple(each if isinstance(each, str) else None for each in self.prompt)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -322,6 +419,10 @@ class Job:
         truncate: As in `LLM.generate`.
         show_special: As in `LLM.generate`.
         provenance: The reply has the source of each token.
+        sent: The prompts as the client sent them: text, or None for token ids and conversations.
+        token_ids: The reply has the ids of the prompt and of the new tokens.
+        prompt_scores: The reply has the scores of the prompt's tokens, each with so many of the likeliest.
+        form: Of the text.
         tools: That the reply may call.
         thinking: How the reply marks its reasoning; None where it has none.
         ignored: Names of unknown fields, and of variables that the chat template does not read.
@@ -339,6 +440,10 @@ class Job:
     truncate: Literal["left"] | None = None
     show_special: bool = False
     provenance: bool = False
+    sent: tuple[str | None, ...] = ()
+    token_ids: bool = False
+    prompt_scores: int | None = None
+    form: Form | None = None
     tools: Tools | None = None
     thinking: Thinking | None = None
     ignored: tuple[str, ...] = ()
@@ -360,9 +465,16 @@ class Job:
         check_model(request.model, names)
         request.refuse_unsupported()
         options = request.options()
+        if request.stream and request.prompt_logprobs is not None:
+            raise Problem(
+                400, "prompt_logprobs needs a whole reply; leave out stream", param="prompt_logprobs"
+            )
         read = _read_chat if isinstance(request, ChatRequest) else _read_completion
         found = read(cast(Any, request), llm, options)
-        params = llm.params(**cast(SamplingKeywords, options))
+        if request.prompt_logprobs is not None:
+            options["prompt_logprobs"] = max(request.prompt_logprobs, options.get("prompt_logprobs", 0))
+        with named_as_given(request.form):
+            params = llm.params(**cast(SamplingKeywords, options))
         if request.stream_options is not None and not request.stream:
             raise Problem(400, "stream_options needs stream", param="stream_options")
         stream_options = request.stream_options or StreamOptions()
@@ -373,9 +485,13 @@ class Job:
             stream=bool(request.stream),
             include_usage=bool(stream_options.include_usage),
             continuous_usage=bool(stream_options.continuous_usage_stats),
-            truncate=request.truncate_prompt,
+            truncate="left" if request.truncate_prompt_tokens == -1 else request.truncate_prompt,
             show_special=request.skip_special_tokens is False,
             provenance=bool(request.provenance),
+            sent=request.sent,
+            token_ids=bool(request.return_token_ids),
+            prompt_scores=request.prompt_logprobs,
+            form=request.form,
             tools=found.tools,
             thinking=found.thinking,
             ignored=tuple(sorted([*request.further, *found.unread])),
@@ -397,13 +513,13 @@ class _Read:
     unread: Collection[str] = ()
 
 
-def check_model(name: str, names: tuple[str, ...]) -> None:
-    """Check that a request names this server's model.
+def check_model(name: str | None, names: tuple[str, ...]) -> None:
+    """Check that a request names this server's model, or none.
 
     Raises:
         Problem: It names another one.
     """
-    if name not in names:
+    if name is not None and name not in names:
         raise Problem(
             404, f"the model {shortened(name)} does not exist; this server has {names[0]!r}",
             param="model", code="model_not_found",
@@ -467,17 +583,17 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read
             raise Problem(400, "with tools, special tokens are not shown", param="skip_special_tokens")
         messages, described = tools.prompt(messages)
         variables = variables | described
-        _constrain_calls(tools, options)
+        _constrain_calls(tools, options, request.form)
     text = _chat_prompt(llm.tokenizer, messages, variables)
     thinking = thinking_after(llm.tokenizer, text, begun, stops=bool(request.stop_in_reasoning))
-    prompt = llm.tokenizer.encode(text, add_special_tokens=False)
+    prompt = request.kept(llm.tokenizer.encode(text, add_special_tokens=False))
     room = max(1, llm.max_length - len(prompt))
     options.setdefault("max_new_tokens", room)
     if request.beyond.cuts_length:
         options["max_new_tokens"] = min(options["max_new_tokens"], room)
     if request.max_completion_tokens is not None:
         options["max_new_tokens"] = request.max_completion_tokens
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
@@ -515,20 +631,20 @@ def _chat_prompt(tokenizer: Tokenizer, messages: Messages, variables: dict[str, 
     raise refusal
 
 
-def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:
+def _constrain_calls(tools: Tools, options: dict[str, Any], form: Form | None) -> None:
     """Put the grammar of calls into the options; an answer without calls keeps its own schema."""
-    for name in ("regex", "grammar"):
+    for name in ("regex", "choices", "grammar"):
         if name in options:
-            raise Problem(400, f"{name} cannot hold together with tools", param=name)
+            field = name if form is None else form.field
+            raise Problem(400, f"{field} cannot hold together with tools", param=field)
     schema = {"type": "object"} if options.pop("json_object", False) else options.pop("json_schema", None)
     try:
         grammar = tools.grammar(schema)
     except RecursionError:
         raise Problem(400, "the parameters of a tool are nested too deeply", param="tools") from None
     if grammar is None and schema is not None:
-        raise Problem(
-            400, "response_format cannot hold together with this model's tools", param="response_format"
-        )
+        field = "response_format" if form is None else form.field
+        raise Problem(400, f"{field} cannot hold together with this model's tools", param=field)
     if grammar is not None:
         try:
             check_grammar("grammar", grammar)
@@ -539,17 +655,45 @@ def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:
 
 
 def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, Any]) -> _Read:
-    options.setdefault("max_new_tokens", 16)
-    if request.echo and request.truncate_prompt:
-        raise Problem(400, "echo needs the whole prompt; leave out truncate_prompt", param="echo")
+    truncated = "truncate_prompt" if request.truncate_prompt else "truncate_prompt_tokens"
+    if request.echo and (request.truncate_prompt or request.truncate_prompt_tokens is not None):
+        raise Problem(400, f"echo needs the whole prompt; leave out {truncated}", param="echo")
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
         if request.echo:
             options["prompt_logprobs"] = request.logprobs
-    prompts = llm.encode(request.prompt)
-    if not prompts:
-        raise Problem(400, "prompt is empty", param="prompt")
+    _check_prompts(request.prompt)
+    prompts = [request.kept(prompt) for prompt in llm.encode(request.prompt)]
+    room = llm.max_length - max(map(len, prompts))
+    options.setdefault("max_new_tokens", max(1, room) if request.n_predict == -1 else 16)
     return _Read(prompts)
+
+
+def _check_prompts(prompt: str | list[Any]) -> None:
+    """Check that there is a prompt, and that each has something in it.
+
+    Raises:
+        Problem: One is empty.
+    """
+    if not prompt:
+        raise Problem(400, "prompt is empty; give text or token ids", param="prompt")
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        for place, each in enumerate(prompt):
+            if each in ("", []):
+                raise Problem(400, f"prompt[{place}] is empty; give text or token ids", param="prompt")
+
+
+def _biases(given: dict[str, float] | list[list[int | float]]) -> dict[int, float]:
+    """Return biases by token id, which may come as a table or as llama.cpp's pairs."""
+    if isinstance(given, dict):
+        return {_token_id(key): bias for key, bias in given.items()}
+    biases: dict[int, float] = {}
+    for pair in given:
+        if len(pair) != 2 or not is_whole(pair[0], 0) or not is_number(pair[1]):
+            problem = f"logit_bias has {shortened(pair)}; give pairs of a token id and a number"
+            raise Problem(400, problem, param="logit_bias")
+        biases[int(pair[0])] = pair[1]
+    return biases
 
 
 def _token_id(key: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from foredraft.errors import shortened
@@ -15,7 +15,9 @@ from foredraft.serve.completions import PromptTokens
 from foredraft.serve.items import messages_of_items
 from foredraft.serve.problems import LengthFields, Problem
 from foredraft.serve.replies import BlockReply, Event
-from foredraft.serve.requests import Body, ChatRequest, Further, Items
+from foredraft.serve.requests import MAX_LOGPROBS, Body, ChatRequest, Further, Items
+from foredraft.serve.scored_text import ShownToken
+from foredraft.serve.token_texts import ScoredToken
 from foredraft.serve.tool_calls import is_object
 from foredraft.serve.tools import Function
 
@@ -25,7 +27,7 @@ HARMLESS = frozenset(
     "store user service_tier max_tool_calls"
     " prompt_cache_key prompt_cache_retention safety_identifier stream_options".split()
 )
-LOGPROBS = "message.output_text.logprobs"  # of `include`; its other values name what no reply has here
+LOGPROBS = "message.output_text.logprobs"  # of `include`; most other values name what no reply has here
 # Fields of the request that the response repeats; some with what holds where the request has none.
 REPEATED = ("instructions", "temperature", "top_p", "max_output_tokens")
 REPEATED_OR: dict[str, Any] = {
@@ -37,7 +39,8 @@ Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
     "messages": (None,), "max_tokens": (None,), "response_format": (None,), "n": (None, 1),
-    "logprobs": (None, False), "top_logprobs": (None, 0), "provenance": (None, False),
+    "logprobs": (None, False), "provenance": (None, False), "return_token_ids": (None, False),
+    "prompt_logprobs": (None,),
 }  # fmt: skip
 
 
@@ -97,7 +100,7 @@ class ResponsesRequest(Body):
     """The body of POST /v1/responses; fields of chat completions and of the library's own may be added."""
 
     harmless, unsupported = HARMLESS, UNSUPPORTED
-    model: str
+    model: str | None = None
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -108,6 +111,7 @@ class ResponsesRequest(Body):
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     include: Items[str] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = None
     stream: bool | None = None
 
@@ -116,7 +120,7 @@ class OutputText(TypedDict, closed=True):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[ScoredToken]
 
 
 class OutputItem(TypedDict, closed=True):
@@ -205,7 +209,7 @@ class ResponseEvent(TypedDict, closed=True):
     text: NotRequired[str]
     name: NotRequired[str]
     arguments: NotRequired[str]
-    logprobs: NotRequired[list[Any]]
+    logprobs: NotRequired[list[ScoredToken]]
     message: NotRequired[str]
     code: NotRequired[str | None]
     param: NotRequired[str | None]
@@ -218,8 +222,6 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         Problem: It asks for what is not supported.
     """
     request.refuse_unsupported()
-    if LOGPROBS in (request.include or ()):
-        raise Problem(400, f"{LOGPROBS} cannot be included", param="include", code="unsupported_parameter")
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     messages = messages_of_items(given)
     if request.instructions:
@@ -233,6 +235,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         if isinstance(tool, Tool)
     ]
     others = [tool for tool in request.tools or () if isinstance(tool, OtherTool)]
+    scored = bool(request.top_logprobs) or LOGPROBS in (request.include or ())
     body = {
         "reasoning_effort": (request.reasoning or {}).get("effort"),
         **request.further,
@@ -240,6 +243,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         "stream": request.stream, "response_format": form, "tools": tools,
         "tool_choice": _choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls, "n": 1,
+        "logprobs": scored, "top_logprobs": request.top_logprobs if scored else None,
         "truncate_prompt": "left" if request.truncation == "auto" else None,
     }  # fmt: skip
     return ChatRequest.of(body, Further(ignored_tools=tuple(dict.fromkeys(each.shown for each in others))))
@@ -286,10 +290,30 @@ class ResponseReply(BlockReply):
     def numbered(event: Event, number: int) -> Event:
         return {**event, "sequence_number": number}
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._seen = 0  # tokens of the sample that the deltas of a stream have seen
+        self._waiting: dict[int, list[ShownToken]] = {}  # those that wait for a delta of their block
+
     def begin(self) -> Iterator[Event]:
         for name in ("response.created", "response.in_progress"):
             yield {"type": name, "response": self.state()}
         yield from super().begin()
+
+    def _scores(self, block: Block) -> list[ScoredToken]:
+        """Return the scores of a block's tokens."""
+        return self.texts.chat_logprobs(token for token in self.sample.told if token.block == block.index)
+
+    def _unsent(self, block: Block) -> list[ScoredToken]:
+        """Return the scores of a block's tokens that no delta has had."""
+        for token in self.sample.told[self._seen :]:
+            self._waiting.setdefault(token.block, []).append(token)
+        self._seen = len(self.sample.told)
+        return self.texts.chat_logprobs(self._waiting.pop(block.index, []))
+
+    def _part(self, block: Block) -> OutputText:
+        """Return a block of text as the content of an item."""
+        return _part(block.text, self._scores(block))
 
     def step(self, step: Step) -> Iterator[Event]:
         if step.block.thinking:
@@ -303,19 +327,22 @@ class ResponseReply(BlockReply):
             item = self._item(block, "in_progress")
             yield {"type": "response.output_item.added", **output, "item": item}
             if block.call is None:
-                yield {"type": "response.content_part.added", **place, "part": _part("")}
+                yield {"type": "response.content_part.added", **place, "part": _part("", [])}
         elif step.kind == "delta" and block.call is None:
-            yield {"type": "response.output_text.delta", **place, "delta": step.text, "logprobs": []}
+            scores = self._unsent(block)
+            yield {"type": "response.output_text.delta", **place, "delta": step.text, "logprobs": scores}
         elif step.kind == "delta":
             yield {"type": "response.function_call_arguments.delta", **place, "delta": step.text}
         else:
             status = self._block_status(block)
             if block.call is None:
-                yield {"type": "response.output_text.done", **place, "text": block.text, "logprobs": []}
-                yield {"type": "response.content_part.done", **place, "part": _part(block.text)}
+                part = self._part(block)
+                done = {"text": block.text, "logprobs": part["logprobs"]}
+                yield {"type": "response.output_text.done", **place, **done}
+                yield {"type": "response.content_part.done", **place, "part": part}
             elif status == "completed":
-                done = {"name": block.call.name, "arguments": block.text}
-                yield {"type": "response.function_call_arguments.done", **place, **done}
+                called = {"name": block.call.name, "arguments": block.text}
+                yield {"type": "response.function_call_arguments.done", **place, **called}
             yield {"type": "response.output_item.done", **output, "item": self._item(block, status)}
 
     def _thinking_step(self, step: Step) -> Iterator[Event]:
@@ -384,7 +411,7 @@ class ResponseReply(BlockReply):
             thought = [] if begun else [_reasoning(block.text)]
             return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": thought}
         if block.call is None:
-            content = [] if begun else [_part(block.text)]
+            content = [] if begun else [self._part(block)]
             return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
         return {
             "id": id, "type": "function_call", "status": status, "call_id": block.call.id,
@@ -397,8 +424,8 @@ class ResponseReply(BlockReply):
         return f"msg_{self.id}_{block.index}" if block.call is None else f"fc_{block.call.id}"
 
 
-def _part(text: str) -> OutputText:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, scores: list[ScoredToken]) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
 
 def _reasoning(text: str) -> ReasoningText:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from foredraft.arguments import check_fields, option
-from foredraft.arguments.values import Choice, File, Flag, Name, Number, Strings, Whole
+from foredraft.arguments.values import Choice, File, Flag, Name, Number, Strings, Unfit, Whole
 from foredraft.errors import ConfigError
 
 __all__ = ["Settings"]
@@ -17,6 +19,24 @@ COUNT = Whole("0 or more", most=math.inf)
 SEVERAL = Whole("1 or more", least=1, most=math.inf)
 SECONDS = Number("seconds, above 0", most=math.inf, above=True)
 FORMS = ("text", "json")
+
+
+class Origins(Strings):
+    """Origins of pages, as browsers send them (RFC 6454, section 6.2), or "*" for all."""
+
+    def read(self, given: Any) -> tuple[str, ...]:
+        origins = super().read(given)
+        for origin in origins:
+            parts = urlsplit(origin)
+            if origin not in ("*", "null") and origin != f"{parts.scheme}://{parts.netloc}":
+                host = origin.partition("://")[2] or origin
+                raise Unfit(f'give a scheme, a host and a port, as in "http://{_host(host)}"', value=origin)
+        return origins
+
+
+def _host(text: str) -> str:
+    """Return the host and the port that a text begins with."""
+    return re.split(r"[/?#]", text.lstrip("/"), maxsplit=1)[0] or "localhost:3000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,7 @@ class Settings:
         otel: Send a trace of each request to an OpenTelemetry collector: OTEL_EXPORTER_OTLP_ENDPOINT and the
             other standard variables of the environment say where.
         log_prompts: Write prompts, as token ids, to the log.
-        cors: Origins that browsers may call from.
+        cors: Origins that browsers may call from, such as http://localhost:3000; * is all.
 
     Raises:
         ConfigError: An option does not take its value.
@@ -94,7 +114,7 @@ class Settings:
     access_log: bool = field(default=True, metadata=option(Flag()))
     otel: bool = field(default=False, metadata=option(Flag()))
     log_prompts: bool = field(default=False, metadata=option(Flag()))
-    cors: tuple[str, ...] = field(default=(), metadata=option(Strings()))
+    cors: tuple[str, ...] = field(default=(), metadata=option(Origins()))
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

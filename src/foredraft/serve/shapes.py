@@ -7,7 +7,7 @@ from foredraft.serve.messages import MessageReply
 from foredraft.serve.replies import Reply
 from foredraft.serve.responses import ResponseReply
 
-__all__ = ["SHAPES"]
+__all__ = ["SHAPES", "SHORT"]
 
 SHAPES: dict[str, type[Reply]] = {
     "/v1/chat/completions": ChatReply,
@@ -15,3 +15,5 @@ SHAPES: dict[str, type[Reply]] = {
     "/v1/messages": MessageReply,
     "/v1/responses": ResponseReply,
 }
+# Paths of clients whose address of the server lacks /v1 -> those that they mean.
+SHORT = {"/chat/completions": "/v1/chat/completions", "/completions": "/v1/completions"}

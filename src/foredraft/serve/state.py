@@ -29,6 +29,7 @@ from foredraft.serve.replies import Reply
 from foredraft.serve.request_records import RequestRecord, current
 from foredraft.serve.requests import Job
 from foredraft.serve.settings import Settings
+from foredraft.serve.text_forms import named_as_given
 from foredraft.serve.token_texts import TokenTexts
 from foredraft.serve.tracing import Tracing, requested
 
@@ -215,7 +216,8 @@ class App:
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
                 share = client.share(self.settings, request.cache_salt)
-                generation = await model.generations.start(job, place, share)
+                with named_as_given(job.form):
+                    generation = await model.generations.start(job, place, share)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 self.metrics.cancelled.inc()

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text -> token ids, and back."""
+"""POST /tokenize and /detokenize: text -> token ids, and back. GET /tokenizer_info: the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing_extensions import TypedDict
 from foredraft.decode.params import is_whole
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.problems import Problem
-from foredraft.serve.requests import Body, Items, check_model
+from foredraft.serve.requests import Body, ChatRequest, Items, Job, check_model
 from foredraft.serve.state import Model
 from foredraft.serve.streaming import as_json
 
-__all__ = ["DetokenizeRequest", "Text", "TokenizeRequest", "Tokens"]
+__all__ = ["DetokenizeRequest", "Text", "TokenizeRequest", "TokenizerInfo", "Tokens", "tokenizer_info"]
 
 
 class Tokens(TypedDict, closed=True):
@@ -31,6 +31,23 @@ class Text(TypedDict, closed=True):
     prompt: str
 
 
+class TokenizerInfo(TypedDict, closed=True):
+    """The reply of GET /tokenizer_info: what a client needs beside /tokenize and /detokenize.
+
+    lm-eval's remote tokenizer reads it
+    (https://github.com/EleutherAI/lm-evaluation-harness/blob/main/lm_eval/utils.py).
+    """
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
+# Fields of chats that say how a conversation becomes a prompt.
+CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 PIECE = 16 << 10  # ids that are read or written at a time: a list is written while all other threads wait
 
 
@@ -40,6 +57,7 @@ class _TokensRequest(Body):
     harmless: ClassVar[frozenset[str]] = frozenset(("user", "request_id"))
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "messages": (None,), "return_token_strs": (None, False), "skip_special_tokens": (None, False),
+        "with_pieces": (None, False), "parse_special": (None, True), "chat_template": (None,),
     }  # fmt: skip
     model: str | None = None
 
@@ -52,16 +70,25 @@ class _TokensRequest(Body):
         if self.model is not None:
             check_model(self.model, model.names)
         self.refuse_unsupported()
-        if model.llm.tokenizer is None:
-            raise Problem(400, "this model has no tokenizer; use token ids everywhere", param="model")
-        return model.llm.tokenizer
+        return tokenizer_of(model)
 
 
 class TokenizeRequest(_TokensRequest):
-    """The body of POST /tokenize."""
+    """The body of POST /tokenize: a text, or a conversation with the fields that chats render it by.
 
-    prompt: str
+    `content` is llama.cpp's name of the text, to which it adds special tokens only where `add_special` asks
+    for them; vLLM adds them to `prompt` unless `add_special_tokens` is false.
+    """
+
+    prompt: str | None = None
+    content: str | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    tools: Items[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def answer(self, model: Model) -> bytes:
         """Return the reply in JSON; it may take long for a long text.
@@ -70,10 +97,34 @@ class TokenizeRequest(_TokensRequest):
             Problem: The request is refused.
             RequestError: The text is not valid Unicode.
         """
-        ids = self.tokenizer_of(model).encode(self.prompt, self.add_special_tokens is not False)
+        tokenizer = self.tokenizer_of(model)
+        given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
+        if not given:
+            raise Problem(400, "prompt is missing; give prompt, content or messages", param="prompt")
+        if len(given) > 1:
+            problem = f"{given[0]} cannot hold together with {given[1]}; give one of them"
+            raise Problem(400, problem, param=given[1])
+        ids = self._conversation(model) if self.messages is not None else self._text(tokenizer)
         pieces = [as_json(ids[start : start + PIECE])[1:-1] for start in range(0, len(ids), PIECE)]
         rest = as_json({"count": len(ids), "max_model_len": model.llm.max_length})
         return f'{{"tokens":[{",".join(pieces)}],{rest[1:]}'.encode()
+
+    def _text(self, tokenizer: Tokenizer) -> list[int]:
+        for name in CHAT_FIELDS:
+            if getattr(self, name) is not None:
+                raise Problem(400, f"{name} needs messages", param=name)
+        if self.content is not None:
+            return tokenizer.encode(self.content, bool(self.add_special or self.add_special_tokens))
+        return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
+
+    def _conversation(self, model: Model) -> list[int]:
+        """Return the prompt that a chat of these messages has."""
+        if self.add_special_tokens:
+            problem = "the chat template writes the special tokens of messages; leave it out"
+            raise Problem(400, f"add_special_tokens: {problem}", param="add_special_tokens")
+        given = {name: getattr(self, name) for name in CHAT_FIELDS}
+        chat = ChatRequest.read({"messages": self.messages, "max_tokens": 0, **given})
+        return Job.of(chat, model.llm, model.names).prompts[0]
 
 
 class DetokenizeRequest(_TokensRequest):
@@ -95,3 +146,37 @@ class DetokenizeRequest(_TokensRequest):
         starts = range(0, len(self.tokens), PIECE)
         text = "".join([stream.push(self.tokens[start : start + PIECE]) for start in starts])
         return as_json({"prompt": text + stream.pending()}).encode()
+
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    Raises:
+        Problem: It has none.
+    """
+    if model.llm.tokenizer is None:
+        raise Problem(400, "this model has no tokenizer; use token ids everywhere", param="model")
+    return model.llm.tokenizer
+
+
+def tokenizer_info(model: Model) -> TokenizerInfo:
+    """Return what a client needs to know of a tokenizer.
+
+    Raises:
+        Problem: The model has none.
+    """
+    tokenizer, spec = tokenizer_of(model), model.llm.loaded.spec
+    chat = tokenizer.chat
+    named = {} if chat is None else chat.special_tokens
+
+    def token(name: str, id: int | None) -> str | None:
+        return named.get(name) or (None if id is None else tokenizer.inner.id_to_token(id))
+
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": token("bos_token", spec.bos_token_id),
+        "eos_token": token("eos_token", next(iter(spec.eos_token_ids), None)),
+        "pad_token": token("pad_token", None),
+        "chat_template": None if chat is None else chat.templates.get("default"),
+        "model_max_length": model.llm.max_length,
+    }

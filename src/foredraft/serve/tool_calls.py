@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from foredraft.decode.thinking import overlap as _overlap
+from foredraft.decode.thinking import overlap
 
 __all__ = [
     "HERMES",
@@ -153,7 +153,7 @@ class CallReader:
             self._show(events, len(self._text))
             return False
         before, marker, _ = self._text.partition(MARKER)
-        begun = 0 if marker or (ended and not self._cut) else _overlap(before, MARKER)
+        begun = 0 if marker or (ended and not self._cut) else overlap(before, MARKER)
         before = before[: len(before) - begun]
         self._show(events, len(before if ended and not marker and not begun else before.rstrip()))
         if ended and begun:
