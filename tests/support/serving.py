@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from fastapi import FastAPI
 
 import foredraft
 from foredraft import LLM, demo
@@ -74,10 +75,13 @@ def load_chat(folder: Path, **options: object) -> LLM:
 
 
 @contextmanager
-def serving(llm: LLM, **settings: object) -> Iterator[Served]:
-    """Serve a model until the block ends."""
+def serving(
+    llm: LLM, *, prepare: Callable[[FastAPI], object] = lambda app: None, **settings: object
+) -> Iterator[Served]:
+    """Serve a model until the block ends; `prepare` may add to the app before it starts."""
     given = Settings(**{"port": 0, "drain_seconds": 10.0, **settings})  # type: ignore[arg-type]
     app = create_app(lambda: llm, given)
+    prepare(app)
     server, listening = make_server(app, given), listen(given)
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
     thread.start()

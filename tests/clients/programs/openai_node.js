@@ -1,5 +1,5 @@
 // OpenAI's client for Node drives a server, and prints what it got as one line of JSON.
-// node client.js http://127.0.0.1:8000/v1 STOP
+// node openai_node.js http://127.0.0.1:8000/v1 STOP
 const { OpenAI } = require("openai");
 
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });

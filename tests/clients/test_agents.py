@@ -1,0 +1,151 @@
+"""Coding agents drive the server by their default settings: a question, a file that they read, and an edit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import foredraft
+from foredraft import LLM, demo
+from tests.clients.install import installed, node_program
+from tests.clients.scripting import Call, Say, Script, Scripted
+from tests.support.checkpoints import save_checkpoint
+from tests.support.serving import TEMPLATE, serving
+
+pytestmark = pytest.mark.agents
+POSITIONS = 1 << 16  # Claude Code begins with some 28,000 tokens in the demo's vocabulary
+BEFORE, AFTER = "one zebra\n", "one yak\n"
+QUESTION, ANSWER = "Which animal is in a.txt? Then make it a yak.", "It was a zebra, and is a yak now."
+SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A random model with room for the prompts of agents, and the demo's tokenizer."""
+    folder = tmp_path_factory.mktemp("agents")
+    vocabulary = json.loads((demo.target_path() / "config.json").read_text())["vocab_size"]
+    save_checkpoint(
+        folder, vocab_size=vocabulary, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.target_path() / name, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return foredraft.load(folder, policy="fixed", max_batch=2, max_length=POSITIONS)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder with a file, in which the agent works."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "a.txt").write_text(BEFORE)
+    return folder
+
+
+@contextmanager
+def scripted(llm: LLM, script: Script) -> Iterator[str]:
+    """Serve a model that follows a script; every request that generates must be answered."""
+    with serving(llm, prepare=lambda app: app.add_middleware(Scripted, script=script)) as served:
+        yield served.url
+    assert not script.steps, f"never asked for: {script.steps}"
+    assert {status for _, _, status in script.seen} == {200}
+
+
+def run(command: list[Any], work: Path, **environment: str) -> str:
+    """Run an agent in its folder, with a home of its own; return what it prints."""
+    home = work.parent / "home"
+    home.mkdir(exist_ok=True)
+    names = ("PATH", "LANG", "TMPDIR")
+    known = {name: os.environ[name] for name in names if name in os.environ} | {"HOME": str(home)}
+    ran = subprocess.run(
+        [*map(str, command)], cwd=work, env=known | environment, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-8000:]
+    return ran.stdout
+
+
+def results(script: Script) -> str:
+    """Return the last request that the script saw, which has the results of all calls."""
+    return json.dumps(script.seen[-1][1])
+
+
+def test_claude_code(llm: LLM, work: Path) -> None:
+    claude, file = node_program("claude"), str(work / "a.txt")
+    script = Script(
+        [
+            Call("Read", {"file_path": file}),
+            Call("Edit", {"file_path": file, "old_string": "zebra", "new_string": "yak"}),
+            Say(ANSWER),
+        ]
+    )
+    with scripted(llm, script) as url:
+        command = [claude, "-p", QUESTION, "--permission-mode", "acceptEdits", "--model", llm.loaded.name]
+        said = run(command, work, ANTHROPIC_BASE_URL=url, ANTHROPIC_AUTH_TOKEN="none")
+    assert said.strip() == ANSWER
+    assert (work / "a.txt").read_text() == AFTER
+    assert "one zebra" in results(script)
+
+
+def test_codex(llm: LLM, work: Path) -> None:
+    codex = node_program("codex")
+    home = work.parent / "codex"
+    home.mkdir()
+    patch = "sed -i s/zebra/yak/ a.txt"
+    script = Script([Call("exec_command", {"cmd": "cat a.txt"}), Call("exec_command", {"cmd": patch}), Say(ANSWER)])
+    with scripted(llm, script) as url:
+        (home / "config.toml").write_text(
+            f'model = "{llm.loaded.name}"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\n'
+            f'base_url = "{url}/v1"\nwire_api = "responses"\n'
+        )
+        command = [codex, "exec", "--skip-git-repo-check", "-s", "danger-full-access", QUESTION]
+        said = run(command, work, CODEX_HOME=str(home))
+    assert said.strip().endswith(ANSWER)
+    assert (work / "a.txt").read_text() == AFTER
+    assert "one zebra" in results(script)
+
+
+def test_opencode(llm: LLM, work: Path) -> None:
+    opencode, file = node_program("opencode"), str(work / "a.txt")
+    script = Script(
+        [
+            Call("read", {"filePath": file}),
+            Call("edit", {"filePath": file, "oldString": "zebra", "newString": "yak"}),
+            Say(ANSWER),
+        ]
+    )
+    with scripted(llm, script) as url:
+        provider = {
+            "npm": "@ai-sdk/openai-compatible", "name": "here", "options": {"baseURL": f"{url}/v1"},
+            "models": {llm.loaded.name: {}},
+        }  # fmt: skip
+        (work / "opencode.json").write_text(json.dumps({"provider": {"here": provider}}))
+        said = run([opencode, "run", "--model", f"here/{llm.loaded.name}", QUESTION], work)
+    assert ANSWER in said
+    assert (work / "a.txt").read_text() == AFTER
+    assert "one zebra" in results(script)
+
+
+def test_aider(llm: LLM, work: Path) -> None:
+    aider = installed("aider/bin/aider")
+    edit = f"a.txt\n```\n<<<<<<< SEARCH\n{BEFORE}=======\n{AFTER}>>>>>>> REPLACE\n```\n"
+    script = Script([Say(edit)], with_tools=False)
+    with scripted(llm, script) as url:
+        command = [
+            aider, "--model", f"openai/{llm.loaded.name}", "--edit-format", "diff", "--no-git", "--yes-always",
+            "--no-check-update", "--no-show-release-notes", "--analytics-disable", "--no-show-model-warnings",
+            "--message", QUESTION, "a.txt",
+        ]  # fmt: skip
+        run(command, work, OPENAI_API_BASE=f"{url}/v1", OPENAI_API_KEY="none", LITELLM_LOCAL_MODEL_COST_MAP="True")
+    assert (work / "a.txt").read_text() == AFTER
