@@ -173,6 +173,7 @@ def _catch_up(
             starts.append(0)
             continue
         start, last = drafter.length(sequence), len(sequence.tokens) - 1
+        assert start <= last, f"{drafter.name} claims to have read {start} tokens, the pending one among them"
         if last - start > 1:  # the row took plain steps, or the text is new to the drafter
             with observer.drafter_reads(sequence, start, last):
                 drafter.read(sequence, start, last)

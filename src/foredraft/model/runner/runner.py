@@ -249,11 +249,13 @@ class Runner:
             one.
 
         Raises:
-            ValueError: The draft does not fit into the cache.
+            ValueError: The draft does not fit into the cache, or a row drafts that reads no token.
         """
         if not self.by_kernels:
             return None
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
+        if not all(tokens[row] for row in active):
+            raise ValueError("a row that drafts has to read a token first")
         last = max(starts[row] + len(tokens[row]) + lengths[row] - 1 for row in active)
         if last > cache.scratch:
             raise ValueError(
