@@ -74,6 +74,15 @@ engine.accept = lambda *arguments: during.append(seen()) or accept(*arguments)
 llm.generate("def f(", temperature=0, max_new_tokens=4)
 assert {*during} == {(1 if engine.target.by_kernels else 2, 2)}, during
 assert seen() == (2, 2)
+
+from foredraft import demo
+from foredraft.decode.drafter import Drafter, DraftPass
+operators = foredraft.load(demo.draft_path(), drafter="none", kernels=False, max_length=64)
+engine.drafters["other"] = Drafter()
+engine.drafters["other"].draft_pass = DraftPass(operators.loaded.engine.target)
+during.clear()
+llm.generate("def f(", temperature=0, max_new_tokens=4)
+assert {*during} == {(2, 2)}, "the other model's operators need all threads"
 """
 
 

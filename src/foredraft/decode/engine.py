@@ -178,9 +178,15 @@ class Engine:
             self.scheduler.count_round(decoded)
             return decoded
 
+    @property
+    def _beside_kernels(self) -> bool:
+        """Whether the kernels run all models, so that PyTorch's operators are a small rest of the work."""
+        passes = (drafter.draft_pass for drafter in self.drafters.values())
+        return all(runner.by_kernels for runner in (self.target, *(each.runner for each in passes if each)))
+
     def round(self) -> list[Sequence]:
         """Run one round over all rows; returns the sequences that decoded."""
-        alone = operators_alone(self.target.by_kernels)
+        alone = operators_alone(self._beside_kernels)
         with self.observer.phase("round"), torch.inference_mode(), alone:
             started, policy = time.perf_counter(), self._policy()
             inputs = self._inputs(policy)
@@ -313,7 +319,7 @@ class Engine:
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
         """Run the next chunk of a prompt through the target and its drafters."""
-        with self.observer.phase("prefill"), operators_alone(self.target.by_kernels):
+        with self.observer.phase("prefill"), operators_alone(self._beside_kernels):
             self._restore_prefix(sequence)
             start = self.cache.lengths[sequence.row]
             finite = start == len(sequence.prompt) - 1 or prefill_chunk(
