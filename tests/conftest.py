@@ -1,5 +1,5 @@
 """Conditions of every test: no network, a cache apart from the user's, repeatable examples, GPU tests only where
-there is a GPU."""
+there is a GPU, and of a test with many cases a few, spread over its table, unless `--cases` asks for more."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
 
 
+FEW = 6  # cases of one test
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases", choices=("few", "others", "all"), default="few",
+        help=f"of each test with more than {FEW} cases: {FEW} of them, the others, or all",
+    )  # fmt: skip
+
+
 def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
@@ -30,7 +40,29 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of the tests that -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_gpu(items)
+    asked = config.getoption("--cases")
+    if asked == "all":
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    few = {item for each in cases.values() for item in _few(each)}
+    left = [item for item in items if (item in few) != (asked == "few")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if (item in few) == (asked == "few")]
+
+
+def _few(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of a test that stand for it: the first one, the last one, and some between."""
+    if len(cases) <= FEW:
+        return cases
+    return [cases[place * (len(cases) - 1) // (FEW - 1)] for place in range(FEW)]
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:
         return
