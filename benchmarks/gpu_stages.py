@@ -64,7 +64,11 @@ class Bench:
         Other files may import packages that this machine lacks.
         """
         files = [str(f) for f in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in f.read_text()]
-        command = [sys.executable, *"-m pytest -q -rfE -p no:cacheprovider -m gpu --cases all".split(), *files]
+        command = [
+            sys.executable,
+            *"-m pytest -q -rfE -p no:cacheprovider -m gpu --cases all".split(),
+            *files,
+        ]
         path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         ran = subprocess.run(
             command,

@@ -218,16 +218,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sources = {"smollm2": smollm2, "gemma3": partial(gemma, options.work)}
     functions = prompts(4 * FUNCTIONS)
     models: dict[str, Any] = {}
+    files = {
+        (model, label): requantised(sources[model](), TYPES[label], options.work)
+        for model in options.models
+        for label in options.types
+    }
     for model in options.models:
         for label in options.types:
-            file = requantised(sources[model](), TYPES[label], options.work)
+            file = files[model, label]
             if options.trials:
                 tuned(file, functions, options.work, options.trials)
             both = Comparison(file, options.llama_cpp, options.turns)
             models.setdefault(model, {})[label] = figures_of(both, options, functions)
             both.close()
             print(model, label, json.dumps(models[model][label]["decoding"]["0"]["over_peer"]))
-    write(options.name, {"machine": machine(), "tokens": options.tokens, "models": models})
+            write(options.name, {"machine": machine(), "tokens": options.tokens, "models": models})
 
 
 if __name__ == "__main__":

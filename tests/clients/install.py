@@ -27,7 +27,9 @@ def install(folder: Path, *, agents: bool) -> None:
     if agents:
         (folder / "npm").mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "package.json", folder / "npm")
-        subprocess.run(["npm", "install", "--silent", "--no-fund", "--no-audit"], cwd=folder / "npm", check=True)
+        subprocess.run(
+            ["npm", "install", "--silent", "--no-fund", "--no-audit"], cwd=folder / "npm", check=True
+        )
 
 
 def installed(path: str) -> Path:

@@ -103,7 +103,9 @@ def test_codex(llm: LLM, work: Path) -> None:
     home = work.parent / "codex"
     home.mkdir()
     patch = "sed -i s/zebra/yak/ a.txt"
-    script = Script([Call("exec_command", {"cmd": "cat a.txt"}), Call("exec_command", {"cmd": patch}), Say(ANSWER)])
+    script = Script(
+        [Call("exec_command", {"cmd": "cat a.txt"}), Call("exec_command", {"cmd": patch}), Say(ANSWER)]
+    )
     with scripted(llm, script) as url:
         (home / "config.toml").write_text(
             f'model = "{llm.loaded.name}"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\n'
@@ -147,5 +149,11 @@ def test_aider(llm: LLM, work: Path) -> None:
             "--no-check-update", "--no-show-release-notes", "--analytics-disable", "--no-show-model-warnings",
             "--message", QUESTION, "a.txt",
         ]  # fmt: skip
-        run(command, work, OPENAI_API_BASE=f"{url}/v1", OPENAI_API_KEY="none", LITELLM_LOCAL_MODEL_COST_MAP="True")
+        run(
+            command,
+            work,
+            OPENAI_API_BASE=f"{url}/v1",
+            OPENAI_API_KEY="none",
+            LITELLM_LOCAL_MODEL_COST_MAP="True",
+        )
     assert (work / "a.txt").read_text() == AFTER

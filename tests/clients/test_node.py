@@ -24,7 +24,13 @@ def node(program: str, folder: Path, *arguments: str, given: str = "") -> str:
     copy = installed("npm/node_modules").parent / program
     copy.write_text((PROGRAMS / program).read_text())
     ran = subprocess.run(
-        ["node", str(copy), *arguments], cwd=folder, input=given, capture_output=True, text=True, timeout=120, check=False
+        ["node", str(copy), *arguments],
+        cwd=folder,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-8000:]
     return ran.stdout

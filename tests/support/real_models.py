@@ -59,8 +59,11 @@ def requantised(source: Path, kind: str, folder: Path) -> Path:
     """Return a file in another type, made of a model's file in `folder`.
 
     `kind` is a name of `llama-quantize`, such as "Q4_K_M". "Q8_0 Q3_K" makes the matrices `ffn_down`, whose rows
-    are whole blocks of 256 in both models, of the second type. "pure Q8_0" makes all matrices of one type.
+    are whole blocks of 256 in both models, of the second type. "pure Q8_0" makes all matrices of one type. A file of
+    that type stays as it is, because the tool would take types of its own for some matrices.
     """
+    if source.stem.endswith(kind):
+        return source
     words = kind.split()
     pure = words[0] == "pure" and words.pop(0) == "pure"
     name, *down = words

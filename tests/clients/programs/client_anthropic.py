@@ -20,7 +20,11 @@ history = [
     *MESSAGES,
     {
         "role": "assistant",
-        "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "d"}, *text],
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"},
+            {"type": "redacted_thinking", "data": "d"},
+            *text,
+        ],
     },
     {"role": "user", "content": "go on"},
 ]
@@ -28,7 +32,10 @@ agent = given | {"messages": history, "max_tokens": 32_000, "thinking": {"type":
 with client.messages.stream(**agent, stop_sequences=["\n\n"]) as stream:
     assert stream.get_final_message().stop_reason in ("stop_sequence", "max_tokens", "end_turn")
 
-tool = {"name": "save", "input_schema": {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}}
+tool = {
+    "name": "save",
+    "input_schema": {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]},
+}
 server_tool = {"type": "web_search_20250305", "name": "web_search"}
 called = client.messages.create(
     **given | {"max_tokens": 200}, tools=[tool, server_tool], tool_choice={"type": "any"}

@@ -32,7 +32,12 @@ schema = {
 }  # fmt: skip
 structured = model(max_completion_tokens=100).with_structured_output(schema, method="json_schema")
 assert structured.invoke(prompt)["a"] in ("x", "y")
-[call] = model(max_completion_tokens=200).bind_tools([schema], tool_choice="required").invoke(prompt).tool_calls[:1]
+[call] = (
+    model(max_completion_tokens=200)
+    .bind_tools([schema], tool_choice="required")
+    .invoke(prompt)
+    .tool_calls[:1]
+)
 assert call["name"] == "Choice" and call["args"]["a"] in ("x", "y")
 
 completion = OpenAI(

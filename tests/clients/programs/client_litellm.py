@@ -34,7 +34,8 @@ made = litellm.completion(**given | {"max_tokens": 100}, response_format=form)
 assert json.loads(made.choices[0].message.content)["a"] in ("x", "y")
 
 text = litellm.text_completion(
-    **{name: value for name, value in given.items() if name != "messages"} | {"model": "text-completion-openai/demo"},
+    **{name: value for name, value in given.items() if name != "messages"}
+    | {"model": "text-completion-openai/demo"},
     prompt="def f(",
 )
 assert text.choices[0].text == WANT["plain"]
@@ -43,6 +44,11 @@ anthropic = given | {"model": "anthropic/demo", "api_base": URL}
 assert litellm.completion(**anthropic).choices[0].message.content == WANT["text"]
 
 for asked in (given, anthropic):
-    refused(litellm.ContextWindowExceededError, lambda asked=asked: litellm.completion(**asked | {"messages": TOO_LONG}))
-assert "temperature" in str(refused(litellm.BadRequestError, lambda: litellm.completion(**given | {"temperature": -1})))
+    refused(
+        litellm.ContextWindowExceededError,
+        lambda asked=asked: litellm.completion(**asked | {"messages": TOO_LONG}),
+    )
+assert "temperature" in str(
+    refused(litellm.BadRequestError, lambda: litellm.completion(**given | {"temperature": -1}))
+)
 refused(litellm.NotFoundError, lambda: litellm.completion(**given | {"model": "openai/nope"}))

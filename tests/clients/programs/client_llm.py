@@ -17,7 +17,9 @@ with tempfile.TemporaryDirectory() as folder:
     environment = os.environ | {"LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}
 
     def llm(*arguments: str) -> str:
-        ran = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [*COMMAND, *arguments], env=environment, capture_output=True, text=True, check=False
+        )
         assert ran.returncode == 0, ran.stderr
         return ran.stdout.removesuffix("\n")
 

@@ -26,7 +26,9 @@ asked = {"until": ["\n\n"], "max_gen_toks": 12}
 strings = LocalCompletionsAPI(
     base_url=f"{URL}/v1/completions", model="demo", tokenizer_backend=None, tokenized_requests=False
 )
-assert strings.generate_until([Instance("generate_until", {}, ("def add(a, b):", asked), 0)]) == [WANT["short_plain"]]
+assert strings.generate_until([Instance("generate_until", {}, ("def add(a, b):", asked), 0)]) == [
+    WANT["short_plain"]
+]
 chat = LocalChatCompletion(base_url=f"{URL}/v1/chat/completions", model="demo")
 messages = JsonChatStr(json.dumps([{"role": "user", "content": "def add(a, b):"}]))
 assert chat.generate_until([Instance("generate_until", {}, (messages, asked), 0)]) == [WANT["short_text"]]

@@ -35,7 +35,9 @@ assert made.headers["x-ignored-tools"] == "web_search,patch", made.headers
 assert made.headers["x-unenforced-keywords"], made.headers
 assert made.parse().output[0].name == "save"
 
-error = refused(openai.BadRequestError, lambda: client.chat.completions.create(**given | {"messages": TOO_LONG}))
+error = refused(
+    openai.BadRequestError, lambda: client.chat.completions.create(**given | {"messages": TOO_LONG})
+)
 assert error.code == "context_length_exceeded" and error.param == "messages"
 assert "maximum context length is 512" in error.message
 refused(openai.NotFoundError, lambda: client.chat.completions.create(**given | {"model": "nope"}))

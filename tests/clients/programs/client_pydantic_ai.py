@@ -29,8 +29,16 @@ models = [
 short, long = ({"temperature": 0.0, "max_tokens": count} for count in (24, 200))
 for model in models:
     assert Agent(model, model_settings=short).run_sync("def add(a, b):").output == WANT["text"]
-    assert Agent(model, output_type=Choice, model_settings=long, retries=3).run_sync("Choose.").output.a in ("x", "y")
-    error = refused(ModelHTTPError, lambda model=model: Agent(model, model_settings=short).run_sync(TOO_LONG[0]["content"]))
-    assert error.status_code == 400 and ("maximum context length" in str(error) or "prompt is too long" in str(error))
+    assert Agent(model, output_type=Choice, model_settings=long, retries=3).run_sync("Choose.").output.a in (
+        "x",
+        "y",
+    )
+    error = refused(
+        ModelHTTPError,
+        lambda model=model: Agent(model, model_settings=short).run_sync(TOO_LONG[0]["content"]),
+    )
+    assert error.status_code == 400 and (
+        "maximum context length" in str(error) or "prompt is too long" in str(error)
+    )
 native = Agent(models[0], output_type=NativeOutput(Choice, strict=False), model_settings=long, retries=3)
 assert native.run_sync("Choose.").output.a in ("x", "y")
