@@ -569,10 +569,9 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read
         raise Problem(400, f"{min(taken)} is not a variable of a chat template", param="chat_template_kwargs")
     begun = _begun_reply(request) if request.continue_final_message else None
     tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer.chat)
-    thinks = request.beyond.thinks if request.enable_thinking is None else request.enable_thinking
     variables, unread = template_variables(
-        llm.tokenizer.chat, given, effort=request.reasoning_effort, thinks=thinks,
-        with_tools=tools is not None,
+        llm.tokenizer.chat, given, effort=request.reasoning_effort, thinks=request.enable_thinking,
+        prefers=request.beyond.thinks, with_tools=tools is not None,
     )  # fmt: skip
     if request.add_generation_prompt is not None:
         variables["add_generation_prompt"] = request.add_generation_prompt

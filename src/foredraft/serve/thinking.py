@@ -86,6 +86,7 @@ def template_variables(
     *,
     effort: str | None,
     thinks: bool | None,
+    prefers: bool | None = None,
     with_tools: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the variables for the chat template, and the names of the fields that it does not read.
@@ -98,6 +99,8 @@ def template_variables(
         given: The request's `chat_template_kwargs`.
         effort: Its `reasoning_effort`.
         thinks: Its `enable_thinking`.
+        prefers: Whether the reply begins with reasoning where the template can choose, by a field of another
+            shape of the API.
         with_tools: It has tools.
     """
     read = frozenset[str]() if chat is None else chat.variables(with_tools=with_tools)
@@ -105,12 +108,13 @@ def template_variables(
     variables = {name: value for name, value in given.items() if name not in unread}
     ignored = [f"chat_template_kwargs.{name}" for name in given if name in unread]
     switch = next((name for name in SWITCHES if name in read), None)
-    if effort == NO_EFFORT and switch is not None:
-        thinks = False if thinks is None else thinks
-    elif effort is not None and EFFORT in read:
-        variables.setdefault(EFFORT, effort)
     if thinks is not None and switch is None:
         ignored.append(SWITCHES[0])
-    elif thinks is not None and switch is not None:
-        variables.setdefault(switch, thinks)
+    if switch is not None:
+        off = False if effort == NO_EFFORT else None
+        chosen = next((each for each in (thinks, prefers, off) if each is not None), None)
+        if chosen is not None:
+            variables.setdefault(switch, chosen)
+    if effort is not None and EFFORT in read and not (effort == NO_EFFORT and switch is not None):
+        variables.setdefault(EFFORT, effort)
     return variables, ignored
