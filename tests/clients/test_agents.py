@@ -23,6 +23,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.serving import TEMPLATE, serving
 
 pytestmark = pytest.mark.agents
+MODEL = "demo"  # the server names a model by its folder
 POSITIONS = 1 << 16  # Claude Code begins with some 28,000 tokens in the demo's vocabulary
 BEFORE, AFTER = "one zebra\n", "one yak\n"
 QUESTION, ANSWER = "Which animal is in a.txt? Then make it a yak.", "It was a zebra, and is a yak now."
@@ -32,11 +33,12 @@ SECONDS = 240
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """A random model with room for the prompts of agents, and the demo's tokenizer."""
-    folder = tmp_path_factory.mktemp("agents")
-    vocabulary = json.loads((demo.target_path() / "config.json").read_text())["vocab_size"]
+    folder = tmp_path_factory.mktemp("agents") / MODEL
+    config = json.loads((demo.target_path() / "config.json").read_text())
+    kept = {name: config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     save_checkpoint(
-        folder, vocab_size=vocabulary, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None,
+        folder, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        max_position_embeddings=POSITIONS, **kept,
     )  # fmt: skip
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.target_path() / name, folder)
@@ -91,7 +93,7 @@ def test_claude_code(llm: LLM, work: Path) -> None:
         ]
     )
     with scripted(llm, script) as url:
-        command = [claude, "-p", QUESTION, "--permission-mode", "acceptEdits", "--model", llm.loaded.name]
+        command = [claude, "-p", QUESTION, "--permission-mode", "acceptEdits", "--model", MODEL]
         said = run(command, work, ANTHROPIC_BASE_URL=url, ANTHROPIC_AUTH_TOKEN="none")
     assert said.strip() == ANSWER
     assert (work / "a.txt").read_text() == AFTER
@@ -108,7 +110,7 @@ def test_codex(llm: LLM, work: Path) -> None:
     )
     with scripted(llm, script) as url:
         (home / "config.toml").write_text(
-            f'model = "{llm.loaded.name}"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\n'
+            f'model = "{MODEL}"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\n'
             f'base_url = "{url}/v1"\nwire_api = "responses"\n'
         )
         command = [codex, "exec", "--skip-git-repo-check", "-s", "danger-full-access", QUESTION]
@@ -130,10 +132,10 @@ def test_opencode(llm: LLM, work: Path) -> None:
     with scripted(llm, script) as url:
         provider = {
             "npm": "@ai-sdk/openai-compatible", "name": "here", "options": {"baseURL": f"{url}/v1"},
-            "models": {llm.loaded.name: {}},
+            "models": {MODEL: {}},
         }  # fmt: skip
         (work / "opencode.json").write_text(json.dumps({"provider": {"here": provider}}))
-        said = run([opencode, "run", "--model", f"here/{llm.loaded.name}", QUESTION], work)
+        said = run([opencode, "run", "--model", f"here/{MODEL}", QUESTION], work)
     assert ANSWER in said
     assert (work / "a.txt").read_text() == AFTER
     assert "one zebra" in results(script)
@@ -145,7 +147,7 @@ def test_aider(llm: LLM, work: Path) -> None:
     script = Script([Say(edit)], with_tools=False)
     with scripted(llm, script) as url:
         command = [
-            aider, "--model", f"openai/{llm.loaded.name}", "--edit-format", "diff", "--no-git", "--yes-always",
+            aider, "--model", f"openai/{MODEL}", "--edit-format", "diff", "--no-git", "--yes-always",
             "--no-check-update", "--no-show-release-notes", "--analytics-disable", "--no-show-model-warnings",
             "--message", QUESTION, "a.txt",
         ]  # fmt: skip

@@ -110,8 +110,8 @@ class LengthFields(NamedTuple):
 class TooLong(Problem):
     """A prompt, perhaps with the tokens that are asked for, is longer than the context.
 
-    Clients know it by its code or by the beginning of its message: litellm and LangChain look for "this
-    model's maximum context length is" or "context_length_exceeded", and in messages for "prompt is too long"
+    Clients know it by its code or by words of its message: "this model's maximum context length is" (litellm)
+    and "prompt is too long" (LangChain, which looks for the code only in what OpenAI's client makes text of)
     (https://github.com/BerriAI/litellm, exception_mapping_utils.py; https://github.com/langchain-ai/langchain,
     chat_models of libs/partners/openai and libs/partners/anthropic).
 
@@ -122,7 +122,7 @@ class TooLong(Problem):
     """
 
     def __init__(self, error: ContextLengthError, fields: LengthFields, asked: str | None) -> None:
-        has, remedy = f"the prompt has {error.prompt}", f"shorten {fields.prompt}"
+        has, remedy = f"it has {error.prompt}", f"shorten {fields.prompt}"
         if asked is not None:
             has += f" and {asked} asks for {error.new}"
             remedy += f", or lower {asked}"
@@ -132,10 +132,8 @@ class TooLong(Problem):
             remedy += f", or give {fields.shorten}"
         if error.most < error.reach:
             remedy += f", or start the server with a --max-length of up to {error.reach}"
-        super().__init__(
-            400, f"This model's maximum context length is {error.most} tokens, but {has}; {remedy}",
-            param=fields.prompt, code="context_length_exceeded",
-        )  # fmt: skip
+        says = f"This model's maximum context length is {error.most} tokens, so the prompt is too long: {has}"
+        super().__init__(400, f"{says}; {remedy}", param=fields.prompt, code="context_length_exceeded")
         self.for_messages = f"prompt is too long: {error.prompt} tokens > {error.most - error.new} maximum"
 
 

@@ -4,7 +4,7 @@ import anthropic
 from common import MESSAGES, TOO_LONG, URL, WANT, refused
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
-given = {"model": "demo", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+given = {"model": "demo", "messages": MESSAGES, "max_tokens": 24, "extra_body": {"temperature": 0}}
 text = [{"type": "text", "text": WANT["text"]}]
 
 whole = client.messages.create(**given)
@@ -38,7 +38,9 @@ tool = {
 }
 server_tool = {"type": "web_search_20250305", "name": "web_search"}
 called = client.messages.create(
-    **given | {"max_tokens": 200}, tools=[tool, server_tool], tool_choice={"type": "any"}
+    **given | {"max_tokens": 200},
+    tools=[tool, server_tool],
+    tool_choice={"type": "any", "disable_parallel_tool_use": True},
 )
 assert called.stop_reason == "tool_use" and called.content[0].input == {"a": "x"}
 
