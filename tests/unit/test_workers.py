@@ -79,6 +79,7 @@ from foredraft import demo
 from foredraft.decode.drafter import Drafter, DraftPass
 operators = foredraft.load(demo.draft_path(), drafter="none", kernels=False, max_length=64)
 engine.drafters["other"] = Drafter()
+engine.drafters["other"].whole_model = True
 engine.drafters["other"].draft_pass = DraftPass(operators.loaded.engine.target)
 during.clear()
 llm.generate("def f(", temperature=0, max_new_tokens=4)

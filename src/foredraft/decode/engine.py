@@ -181,8 +181,8 @@ class Engine:
     @property
     def _beside_kernels(self) -> bool:
         """Whether the kernels run all models, so that PyTorch's operators are a small rest of the work."""
-        passes = (drafter.draft_pass for drafter in self.drafters.values())
-        return all(runner.by_kernels for runner in (self.target, *(each.runner for each in passes if each)))
+        own = [drafter.draft_pass for drafter in self.drafters.values() if drafter.whole_model]
+        return self.target.by_kernels and all(each.runner.by_kernels for each in own if each is not None)
 
     def round(self) -> list[Sequence]:
         """Run one round over all rows; returns the sequences that decoded."""
