@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foredraft.bench.bench_records import BenchReport, Exactness, Row, Spread
 from foredraft.cli.drafting import refuse_lossy
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
@@ -23,6 +22,7 @@ from foredraft.cli.progress import started
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from foredraft.bench.bench_records import BenchReport, Exactness, Row, Spread
     from foredraft.bench.bench_settings import BenchSettings
 
 __all__ = ["bench"]
