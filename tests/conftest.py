@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
 
 
-FEW = 6  # cases of one test
+FEW = 3  # cases of one test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
