@@ -194,10 +194,11 @@ def test_the_check_finds_planted_defects(
         instructions = InterruptAt(sys.maxsize, files).run(call(llm)).seen
         found: set[str] = set()
         dice = random.Random(0)
+        others = [dice.randint(1, instructions) for _ in range(300)]
         with monkeypatch.context() as planted:
             defect(planted)
-            for _ in range(300):
-                found.update(consequences(llm, call, dice.randint(1, instructions), texts[1], files))
+            for instruction in [*reversed(sample(instructions)), *others]:
+                found.update(consequences(llm, call, instruction, texts[1], files))
                 if consequence in found:
                     break
     assert consequence in found
