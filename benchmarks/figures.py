@@ -29,6 +29,9 @@ BLOCK = re.compile(
     r"(?<=<!-- figures: )(?P<name>[^>]*?)(?P<gap> -->\n)(?P<lines>.*?)(?=<!-- /figures -->)", re.S
 )
 
+MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}  # of models that this project did not make
+BUSY = ("1", "2", "4")  # processes beside
+
 Cells = Sequence[str]
 
 
@@ -476,6 +479,63 @@ def headline() -> list[str]:
     ]
 
 
+def _lines_of_models(lines: dict[str, Callable[[dict[str, Any]], str]]) -> list[str]:
+    """Return a table with a column for each type of file, and a line for each model and label."""
+    models = result("real_models")["models"]
+    types = list(next(iter(models.values())))
+    return table(
+        ("", *types),
+        *(
+            (f"{MODELS[model]}, {label}", *(cell(files[name]) for name in types))
+            for label, cell in lines.items()
+            for model, files in models.items()
+        ),
+    )
+
+
+def _medians(found: dict[str, Any], ratio: str, keys: Iterable[str]) -> str:
+    return ", ".join(f"{found[key][ratio]['median']:.2f}" for key in keys)
+
+
+def _gains(found: dict[str, Any]) -> str:
+    """Return the gains of the drafters that a file has."""
+    return ", ".join(f"{name} {drafter['gain']['median']:.2f}" for name, drafter in found.items())
+
+
+def real_models() -> list[str]:
+    """Plain decoding beside llama.cpp on the same files, and what `auto` adds."""
+    return _lines_of_models(
+        {
+            "tokens/s": lambda file: f"{file['decoding']['0']['own']['median']:.0f}",
+            "÷ llama.cpp": lambda file: _medians(file["decoding"], "over_peer", "0"),
+            "÷ llama.cpp, 4 busy processes beside": lambda file: _medians(file["decoding"], "over_peer", "4"),
+            "a prompt of 1,024 tokens ÷ llama.cpp": lambda file: _medians(
+                file["prompt"], "over_peer", ["1024"]
+            ),
+            "`auto` ÷ plain, code, chat": lambda file: ", ".join(
+                _medians(drafters, "gain", ["auto"]) for drafters in file["drafters"].values()
+            ),
+        }
+    )
+
+
+def real_models_in_full() -> list[str]:
+    """The figures of the two models that the table above leaves out."""
+    return _lines_of_models(
+        {
+            "÷ llama.cpp beside 1, 2, 4 busy processes": lambda file: _medians(
+                file["decoding"], "over_peer", BUSY
+            ),
+            "prompts of 256, 1,024 tokens": lambda file: _medians(
+                file["prompt"], "over_peer", file["prompt"]
+            ),
+            "passes of 2, 4, 8, 16 tokens": lambda file: _medians(file["pass"], "over_peer", file["pass"]),
+            "drafters ÷ plain, code": lambda file: _gains(file["drafters"]["HumanEval"]),
+            "drafters ÷ plain, chat": lambda file: _gains(file["drafters"]["chat"]),
+        }
+    )
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "headline": headline,
     "speed": speed,
@@ -496,6 +556,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "few bits": few_bits,
     "few bits, peers": few_bits_peers,
     "low bit": low_bit,
+    "real models": real_models,
+    "real models in full": real_models_in_full,
 }
 
 
