@@ -3,6 +3,7 @@
 The stages run in this order; a stage that fails is reported in the result, and the others still run:
 
   tests         the tests that need a GPU
+  verify        `foredraft verify` on the demo models
   forwards      bare forwards over 1 to 32 rows, with `deterministic` on and off
   plain         plain decoding through the engine, in turns with transformers' `generate` on the same weights
                 (dynamic cache, static cache, static cache with torch.compile), and the share of the device's
@@ -12,6 +13,11 @@ The stages run in this order; a stage that fails is reported in the result, and 
                 explains how), in turns with plain decoding: the measured speed-up over the predicted
                 S = tau / (k c + v(k + 1)) at the runs' own tau and draft lengths, with the best length k for
                 this c, v and alpha; and whether the token ids are identical
+  demo          `foredraft bench` on the demo models: every method that can run, and transformers' own
+                assisted generation and prompt lookup
+  vllm          vLLM's plain decoding of the same shape, where it is installed
+
+Beside the JSON lies a page of the same name, results/gpu.md, which says what to look at first.
 
 The copy bandwidth is bytes read plus bytes written per second, the best of 20 copies of 1 GiB. A plain step
 reads the KV cache and every weight except the embedding, in which it looks up one row. Timers are read when
@@ -21,6 +27,7 @@ the device has finished. Contenders take turns after a warm-up. Figures are medi
     python -m benchmarks.gpu --stages plain --name gpu_plain   # one stage, with a result file of its own
     python -m benchmarks.gpu --stages arranged-0.6,arranged-0.8 --name gpu_arranged
     python -m benchmarks.gpu --shape tiny --device cpu --dtype float32 --new-tokens 16 --repeats 1
+    python -m tests.rehearsal.script benchmarks.gpu --shape tiny --dtype float32 ...   # on a pretended GPU
 """
 
 from __future__ import annotations
@@ -36,10 +43,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_page import page
 from benchmarks.gpu_stages import STAGES, Bench, failure, say
 from benchmarks.random_model import SHAPES
-from benchmarks.workload import machine, write
+from benchmarks.workload import HERE, machine, write
 from foredraft.errors import ConfigError
+from foredraft.files import write_whole
 from foredraft.loading.device import find_device
 
 
@@ -65,7 +74,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=3, help="of the stages arranged-*")
+    parser.add_argument("--prompts", type=int, default=3, help="of the stages verify, arranged-* and demo")
+    parser.add_argument("--samples", type=int, help="of each test of stage verify; default: by its power")
     parser.add_argument("--max-draft", type=int, default=8, help="longest draft to consider, in tokens")
     parser.add_argument("--backend", default="inductor", help="of torch.compile, for transformers")
     parser.add_argument(
@@ -103,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         taken = {"seconds": time.perf_counter() - start} | used
         result["stages"][stage] = found | taken
         write(options.name, result)  # after every stage, because a time limit may end the next one
+        write_whole(HERE / "results" / f"{options.name}.md", page(result), "the page")
     return 1 if failed else 0
 
 

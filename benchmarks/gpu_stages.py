@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -10,24 +11,33 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+import foredraft
 from benchmarks import peer
+from benchmarks.peer_vllm import save_pair, vllm_contender
 from benchmarks.random_model import SHAPES, Pair, Shape, find_factor, make_llm, random_prompts
 from benchmarks.timing import Quiet, interleaved, spread
 from foredraft import LLM, SamplingParams, Stats
 from foredraft.bench.bench_records import Cost, DraftCost, ForwardCosts, Spread
+from foredraft.bench.bench_run import bench
+from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.figures import divergence
 from foredraft.bench.machine_record import bandwidth
 from foredraft.bench.predicted_speedup import ceiling, predicted_speedup
+from foredraft.bench.workload import load_workloads
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
 from foredraft.model.weights import weight_bytes
 from foredraft.ngrams import repeated
+from foredraft.verify import VerifySettings, verify
+from foredraft.verify.verify_settings import DISTANCES
 
 ROOT = Path(__file__).parents[1]
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -50,9 +60,10 @@ class Bench:
         self.shape: Shape = SHAPES[options.shape]
         self.device = torch.device(options.device)
         self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.dtype_name: str = options.dtype
         self.new_tokens, self.repeats = options.new_tokens, options.repeats
         self.prompts, self.longest, self.backend = options.prompts, options.max_draft, options.backend
-        self.compile = options.compile
+        self.compile, self.samples = options.compile, options.samples
         self.positions = PROMPT + options.new_tokens + 64
         self.bandwidth = bandwidth(self.device)
 
@@ -83,6 +94,40 @@ class Bench:
                 f"pytest ended with {ran.returncode}: {ran.stdout[-8000:]}{ran.stderr[-2000:]}"
             )
         return {"summary": ran.stdout.splitlines()[-1]}
+
+    def verified(self) -> dict[str, Any]:
+        """Run `verify` on the demo models: texts token for token, and chi-square tests."""
+        llm = self._demo()
+        detect = DISTANCES[-1] if self.samples is None else None
+        settings = VerifySettings(tokens=self.new_tokens, samples=self.samples, detect=detect, seed=1)
+        [workload] = load_workloads(("free",), self.prompts)
+        found = verify(llm, list(workload.prompts), settings)
+        llm.close()
+        return found.as_dict()
+
+    def demo(self) -> dict[str, Any]:
+        """Time every method that can run on the demo models, transformers' assisted generation among them."""
+        settings = BenchSettings(new_tokens=self.new_tokens, repeats=self.repeats)
+        report = bench(
+            load_workloads(("free",), self.prompts), settings, device=str(self.device),
+            dtype=self.dtype_name, max_draft=self.longest,
+        )  # fmt: skip
+        return report.as_dict()
+
+    def vllm(self) -> dict[str, Any]:
+        """Time vLLM's plain decoding of the same shape and dtype, where it is installed."""
+        if find_spec("vllm") is None:
+            return {"skipped": "vllm is not installed"}
+        pair = Pair.of(self.shape, self.device, self.dtype)
+        [prompt] = random_prompts(1, PROMPT, pair.target.spec.vocab_size)
+        with TemporaryDirectory() as folder:
+            save_pair(pair, self.shape.config(self.dtype), Path(folder))
+            del pair
+            gc.collect()
+            torch.cuda.empty_cache()
+            run = vllm_contender(folder, prompt, self.new_tokens)
+            speeds = [self.new_tokens / run() for _ in range(WARM + self.repeats)][WARM:]
+        return {"tokens_per_second": spread(speeds)}
 
     def forwards(self) -> dict[str, Any]:
         """Time bare forwards with `deterministic` on and off."""
@@ -117,6 +162,11 @@ class Bench:
         factor, tried = find_factor(self.shape, self.device, self.dtype, alpha)
         say(f"  later layers scaled by {factor:.4f}: draft and target agree at {dict(tried)[factor]:.3f}")
         return {"factor": factor, "bisection": tried} | self._drafted(alpha, factor)
+
+    def _demo(self) -> LLM:
+        return foredraft.load(
+            device=str(self.device), dtype=self.dtype_name, policy="fixed", max_draft=self.longest
+        )
 
     # --- shared by the stages ---------------------------------------------------------------------------
 
@@ -254,7 +304,10 @@ def say(line: str) -> None:
 
 STAGES: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "tests": Bench.tests,
+    "verify": Bench.verified,
     "forwards": Bench.forwards,
     "plain": Bench.plain,
     **{f"arranged-{alpha}": partial(Bench.arranged, alpha=alpha) for alpha in ALPHAS},
+    "demo": Bench.demo,
+    "vllm": Bench.vllm,
 }

@@ -1,8 +1,8 @@
 """Models of a given shape with random weights, made on the device without any file.
 
-Every weight is a function of its name alone. Norms are ones, and embeddings have a standard deviation of 1.
-Linear layers keep the scale of their inputs, except that queries are three times as large: attention then
-concentrates on a few positions, and greedy text does not loop.
+Every weight is a function of its name alone. Norms are ones, biases zeros, and embeddings have a standard
+deviation of 1. Linear layers keep the scale of their inputs, except that queries are three times as large:
+attention then concentrates on a few positions, and greedy text does not loop.
 
 The acceptance probability can be arranged. The draft model consists of the target's first layers, with its
 embedding, last norm and head. A factor scales the output of the target's *later* layers (the weights of their
@@ -108,8 +108,8 @@ class RandomWeights:
         return None
 
     def _draw(self, name: str, weight: Tensor) -> None:
-        if "norm" in name:
-            weight.fill_(1.0)
+        if "norm" in name or weight.dim() == 1:  # a bias, or a factor of a layer
+            weight.fill_(0.0 if name.endswith(".bias") else 1.0)
             return
         deviation = 1.0 if "embed" in name else 1.0 / math.sqrt(weight.shape[1])
         if name.endswith("q_proj.weight"):

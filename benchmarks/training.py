@@ -86,7 +86,7 @@ def throughput(folder: Path, repeats: int, group: int = GROUP) -> dict[str, Any]
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5)
 
     def step() -> None:
-        states = target.states(packed, DEPTH)
+        states = target.states(packed, student.taps)
 
         def compare(logits: Tensor, rows: slice) -> Tensor:
             log_p, log_q = target.log_probs(states.last[rows]), logits.float().log_softmax(-1)

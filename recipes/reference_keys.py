@@ -30,7 +30,34 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 TABLE = Path(__file__).parents[1] / "src" / "foredraft" / "model" / "reference_keys.py"
-MODEL_TYPES = ("gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (
+    "cohere2",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
 LENGTH = 40  # tokens of the pass: more than TRAINED, so that dynamic scaling takes part
 TRAINED = 32
 SIZES: dict[str, Any] = {
@@ -46,6 +73,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+UNROTATED = {"gpt2", "opt"}  # their learned positions end with the trained length
+WIDER = {"hidden_size": 32, "head_dim": 16}  # where a quarter of each head is rotated
+OWN_SIZES = {
+    **dict.fromkeys(("gpt_neox", "stablelm"), WIDER),
+    **{model_type: {"max_position_embeddings": 2 * LENGTH} for model_type in UNROTATED},
+}
 # The configs that run: between them, every branch on a key of these families is taken.
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -55,8 +88,40 @@ VARIANTS: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
 ]
-OWN_VARIANTS: dict[str, list[dict[str, Any]]] = {"mistral": [{"sliding_window": None}]}
-SCALINGS = ("default", "dynamic", "linear", "llama3", "yarn")
+OWN_VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "mistral": [{"sliding_window": None}],
+    "smollm3": [{"no_rope_layers": [0, 1, 1, 1, 1, 1], "use_sliding_window": True, "sliding_window": 8}],
+}
+GROWTH = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+_GEMMA4: list[dict[str, Any]] = [
+    {"sliding_window": 8, "global_head_dim": 8},
+    {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16},
+    {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 3},
+]
+# of a type whose class refuses some of `VARIANTS`: all that it runs
+ONLY: dict[str, list[dict[str, Any]]] = {
+    "gemma4_text": [
+        {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": size, **keys}
+        for keys, size in zip(_GEMMA4, (0, 4, 4), strict=True)
+    ],
+    "gemma4_unified_text": _GEMMA4,
+    "ministral3": [
+        {},
+        {"sliding_window": 8},
+        *(
+            {**each, "rope_scaling": {**each["rope_scaling"], **GROWTH}}
+            for each in VARIANTS
+            if "rope_scaling" in each
+        ),
+    ],
+    "phi3": [{}, {"sliding_window": 8}, {"rope_scaling": LONG, "original_max_position_embeddings": 16}],
+}
+# Types whose classes ask their rotary parameters for more than the computation of a scaling type does. What
+# they ask for counts only for scaling types that no other class has run.
+MORE_IN_ROPE = ("ministral3", "phi3")
+SCALINGS = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 LAYERS = "by layer"  # rotary parameters that hold those of each kind of layer
 # functions that ask for every key that the config has, or only look for options of `generate`
 EXHAUSTIVE = {"validate_token_ids", "_get_generation_parameters"}
@@ -185,9 +250,12 @@ def keys_of(model_type: str, rope: defaultdict[str, set[str]]) -> set[str]:
     """
     recorder = Recorder(rope)
     config_class = type(transformers.AutoConfig.for_model(model_type))
-    for variant in VARIANTS + OWN_VARIANTS.get(model_type, []):
+    sizes = SIZES | OWN_SIZES.get(model_type, {})
+    for variant in ONLY.get(model_type) or VARIANTS + OWN_VARIANTS.get(model_type, []):
+        if model_type in UNROTATED and "rope_scaling" in variant:
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            config = config_class(**json.loads(json.dumps(SIZES | variant)))
+            config = config_class(**json.loads(json.dumps(sizes | variant)))
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             file = Path(folder) / "config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | variant))
@@ -205,7 +273,13 @@ def keys_of(model_type: str, rope: defaultdict[str, set[str]]) -> set[str]:
 def table() -> str:
     """Return the content of the table's file."""
     rope: defaultdict[str, set[str]] = defaultdict(set)
-    keys = {model_type: keys_of(model_type, rope) for model_type in MODEL_TYPES}
+    more = defaultdict[str, set[str]](set)
+    keys = {
+        model_type: keys_of(model_type, more if model_type in MORE_IN_ROPE else rope)
+        for model_type in MODEL_TYPES
+    }
+    for kind in more.keys() - rope.keys():
+        rope[kind] = more[kind]
     shared = set.intersection(*keys.values())
     parts = [
         f'"""The config keys that transformers {transformers.__version__} reads.',

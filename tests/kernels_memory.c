@@ -86,13 +86,17 @@ static Linear linear(int64_t n, int64_t k, int word) {
     return (Linear){packed, floats(blocks * BLOCK), n, k, .inputs = n % 3};
 }
 
-static Norm norm(int64_t n, int word, int offset) {
-    return (Norm){offset ? floats(n) : elements(n, word), 1e-6f, offset};
+enum { ROUNDED, WIDE, CENTRED };  // an RMS norm with weights of the model's dtype, one in float32, a layer norm
+
+static Norm norm(int64_t n, int word, int kind) {
+    return (Norm){
+        .weight = kind ? floats(n) : elements(n, word), .bias = kind == CENTRED ? floats(n) : NULL, .eps = 1e-6f,
+        .wide = kind != ROUNDED, .centred = kind == CENTRED};
 }
 
 static void free_linear(Linear l) { free((void *)l.weight), free((void *)l.bias); }
 
-enum { VOCABULARY = 45, COLUMNS = 39, GROUPS = 3, ROWS = 4, STEPS = 4 };  // of the model, its pass and its draft
+enum { VOCABULARY = 45, COLUMNS = 39, GROUPS = 3, ROWS = 4, STEPS = 4, LEARNED = 5 };  // of the model, its pass and its draft
 
 // A model of two layers with every kind of norm and cap.
 static Model new_model(
@@ -101,23 +105,30 @@ static Model new_model(
     const int64_t width = (heads + 2 * kv_heads) * dim;
     for (int i = 0; i < 2; i++)
         layer[i] = (Layer){
-            norm(hidden, word, i), i ? norm(hidden, word, i) : (Norm){0}, norm(dim, word, i), norm(dim, word, i),
-            norm(hidden, word, i), i ? norm(hidden, word, i) : (Norm){0}, linear(width, hidden, word),
-            linear(hidden, heads * dim, word), linear(2 * inner, hidden, word), linear(hidden, inner, word),
-            i ? window : 0, 0};
+            .before = norm(hidden, word, i), .after = i ? norm(hidden, word, i) : (Norm){0},
+            .q = norm(dim, word, i), .k = norm(dim, word, i), .v = i ? norm(dim, word, i) : (Norm){0},
+            .mlp_before = norm(hidden, word, i ? CENTRED : ROUNDED), .mlp_after = i ? norm(hidden, word, CENTRED) : (Norm){0},
+            .qkv = linear(width, hidden, word), .output = linear(hidden, heads * dim, word),
+            .gate_up = linear(2 * inner, hidden, word), .down = linear(hidden, inner, word),
+            .window = i ? window : 0, .rotated = dim, .kv_heads = kv_heads, .dim = dim, .inner = inner,
+            .scalar = i ? 0.5f : 1};
     const Linear head = linear(VOCABULARY, hidden, word);  // in float32, the embedding too
-    return (Model){2, hidden, heads, kv_heads, dim, inner, 1, 0.3f, 5, 7,
-                   word == 1 ? NULL : elements(VOCABULARY * hidden, word), head, 1.5f, norm(hidden, word, 0), head, layer};
+    return (Model){
+        2, hidden, heads, .activation = GELU_TANH, .gated = 1, .wide = width > 2 * inner ? width : 2 * inner,
+        .scale = 0.3f, .softcap = 5,
+        .logit_softcap = 7, .embedding = word == 1 ? NULL : elements(VOCABULARY * hidden, word), .tied = head,
+        .embedding_scale = 1.5f, .learned = elements((LEARNED + 1) * hidden, word), .last_learned = LEARNED,
+        .norm = norm(hidden, word, ROUNDED), .head = head, .layer = layer};
 }
 
 static void free_model(Model m) {
     for (int i = 0; i < 2; i++) {
         const Layer *l = m.layer + i;
-        const Norm *norms[] = {&l->before, &l->after, &l->q, &l->k, &l->mlp_before, &l->mlp_after};
-        for (int n = 0; n < 6; n++) free((void *)norms[n]->weight);
+        const Norm *norms[] = {&l->before, &l->after, &l->q, &l->k, &l->v, &l->mlp_before, &l->mlp_after};
+        for (int n = 0; n < 7; n++) free((void *)norms[n]->weight), free((void *)norms[n]->bias);
         free_linear(l->qkv), free_linear(l->output), free_linear(l->gate_up), free_linear(l->down);
     }
-    free((void *)m.embedding), free((void *)m.norm.weight), free_linear(m.head);
+    free((void *)m.embedding), free((void *)m.learned), free((void *)m.norm.weight), free_linear(m.head);
 }
 
 static int run_draft(

@@ -8,11 +8,14 @@ names the option whose value is the file.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import functools
 import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +30,7 @@ __all__ = [
     "discard_unfinished",
     "is_no_file",
     "probe",
+    "process_folder",
     "replacing",
     "replacing_folder",
     "write_whole",
@@ -228,6 +232,19 @@ def _flush(file: Path) -> None:
 def _is_replaceable(file: Path) -> bool:
     """Return whether the file is a regular file or absent; a pipe or a device must not be renamed over."""
     return file.is_file() or not file.exists()
+
+
+@functools.cache
+def process_folder(prefix: str) -> Path:
+    """Return a temporary folder that is removed when the process ends: one for each beginning of a name."""
+    folder, owner = Path(tempfile.mkdtemp(prefix=prefix)).resolve(), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked process leaves it to its parent
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def _temporary(file: Path) -> Path:

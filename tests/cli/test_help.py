@@ -42,12 +42,14 @@ OPTIONS: dict[str, list[str]] = {
     "bench": [*(TARGET | BOUNDS | DRAFT | DRAFTED), *names(BenchOptions, PromptOptions, DocumentOptions)],
     "tune": [*(TARGET | BOUNDS), *names(TuneOptions, PromptOptions, DocumentOptions)],
     "info": [*(TARGET | DRAFT), *names(DocumentOptions)],
+    "doctor": [*(TARGET | DRAFT), "dry_run", *names(DocumentOptions)],
     "verify": [
         *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER),
         *names(VerifyOptions, PromptOptions, DocumentOptions),
     ],
 }
-MAX_LINES, MAX_OPTIONS = 60, 10  # of a page of --help on a terminal of 80 columns
+# of a page of --help on a terminal of 80 columns, where every drafter takes a line or two
+MAX_LINES, MAX_OPTIONS = 68, 10
 
 
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:

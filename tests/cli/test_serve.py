@@ -125,14 +125,14 @@ def test_a_second_signal_ends_it_at_once() -> None:
 def test_a_signal_ends_a_server_that_is_still_loading() -> None:
     program = """
 import atexit, os, sys, time
-import foredraft
+from foredraft import loading
 from foredraft.cli import main
 
 def load(*_, **__):
     print("loading", file=sys.stderr, flush=True)
     time.sleep(600)
 
-foredraft.load = load
+loading.load_for = load
 atexit.register(lambda: os._exit(7))  # Python's own exit may abort in the libraries that a load uses
 main(["serve", "--port", "0"])
 """

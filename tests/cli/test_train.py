@@ -103,6 +103,45 @@ def test_a_draft_model_is_a_checkpoint(
     assert "draft-model" in capsys.readouterr().out
 
 
+def test_a_head_drafts_where_the_option_names_it(
+    models: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "head"
+    more = "--taps", "2,3", "--draft-vocabulary", "40", "--draft-length", "2", "--out", str(out)
+    assert main(command(models, "eagle3", data, *more)) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("use it with ")]
+    assert line == f"use it with --draft {out}; `foredraft bench` measures it"
+    generate = ["generate", "def accept", "--model", str(models / "big"), "--json", "--temperature", "0"]
+    generate += ["--device", "cpu"]
+    assert main([*generate, "--draft", str(out), "--drafter", "eagle3", "--policy", "fixed"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stats"]["drafted"] > 0 and found["lossless"]
+    assert main([*generate, "--drafter", "none"]) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"] == found["outputs"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--taps is '2,1,0', but the target has 3 layers, and a head reads after some of them in"),
+        (["--taps", "1,3"], "--taps is '1,3', but the target has 3 layers"),
+        (["--taps", "2,x"], "--taps is '2,x'; give layers such as 0,15"),
+        (["--taps", "2,3", "--decay", "0"], "--decay is 0.0; give a number above 0, at most 1"),
+    ],
+)
+def test_a_mistake_on_a_head_is_one_line(
+    models: Path,
+    data: Path,
+    tmp_path: Path,
+    more: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(command(models, "eagle3", data, "--out", str(tmp_path / "head"), *more)) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"foredraft: error: {message}")
+    assert not (tmp_path / "head").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

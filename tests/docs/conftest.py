@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkpoints import save_checkpoint, save_pair
 from tests.support.gguf_files import write_gguf
+from tests.support.loras import save_lora
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -26,12 +27,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the ./big, ./small and ./other of the pages, and their prompts.
 
-    ./big has a chat template, and a twin in ./big.gguf; ./other has another tokenizer.
+    ./big has a chat template, a twin in ./big.gguf and a LoRA in ./lora; ./other has another tokenizer.
     """
     folder = save_pair(tmp_path_factory.mktemp("pages"))
     save_checkpoint(folder / "other", tokenizer=True, seed=3, eos_token_id=None, vocab_size=320)
     (folder / "big" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     write_gguf(folder / "big", folder / "big.gguf", "Q8_0")
+    save_lora(folder / "big", folder / "lora")
     (folder / "prompt.txt").write_text("def accept(draft, p, q):\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("def accept\nViktor\nthe target checks all\n", encoding="utf-8")
     texts = "".join(

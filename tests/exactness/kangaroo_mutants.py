@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foredraft import LLM
@@ -97,9 +96,8 @@ def read_is_forgotten(observe: Function) -> Function:
 
 def states_of_the_position_before(read: Function) -> Function:
     def spoilt(drafter: Kangaroo, waiting: Any) -> None:
-        waiting = list(waiting)
         for each in waiting:
-            each.states = [torch.cat(each.states).roll(1, 0)]
+            each.states = each.states.roll(1, 0)
         read(drafter, waiting)
 
     return spoilt

@@ -140,8 +140,8 @@ def judged_before_the_transforms(of: Function) -> Function:
 
 def every_row_lossy(sound: Function) -> Function:
     def spoilt(*args: Any) -> Any:
-        *rest, rollback = args
-        return sound(*rest, rollback and replace(rollback, everywhere=True))
+        *rest, rollback, is_block = args
+        return sound(*rest, rollback and replace(rollback, everywhere=True), is_block)
 
     return spoilt
 

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.decode import accept, drafting, noise, vocab_ops
+from foredraft.decode import accept, noise, step_draws, vocab_ops
 from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.constraint import Walks
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafting import _Steps
-from foredraft.decode.noise import COUPLED, DRAFT, RESIDUAL, NoiseKeys
+from foredraft.decode.noise import COUPLED, DRAFT, RESIDUAL, DrawKeys, NoiseKeys
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sampling import SamplingTable, distribution_of
-from foredraft.decode.vocab_ops import TorchVocabOps, leading, running, total
+from foredraft.decode.vocab_ops import TorchVocabOps, leading
+from foredraft.decode.vocab_sums import running, total
 from tests.exactness import round_checks as checks
 from tests.exactness import test_chi_square as chi_square
 from tests.exactness import test_identity as identity
@@ -167,11 +168,8 @@ def q_before_the_transforms() -> tuple[tuple[Any, Spoiler], ...]:
     return (distribution_of, remember), (_Steps.add, raw)
 
 
-def drawn_by_the_next_key(draw: Function) -> Function:
-    def spoilt(q: Distribution, inputs: RoundInputs, column: int, source: Any) -> Tensor:
-        return draw(q, inputs, min(column + 1, max(inputs.budgets)), source)
-
-    return spoilt
+def of_the_next_column(column: Function) -> Function:
+    return lambda keys, index: column(keys, index + 1)
 
 
 def cut_at_improbable_tokens(draft: Function) -> Function:
@@ -202,7 +200,7 @@ def q_of_the_last(combine: Function) -> Function:
 DRAFT_LOOP = [
     Mutant("q before the transforms", q_before_the_transforms(), checks.distribution_of_truncated_drafts),
     defect(
-        "the token is not drawn from q", drafting._draw, drawn_from_power_of_q(2), checks.distribution_of_sampled_drafts
+        "the token is not drawn from q", step_draws._token, drawn_from_power_of_q(2), checks.distribution_of_sampled_drafts
     ),
     defect(
         "a drawn token of low confidence dropped",
@@ -216,7 +214,7 @@ DRAFT_LOOP = [
         cut_at_improbable_tokens,
         checks.distribution_of_confident_drafts,
     ),
-    defect("draft keys off by one", drafting._draw, drawn_by_the_next_key, checks.shared_noise),
+    defect("draft keys off by one", DrawKeys.column, of_the_next_column, checks.shared_noise),
     defect(
         "the drafter's non-finite logits go unnoticed",
         _Steps.add,

@@ -22,10 +22,11 @@ from torch import Tensor
 from foredraft.model import attention, forward_context
 from foredraft.model.checkpoint import CheckpointTensors, Shapes
 from foredraft.model.forward_context import ForwardContext, PassInputs, PassShape
-from foredraft.model.runner import Forward, Runner, packed, torch_backend
+from foredraft.model.runner import Forward, Runner, graphs, packed, torch_backend
 from foredraft.model.runner.graphs import Graphs
 from foredraft.model.runner.passes import Pass
 from foredraft.model.runner.torch_backend import TorchBackend
+from foredraft.model.runner.trees import flattened
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import reference_model, save_variant
 from tests.support.planting import Mutant, Spoiler, defect
@@ -76,6 +77,9 @@ def rounds(name: str, way: str) -> None:
         for row, (start, count) in enumerate(zip(began, right, strict=True)):
             got, want = out.logits[row, :count], expected[row, start : start + count]
             assert torch.allclose(got, want, rtol=0, atol=1e-4 * float(expected.abs().max()))
+            if count:
+                states = out.hidden[row : row + 1, :count]
+                assert torch.allclose(runner.head(states)[0], got, rtol=0, atol=1e-3)
 
 
 def padded() -> None:
@@ -128,7 +132,7 @@ def built_with(*names: str) -> Spoiler:
                 return ragged
             padded = build(spec, tables, cache, shape, starts)
             first = {
-                "write": padded.write[: len(ragged.write)],
+                "write": {window: own[: len(ragged.write[window])] for window, own in padded.write.items()},
                 "rotary": {
                     window: tuple(part[: len(real)] for part in parts)
                     for window, parts in padded.rotary.items()
@@ -197,19 +201,27 @@ def given_out_in_order(columns: Function) -> Function:
     return lambda computed, shape, real: columns(computed, shape, in_order(real))
 
 
-def old_starts(fill: Function) -> Function:
-    return lambda mine, other: fill(mine, replace(other, starts=mine.starts))
+def old_starts(replay: Function) -> Function:
+    return lambda entry, inputs: replay(entry, [entry.buffers[0], *inputs[1:]])
+
+
+def results_of_the_graph(replay: Function) -> Function:
+    def spoilt(entry: Any, inputs: list[Tensor]) -> Any:
+        replay(entry, inputs)
+        return entry.graph.output
+
+    return spoilt
 
 
 def old_length(run: Function) -> Function:
-    first: dict[Any, PassShape] = {}
+    first: dict[Any, Any] = {}
 
     def spoilt(
-        graphs: Graphs, compute: Any, cache: Any, shape: PassShape, inputs: PassInputs, alive: Any
-    ) -> Forward:
-        key = shape.batch, shape.columns, shape.head, inputs.signature()
-        out: Forward = run(graphs, compute, cache, first.setdefault(key, shape), inputs, alive)
-        return out
+        graphs: Graphs, compute: Any, inputs: PassInputs, *, owner: Any, key: PassShape, alive: Any
+    ) -> Any:
+        like = id(owner), replace(key, length=0), flattened(inputs)[1]
+        compute, key = first.setdefault(like, (compute, key))
+        return run(graphs, compute, inputs, owner=owner, key=key, alive=alive)
 
     return spoilt
 
@@ -249,12 +261,12 @@ MUTANTS = [
         lambda real_columns: lambda pass_, queries: real_columns(pass_, pass_.tokens.shape[1]),
         gathered,
     ),
-    defect("a graph replayed with old starts", PassInputs.fill, old_starts, captured),
+    defect("a graph replayed with old starts", graphs._Entry.run, old_starts, captured),
     defect("a graph replayed with an old length", Graphs.run, old_length, captured),
     defect(
         "a graph's outputs overwritten in a caller's hands",
-        Forward.copied,
-        lambda _: lambda forward: forward,
+        graphs._Entry.run,
+        results_of_the_graph,
         captured,
     ),
     defect("a packed weight kept for all of its shape", packed.pack, one_packed_weight_per_shape, padded),

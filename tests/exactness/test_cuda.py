@@ -97,8 +97,8 @@ def test_captured_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str,
         assert torch.equal(caches[0].data, caches[1].data)
         starts = [start + 1 + turn % 3 for start in starts]
     assert recording.backend.graphs is not None
-    assert recording.backend.graphs.capturer is not None, "the capture failed"
-    assert any(entry is not None for entry in recording.backend.graphs._kept[caches[0]].values())
+    assert not recording.backend.graphs.failures
+    assert any(recording.backend.graphs._kept[caches[0]].values())
 
 
 def _options(drafter: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
 from foredraft.model.runner.graphs import Graphs
 from tests.exactness.test_bits import PROMPTS, VOCABULARY, row_of, steps_of
-from tests.support.checkpoints import FAMILIES, reference_model
+from tests.support.checkpoints import FAMILIES, layers_of, reference_model
 from tests.support.loaded import engine_of
 from tests.support.parts import StepByStep
 from tests.support.recorder import Rerun
@@ -228,7 +228,8 @@ def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: s
         return draft
 
     engine_of(llm).policy = Fixed(4)
-    model.model.layers = model.model.layers[: llm.loaded.spec.layers - 1]
+    holder, name = layers_of(model)
+    setattr(holder, name, getattr(holder, name)[: llm.loaded.spec.layers - 1])
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(LayerSkip, "step", spy_step)
         patch.setattr(LayerSkip, "fused_draft", spy_fused)

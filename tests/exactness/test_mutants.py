@@ -8,6 +8,7 @@ import pytest
 
 from foredraft import kernels
 from tests.exactness import (
+    block_mutants,
     commit_mutants,
     constraint_mutants,
     kangaroo_mutants,
@@ -31,6 +32,7 @@ MODULES = (
     skip_mutants,
     kangaroo_mutants,
     policy_mutants,
+    block_mutants,
 )
 CHECKS = list(dict.fromkeys(check for module in MODULES for check in module.CHECKS))
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

@@ -29,6 +29,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "as it is": {"temperature": 1},
     "cuts": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
     "coupled": {"seed": 3, "acceptance": "coupled"},
+    "block": {"acceptance": "block"},
     "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1},
     "scores": {"logprobs": 2, "top_p": 0.9},
     "bias": {"logit_bias": {5: 1.0, 9: -3.0}, "min_new_tokens": 4},

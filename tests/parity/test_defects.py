@@ -1,101 +1,48 @@
 """Planted defects of the model's arithmetic; the comparison with transformers must catch each of them.
 
 A table entry reads: name, seam, spoiler, check. A spoiler takes the sound function and returns the defective one.
+The tables of further families are `*_mutants.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from foredraft.model import attention, families, forward_context, rope, rope_config, weights
-from foredraft.model.config import ConfigReader
-from foredraft.model.decoder import EAGER_PARTS, Attention, Decoder, Layer
+from foredraft.model import attention, forward_context, rope, rope_config, weights
+from foredraft.model.decoder import Decoder, Layer
+from foredraft.model.families import gemma, qwen, shared
 from foredraft.model.forward_context import ForwardContext
 from foredraft.model.layers import RMSNorm
 from foredraft.model.rope import Rope
 from foredraft.model.runner import packed
-from foredraft.model.runner.runner import Runner
 from foredraft.model.spec import ModelSpec
-from foredraft.model.weights import load_decoder
-from tests.parity import test_logits
-from tests.parity.test_logits import Pair
-from tests.support.checkpoints import save_variant
-from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
-
-Function = Callable[..., Any]
-
-
-@functools.cache
-def pair(name: str) -> Pair:
-    with tempfile.TemporaryDirectory() as folder:
-        return Pair(save_variant(Path(folder), name))
-
-
-def with_new_runner(name: str) -> Pair:
-    """Return the same weights and expected logits, with a runner that is made under the defect."""
-    original, copy = pair(name), object.__new__(Pair)
-    copy.__dict__.update(original.__dict__, runner=Runner(original.runner.decoder))
-    return copy
-
-
-def prompt_logits(name: str) -> None:
-    test_logits.test_prompt_logits_equal_those_of_transformers(pair(name))
-
-
-def decoding_logits(name: str) -> None:
-    test_logits.test_decoding_logits_equal_those_of_transformers(with_new_runner(name))
-
-
-def reloaded_logits(name: str) -> None:
-    """Compare with the same expected logits, after loading the checkpoint under the defect."""
-    original, copy = pair(name), object.__new__(Pair)
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(load_decoder(save_variant(Path(folder), name)))
-    copy.__dict__.update(original.__dict__, runner=runner)
-    test_logits.test_decoding_logits_equal_those_of_transformers(copy)
-
-
-def check(kind: object, name: str) -> functools.partial[None]:
-    return functools.partial(kind, name)  # type: ignore[call-overload,no-any-return]
-
+from tests.parity import gemma4_mutants, llama_like_mutants, norm_mutants
+from tests.parity.mutant_checks import (
+    MASKS,
+    NARROWER,
+    RUN,
+    WIDER,
+    Function,
+    check,
+    configured,
+    decoding_logits,
+    pair,
+    projected_with,
+    prompt_logits,
+    reloaded_logits,
+    windows,
+    with_parts,
+    with_rope,
+)
+from tests.support.planting import Mutant, assert_caught, defect, replaced
 
 # --- masks and rotations --------------------------------------------------------------------------------
-
-
-def windows(change: Callable[[int | None, int, int], int | None]) -> Spoiler:
-    """Build the masks of other windows: `change` gets a window (None: full attention), a column, and their number."""
-
-    def spoiler(masks: Function) -> Function:
-        def spoilt(spec: ModelSpec, positions: Tensor, *rest: Any) -> dict[int | None, Tensor]:
-            columns = positions.split(1, dim=1)
-
-            def mask_of(window: int | None, at: int) -> Tensor:
-                other = change(window, at, len(columns))
-                mask: Tensor = masks(replace(spec, windows=(other,)), columns[at], *rest)[other]
-                return mask
-
-            return {
-                window: torch.cat([mask_of(window, at) for at in range(len(columns))], 2)
-                for window in dict.fromkeys(spec.windows)
-            }
-
-        return spoilt
-
-    return spoiler
-
-
-WIDER = windows(lambda window, at, columns: window and window + 1)
-NARROWER = windows(lambda window, at, columns: window and window - 1)
 
 
 def next_column_seen(masks: Function) -> Function:
@@ -147,11 +94,6 @@ def base_of_the_pass(build: Function) -> Function:
     return spoilt
 
 
-def with_rope(**changed: Any) -> Spoiler:
-    """Give a function of rotary parameters others."""
-    return lambda sound: lambda own, *rest: sound(replace(own, **changed), *rest)
-
-
 def low_frequencies_kept(llama3: Function) -> Function:
     def spoilt(own: Rope, inverse: Tensor) -> Tensor:
         is_low = 2 * math.pi / inverse > own.original_positions / own.low_frequency
@@ -178,19 +120,6 @@ def base_that_does_not_grow(dynamic_theta: Function) -> Function:
 
 
 # --- layers ---------------------------------------------------------------------------------------------
-
-
-def with_parts(**spoilers: Spoiler) -> Spoiler:
-    """Spoil the position-wise parts of a layer."""
-    parts = {name: spoiler(getattr(EAGER_PARTS, name)) for name, spoiler in spoilers.items()}
-    return lambda run: lambda *args: run(*args, parts=replace(EAGER_PARTS, **parts))
-
-
-def projected_with(change: Callable[[Attention], Attention]) -> Spoiler:
-    """Project with other weights of an attention sub-layer."""
-    return with_parts(
-        project=lambda project: lambda spec, own, *rest: project(spec, change(own), *rest),
-    )
 
 
 def without_post_norm(finish: Function) -> Function:
@@ -235,46 +164,32 @@ def logits_uncapped(head: Function) -> Function:
 
 
 def embedded_without_scale(embed: Function) -> Function:
-    return lambda own, tokens: embed(own, tokens) / own.embedding_scale
+    return lambda own, *args: embed(own, *args) / own.embedding_scale
 
 
 # --- loading --------------------------------------------------------------------------------------------
 
 
-def configured(**keys: Any) -> Spoiler:
-    """Read a config in which some keys have other values."""
-
-    def spoiler(sound: Function) -> Function:
-        def spoilt(read: ConfigReader) -> Any:
-            with replaced(read, "config", {**read.config, **keys}):
-                return sound(read)
-
-        return spoilt
-
-    return spoiler
-
-
 def swapped_kinds(windows: Function) -> Function:
     """Take layers with full attention for windowed ones, and the reverse."""
-    swap = {families.FULL: families.SLIDING, families.SLIDING: families.FULL}
+    swap = {shared.FULL: shared.SLIDING, shared.SLIDING: shared.FULL}
     return lambda read, known, kinds: windows(read, known, [swap[kind] for kind in kinds])
 
 
 def one_layer_late(windows: Function) -> Function:
-    return lambda read, known, kinds: windows(read, known, [families.FULL, *kinds[:-1]])
+    return lambda read, known, kinds: windows(read, known, [shared.FULL, *kinds[:-1]])
 
 
 def head_norms_without_offset(norm: Function) -> Function:
-    def spoilt(builder: Any, name: str, size: int | None = None) -> RMSNorm:
-        made: RMSNorm = norm(builder, name, size)
+    def spoilt(builder: Any, name: str, size: int | None = None, heads: int = 0) -> RMSNorm:
+        made: RMSNorm = norm(builder, name, size, heads)
         return made if size is None else replace(made, weight=made.weight - 1.0)
 
     return spoilt
 
 
-MASKS, TABLE = forward_context.causal_masks, rope.rope_table
-BUILD, RUN = forward_context.build_context, Decoder.run
-ROPE_OF, WINDOWS = ModelSpec.rope_of, families._windows
+TABLE, BUILD = rope.rope_table, forward_context.build_context
+ROPE_OF, WINDOWS = ModelSpec.rope_of, shared.read_windows
 MUTANTS = [
     defect("window one too wide", MASKS, WIDER, check(decoding_logits, "gemma2")),
     defect("window one too narrow", MASKS, NARROWER, check(decoding_logits, "gemma2")),
@@ -340,7 +255,7 @@ MUTANTS = [
     defect("windows start one layer late", WINDOWS, one_layer_late, check(reloaded_logits, "qwen3-windows")),
     defect(
         "windows although use_sliding_window is false",
-        families._qwen_windows,
+        qwen.qwen_windows,
         configured(use_sliding_window=True),
         check(reloaded_logits, "qwen2-windows-off"),
     ),
@@ -391,7 +306,7 @@ MUTANTS = [
     ),
     defect(
         "full attention in every fifth layer",
-        families._gemma3_windows,
+        gemma.gemma3_windows,
         configured(sliding_window_pattern=5),
         check(reloaded_logits, "gemma3-default-pattern"),
     ),
@@ -403,7 +318,7 @@ MUTANTS = [
     ),
     defect(
         "scores scaled by head_dim",
-        families._gemma_common,
+        gemma.gemma_common,
         configured(query_pre_attn_scalar=24),
         check(reloaded_logits, "gemma3-head-dim-scalar"),
     ),
@@ -462,7 +377,8 @@ MUTANTS = [
         check(decoding_logits, "qwen2-dynamic"),
     ),
 ]
-CHECKS = {mutant.check.func.__name__ + " " + mutant.check.args[0]: mutant.check for mutant in MUTANTS}  # type: ignore[attr-defined]
+ALL = [*MUTANTS, *gemma4_mutants.MUTANTS, *llama_like_mutants.MUTANTS, *norm_mutants.MUTANTS]
+CHECKS = {mutant.check.func.__name__ + " " + mutant.check.args[0]: mutant.check for mutant in ALL}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -470,7 +386,7 @@ def test_a_check_passes_without_a_defect(name: str) -> None:
     CHECKS[name]()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     pair(mutant.check.args[0])  # type: ignore[attr-defined]  # made without the defect, and kept for all tests
     assert_caught(mutant, monkeypatch)

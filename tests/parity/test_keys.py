@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 
 from foredraft.errors import CheckpointError
-from foredraft.model import families, reference, reference_keys, rope, rope_config, spec
+from foredraft.model import reference, reference_keys, rope, rope_config, spec
+from foredraft.model.families import llama, shared
 from foredraft.model.reference import ELSEWHERE, ELSEWHERE_IN_ROPE, HARMLESS, NEUTRAL
 from foredraft.model.spec import ModelSpec
 from recipes.reference_keys import TABLE, table
 from tests.parity.test_logits import Pair, close, decoded, greedy, prompt_logits
+from tests.support import variants_norms
 from tests.support.checkpoints import FAMILIES, FULL, ROPES, SLIDING, save_checkpoint
 from tests.support.planting import Mutant, Spoiler, assert_caught, defect
 
@@ -40,10 +42,14 @@ VALUES: dict[str, Any] = {
     "_name_or_path": "elsewhere",
     "_output_attentions": True,
     "_rope_type_labels": ["other"],
+    "allow_global_per_layer_attribute_access": True,
     "architectures": ["LLaMAForCausalLM"],
     "attention_bias": True,
     "attention_chunk_size": 16,
     "attention_dropout": 0.5,
+    "attention_k_eq_v": True,
+    "attention_multiplier": 0.5,
+    "attention_out_bias": True,
     "attn_implementation": "eager",
     "attn_logit_softcapping": 3.0,
     "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
@@ -57,16 +63,21 @@ VALUES: dict[str, Any] = {
     "decoder": {"hidden_size": 8},
     "default_rope_type": "axial",
     "default_theta": 7.0,
+    "embd_pdrop": 0.5,
+    "embedding_multiplier": 3.0,
+    "enable_moe_block": True,
     "eos_token_id": [5, 6],
     "experts_implementation": "eager",
     "final_logit_softcapping": 3.0,
     "fusion_config": {"qkv": True},
     "generator": {"hidden_size": 8},
+    "global_head_dim": 16,
     "gradient_checkpointing": True,
     "head_dim": 32,
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "silu",
     "hidden_size": 32,
+    "hidden_size_per_layer_input": 8,
     "id2label": {"0": "a", "1": "b", "2": "c"},
     "ignore_keys_at_rope_validation": ["factor"],
     "initializer_range": 0.2,
@@ -76,21 +87,29 @@ VALUES: dict[str, Any] = {
     "kv_sharing_modes": ["reuse"] * 3,
     "label2id": {"a": 0, "b": 1, "c": 2},
     "layer_types": [FULL, SLIDING, FULL],
+    "logits_scaling": 3.0,
     "max_position_embeddings": 512,
     "max_window_layers": 1,
     "mlp_bias": True,
     "mlp_layer_types": ["sparse"] * 3,
     "model_type": "bert",
+    "moe_intermediate_size": 8,
     "mtp_layer_types": [FULL],
     "name_or_path": "elsewhere",
+    "no_rope_layer_interval": 2,
+    "no_rope_layers": [0, 1, 1, 0, 1],
     "num_attention_heads": 8,
+    "num_experts": 4,
+    "num_global_key_value_heads": 2,
     "num_heads": 3,
     "num_hidden_layers": 2,
     "num_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
     "num_labels": 3,
     "original_max_position_embeddings": 32,
     "output_attentions": True,
     "output_hidden_states": True,
+    "output_router_logits": True,
     "pad_token_id": 9,
     "partial_rotary_factor": 0.5,
     "per_layer_config": {"1": {"intermediate_size": 32}},
@@ -98,26 +117,43 @@ VALUES: dict[str, Any] = {
     "problem_type": "regression",
     "quantization_config": {"quant_method": "hqq"},
     "query_pre_attn_scalar": 7,
+    "resid_pdrop": 0.5,
+    "residual_dropout": 0.5,
+    "residual_multiplier": 0.5,
     "return_dict": True,  # with false, transformers cannot run a pass
     "rms_norm_eps": 0.1,
     "rope_local_base_freq": 50.0,
     "rope_parameters": ROPES["linear"],
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     "rope_theta": 500.0,
+    "serialize_explicit_per_layer_config": True,
     "sliding_window": PROMPT + NEW,
     "sliding_window_pattern": 3,
     "sub_configs_defaults": {"text_config": {}},
     "text_config": {"hidden_size": 8},
     "tie_word_embeddings": True,
+    "top_k_experts": 2,
     "transformers_version": "4.30.0",
     "transformers_weights": "other.safetensors",
     "use_bidirectional_attention": True,
     "use_cache": False,
+    "use_double_wide_mlp": True,
     "use_sliding_window": True,
     "vision_aspect_ratio": "pad",
     "vision_feature_layer": -2,
     "vision_feature_select_strategy": "full",
     "vocab_size": 101,
+    **variants_norms.KEY_VALUES,
+    "vocab_size_per_layer_input": 120,
+}
+LISTED = [SLIDING, FULL, *[SLIDING] * 4, FULL]  # a layer of each kind before the last two
+GEMMA4: dict[str, Any] = {
+    "layer_types": LISTED,
+    "per_layer_config": {"5": {"head_dim": 8}, "6": {"head_dim": 8}},
+    "rope_parameters": {FULL: ROPES["yarn"], SLIDING: ROPES["linear"]},
+    "sliding_window": 16,
+    "tie_word_embeddings": False,
+    "use_bidirectional_attention": "all",
 }
 # where a family needs another value
 OWN: dict[str, dict[str, Any]] = {
@@ -125,15 +161,25 @@ OWN: dict[str, dict[str, Any]] = {
     | {"sliding_window": 16},
     "gemma3": {"layer_types": [FULL, *[SLIDING] * 6], "tie_word_embeddings": False, "num_hidden_layers": 6}
     | {"sliding_window": 16, "rope_parameters": {FULL: ROPES["linear"], SLIDING: ROPES["linear"]}},
+    **dict.fromkeys(("gemma4", "gemma4-unified"), GEMMA4),
+    "ministral": {"sliding_window": 16},
     "mistral": {"sliding_window": 16},
+    **variants_norms.OWN_VALUES,
 }
+OWN["gemma4"] = {**GEMMA4, "use_bidirectional_attention": "vision"}
 MORE: dict[str, dict[str, Any]] = {  # keys without which another has no effect
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 16, "layer_types": None},
     "layer_types": {"head_dim": 16},  # in Mistral, transformers needs it
+    "num_kv_shared_layers": {"layer_types": LISTED, "hidden_size_per_layer_input": 8},
+    "use_double_wide_mlp": {"layer_types": LISTED, "hidden_size_per_layer_input": 8}
+    | {"num_kv_shared_layers": 2},
     "use_sliding_window": {"sliding_window": 16, "max_window_layers": 1, "layer_types": None},
+    "vocab_size_per_layer_input": {"hidden_size_per_layer_input": 8},
 }
 TABLES = {family: reference_keys.CONFIG[each.model_type] for family, (each, _, _) in FAMILIES.items()}
-CASES = [(family, key) for family, keys in TABLES.items() for key in sorted(keys - HARMLESS - NOT_HERE)]
+# what Gemma 4's two types share, one function reads
+TESTED = {**TABLES, "gemma4-unified": TABLES["gemma4-unified"] - TABLES["gemma4"]}
+CASES = [(family, key) for family, keys in TESTED.items() for key in sorted(keys - HARMLESS - NOT_HERE)]
 
 
 def checked(folder: Path, family: str, keys: dict[str, Any], names: set[str]) -> ModelSpec | None:
@@ -331,7 +377,7 @@ MUTANTS = [
     defect(
         "original_max_position_embeddings of the whole config ignored",
         rope_config._read_one,
-        lambda sound: lambda read, section, theta, original: sound(read, section, theta, None),
+        lambda sound: lambda read, section, theta, original, kinds: sound(read, section, theta, None, kinds),
         check("llama", ORIGINAL),
     ),
     defect(
@@ -342,20 +388,20 @@ MUTANTS = [
     ),
     defect(
         "the window of a Llama's cache ignored",
-        families._longest,
+        llama.longest,
         lambda sound: lambda read: read.seen.add("sliding_window"),
         test_the_texts_of_a_llama_with_a_window_end_with_it,
     ),
     defect(
         "attention_bias of Qwen 2 honoured",
-        families._llama_like,
+        llama.llama_like,
         lambda sound: lambda read, *sizes: sound(read, *sizes) | {"output_bias": read.flag("attention_bias")},
         check("qwen2", {"attention_bias": True}),
         CheckpointError,
     ),
     defect(
         "layer_types of Mistral ignored",
-        families._windows,
+        shared.read_windows,
         lambda sound: lambda read, known, kinds: sound(read, known, kinds) and (known[kinds[0]],) * 3,
         check("mistral", {"layer_types": [FULL, SLIDING, FULL], "head_dim": 16}),
     ),

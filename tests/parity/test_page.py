@@ -13,19 +13,25 @@ from typing import Any
 
 from foredraft.model.families import FAMILIES as ARCHITECTURES
 from foredraft.model.reference import ELSEWHERE, ELSEWHERE_IN_ROPE
+from tests.parity.test_internlm2 import ARCHITECTURE as INTERNLM2
+from tests.support import variants_norms
 from tests.support.checkpoints import ABSENT, FAMILIES, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- the tested variants -->", "<!-- end of the tested variants -->"
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 # keys that are no variants: sizes, initialisation and special ids, and a key that transformers does not read
-NOT_LISTED = SIZES | {
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "_sliding_window_pattern",
-}
+NOT_LISTED = (
+    SIZES
+    | variants_norms.SIZES
+    | {
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "_sliding_window_pattern",
+    }
+)
 PLAIN_ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
 LLAMA3 = {"low_freq_factor", "high_freq_factor"}
 
@@ -88,7 +94,7 @@ def test_the_page_lists_the_keys_of_other_implementations() -> None:
 
 def test_every_family_is_documented_and_tested() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    tested = {FAMILIES[family][1].__name__ for family, _ in VARIANTS.values()}
+    tested = {FAMILIES[family][1].__name__ for family, _ in VARIANTS.values()} | {INTERNLM2}
     assert tested == set(ARCHITECTURES)
     for architecture, family in ARCHITECTURES.items():
         assert f"`{architecture}`" in text

@@ -360,6 +360,7 @@ def test_models_tokens_health_and_capabilities(served: Served, client: openai.Op
     assert http.get("/health").status_code == http.get("/ready").status_code == 200
     capabilities = http.get("/v1/capabilities").json()
     assert capabilities["drafters"]["draft-model"] == {"lossless": True} and capabilities["chat"]
+    assert capabilities["weights"] is None and capabilities["lora"] == []
     assert http.get("/nowhere").json()["error"]["message"] == "there is no '/nowhere'"
     assert http.get("/v1/completions").status_code == 405
     assert served.metric("foredraft_generation_tokens_total") > 0

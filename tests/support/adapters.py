@@ -12,6 +12,7 @@ from torch import Tensor
 from foredraft.drafters.adapter_files import VOCABULARY, AdapterConfig, target_hash, write_adapter
 from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import layer_tensors
 
 WHOLE = WITH_MLP
 
@@ -37,24 +38,24 @@ def save_adapter(
         vocabulary: Ids of a reduced head.
         seed: Of the noise.
     """
-    weights, spec, random = (
-        load_file(target / "model.safetensors"),
-        ModelSpec.from_folder(target),
-        torch.Generator(),
-    )
+    spec, random = ModelSpec.from_folder(target), torch.Generator()
     random.manual_seed(seed)
     last = f"model.layers.{spec.layers - 1}."
-    tensors: dict[str, Tensor] = {"model.norm.weight": weights["model.norm.weight"].clone()}
-    for name, weight in weights.items():
-        if name.startswith(last) and (kind == WHOLE or ".mlp." not in name):
-            spoilt = (
-                torch.randn(weight.shape, generator=random) * weight.float().std().nan_to_num(0.0) * noise
-            )
-            tensors[name.replace(last, "model.layers.0.")] = weight + spoilt.to(weight.dtype)
+    found = layer_tensors(target, spec.layers - 1)
+    tensors: dict[str, Tensor] = {
+        name: found.pop(name) for name in [*found] if name.startswith("model.norm.")
+    }
+    order = [name.replace(last, "model.layers.0.") for name in load_file(target / "model.safetensors")]
+    for name in sorted(found, key=lambda name: order.index(name) if name in order else len(order)):
+        weight = found[name]
+        if kind == WHOLE or ".mlp." not in name:
+            deviation = weight.float().std() if weight.numel() > 1 else 0.0
+            spoilt = torch.randn(weight.shape, generator=random) * deviation * noise
+            tensors[name] = weight + spoilt.to(weight.dtype)
     if kind != WHOLE:  # the norms of the MLP belong to it
-        norms = ["pre_feedforward", "post_feedforward"] if spec.post_norms else ["post_attention"]
-        for norm in norms:
-            del tensors[f"model.layers.0.{norm}_layernorm.weight"]
+        norms = ("pre_feedforward", "post_feedforward") if spec.post_norms else ("post_attention",)
+        for name in [name for name in tensors if name.split(".")[-2].removesuffix("_layernorm") in norms]:
+            del tensors[name]
     if vocabulary is not None:
         tensors[VOCABULARY] = torch.tensor(vocabulary)
     config = AdapterConfig(

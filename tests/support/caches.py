@@ -16,18 +16,23 @@ def dense(cache: KVCache) -> Tensor:
 
 
 def held(cache: KVCache, row: int, length: int) -> Tensor:
-    """Return a copy of the first `length` positions of a row, [layers, 2, H, length, D]."""
-    return _held(cache, row, 1, length)[:, :, 0]
+    """Return a copy of the first `length` positions of a row, [layers, 2, H, length, D].
+
+    Where layers have heads of several shapes, in one dimension.
+    """
+    if len(cache.planes) == 1:
+        return _held(cache, row, 1, length)[:, :, 0]
+    layers = range(len(cache._layers))
+    return torch.cat([part.flatten() for layer in layers for part in cache.read(layer, row, 1, length)])
 
 
 def _held(cache: KVCache, first_row: int, count: int, length: int) -> Tensor:
-    layers = range(len(cache.memory))
+    layers = range(len(cache._layers))
     return torch.stack([torch.stack(cache.read(layer, first_row, count, length)) for layer in layers])
 
 
 def poison(cache: KVCache, row: int, position: int) -> None:
     """Set the keys and values of one position to NaN in every layer."""
-    layers, _, _, heads, _, dim = cache.memory.shape
-    broken = torch.full((heads, 1, dim), math.nan)
-    for layer in range(layers):
+    for layer, (_, _, heads, _, dim) in enumerate(own.shape for own in cache._layers):
+        broken = torch.full((heads, 1, dim), math.nan)
         cache.write(layer, row, position, broken, broken)

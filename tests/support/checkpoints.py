@@ -6,6 +6,7 @@ to one thread: models this small gain nothing from more, and are ten times slowe
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from tests.support import variants_gemma4, variants_llama_like, variants_norms
+from tests.support.variants_llama_like import ABSENT, FULL, SLIDING
 
 torch.set_num_threads(1)
 
@@ -59,7 +63,12 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3),
+    **variants_gemma4.FAMILIES,
+    **variants_norms.FAMILIES,
+    **variants_llama_like.FAMILIES,
 }
+UNROTATED = variants_norms.UNROTATED  # families without rotary embeddings
+NESTED = {"gemma3", *variants_norms.NESTED}  # families with rotary parameters for each kind of layer
 # config keys that have a default
 DEFAULTS: dict[str, list[str]] = {
     "llama": """attention_bias head_dim hidden_act mlp_bias num_key_value_heads rms_norm_eps rope_parameters
@@ -76,9 +85,13 @@ DEFAULTS: dict[str, list[str]] = {
     "gemma3": """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
         layer_types num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window
         tie_word_embeddings use_bidirectional_attention""".split(),
+    **variants_gemma4.DEFAULTS,
+    **variants_llama_like.DEFAULTS,
+    **variants_norms.DEFAULTS,
 }
-ABSENT = object()  # the value of a key that is not in config.json, and has the default of transformers
-FULL, SLIDING = "full_attention", "sliding_attention"
+IN_ROPE = variants_llama_like.IN_ROPE
+UNSCALED = {*variants_llama_like.UNSCALED, *UNROTATED, *variants_gemma4.FAMILIES}
+SCALED = [family for family in FAMILIES if family not in UNSCALED]
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0},  # of the 48 positions in TRAINED
@@ -103,9 +116,9 @@ TRAINED = {"dynamic": {"max_position_embeddings": 48}}  # so that test texts exc
 
 def _scaled(family: str, kind: str, **keys: Any) -> dict[str, Any]:
     """Return the config keys of a variant with RoPE scaling; `keys` are further keys of the scaling."""
-    rope = ROPES[kind] | keys
+    rope = ROPES[kind] | keys | IN_ROPE.get(family, {})
     local = {"rope_type": "default", "rope_theta": 50.0}
-    nested = {FULL: rope, SLIDING: local} if family == "gemma3" else rope
+    nested = {FULL: rope, SLIDING: local} if family in NESTED else rope
     return {"rope_parameters": nested, **TRAINED.get(kind, {})}
 
 
@@ -229,8 +242,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-logit-cap": ("gemma3", {"final_logit_softcapping": 8.0}),
     "gemma3-silu": ("gemma3", {"hidden_activation": "silu", "rms_norm_eps": 1e-1}),
     "gemma3-absent": ("gemma3", {}),
+    **variants_gemma4.variants(ABSENT),
+    **variants_llama_like.VARIANTS,
+    **variants_norms.VARIANTS,
 }
-VARIANTS |= {f"{family}-{kind}": (family, _scaled(family, kind)) for family in FAMILIES for kind in ROPES}
+VARIANTS |= {f"{family}-{kind}": (family, _scaled(family, kind)) for family in SCALED for kind in ROPES}
 for _family, _keys in DEFAULTS.items():
     VARIANTS[f"{_family}-absent"][1].update(dict.fromkeys(_keys, ABSENT))
 
@@ -240,17 +256,28 @@ def reference_model(
 ) -> transformers.PreTrainedModel:
     """Return a random model of transformers with eager attention; `keys` change its tiny config."""
     config_class, model_class, base = FAMILIES[family]
-    config = config_class(**{key: value for key, value in {**base, **keys}.items() if value is not ABSENT})
+    given = {key: value for key, value in {**base, **keys}.items() if value is not ABSENT}
+    config = config_class(**copy.deepcopy(given))  # transformers adds keys to rotary parameters
     config._attn_implementation = "eager"
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
         for name, tensor in model.named_parameters():  # transformers initialises norms to 1 and biases to 0
             if name.endswith("bias"):
                 torch.nn.init.normal_(tensor, std=0.3)
-            elif "norm" in name:
-                torch.nn.init.normal_(tensor, mean=0.0 if family.startswith("gemma") else 1.0, std=0.2)
+            elif "norm" in name or "ln_" in name:
+                offset = family.startswith("gemma") and family not in variants_gemma4.FAMILIES
+                torch.nn.init.normal_(tensor, mean=0.0 if offset else 1.0, std=0.2)
+        if family in variants_gemma4.FAMILIES:
+            variants_gemma4.fill(model)
     return model.to(dtype).eval()
+
+
+def layers_of(model: Any) -> tuple[Any, str]:
+    """Return which module of a model of transformers holds the list of layers, and its name there."""
+    body = next(each for each in model.children() if len([*each.children()]) > 1 or hasattr(each, "decoder"))
+    body = getattr(body, "decoder", body)
+    return body, "h" if hasattr(body, "h") else "layers"
 
 
 def save_checkpoint(

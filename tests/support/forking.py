@@ -24,10 +24,22 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.engine import Engine
-from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Noise, NoiseKeys
+from foredraft.decode.noise import (
+    ACCEPT,
+    BLOCK,
+    BLOCK_NEXT,
+    COUPLED,
+    RESIDUAL,
+    ROLLBACK,
+    Noise,
+    NoiseKeys,
+)
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Finish, Sequence, State
 
+# What each rule draws by, beside the drafter; a rule that is not named draws as `speculative` does.
+DRAWN_BY = {"bild": (ROLLBACK,), "block": (BLOCK, BLOCK_NEXT), "speculative": (ACCEPT, RESIDUAL)}
+COINS = (ACCEPT, BLOCK)
 PREDICTED = (1, 0, 2, 1, 1, 0) * 8  # the prediction of every request
 
 
@@ -79,11 +91,10 @@ class ForkingNoise:
         self.real = Noise()
 
     def coin(self, keys: NoiseKeys, purpose: int) -> Coin:
-        assert purpose == ACCEPT
-        return Coin(self, keys)
+        return Coin(self, keys, purpose)
 
     def pick(self, weights: Tensor, keys: NoiseKeys, purpose: int) -> Tensor:
-        assert purpose != ACCEPT
+        assert purpose not in COINS
         if purpose == COUPLED:  # a function of its key, and of no interest here
             return self.real.pick(weights, keys, purpose)
         drawn: list[list[int]] = []
@@ -101,20 +112,25 @@ class ForkingNoise:
 
 @dataclass
 class Coin:
-    """A uniform number u that is known only by comparisons `u * q < p`."""
+    """A uniform number u that is known only by comparisons `u * q < p`.
+
+    Coins of columns that must not matter take no branch: those of padding; after a rejection; and, where a whole
+    beginning is kept or not, before the longest that is.
+    """
 
     noise: ForkingNoise
     keys: NoiseKeys
+    purpose: int
     columns: slice = field(default_factory=lambda: slice(None))
     q: Tensor | None = None
 
     def __getitem__(self, at: tuple[slice, slice]) -> Coin:
         assert at[0] == slice(None)
-        return Coin(self.noise, self.keys, at[1])
+        return Coin(self.noise, self.keys, self.purpose, at[1])
 
     def __mul__(self, q: Tensor) -> Coin:
         assert self.q is None
-        return Coin(self.noise, self.keys, self.columns, q)
+        return Coin(self.noise, self.keys, self.purpose, self.columns, q)
 
     def __lt__(self, p: Tensor) -> Tensor:
         assert self.q is not None
@@ -123,20 +139,19 @@ class Coin:
             self.keys.base.tolist(),
             self.q.double().tolist(),
             p.double().tolist(),
-            self.keys.bits(ACCEPT)[:, self.columns].tolist(),
+            self.keys.bits(self.purpose)[:, self.columns].tolist(),
             self.noise.lengths,
             strict=True,
         ):
-            kept.append([])
-            over = False
-            for column, (q, p_at, key) in enumerate(zip(q_row, p_row, own, strict=True)):
-                if over or column >= length:  # columns of padding, or after a rejection, must not matter
-                    kept[-1].append(1)
-                    continue
+            kept.append([1] * len(own))
+            whole = self.purpose == BLOCK
+            for column in reversed(range(length)) if whole else range(length):
+                q, p_at = q_row[column], p_row[column]
                 chance = float(p_at > 0) if q == 0 else min(1.0, p_at / q)
                 options = [(value, c) for value, c in ((1, chance), (0, 1 - chance)) if c > 0]
-                kept[-1].append(self.noise.paths[base].choose(options, key, ACCEPT))
-                over = not kept[-1][-1]
+                kept[-1][column] = self.noise.paths[base].choose(options, own[column], self.purpose)
+                if bool(kept[-1][column]) == whole:
+                    break
         return torch.tensor(kept, dtype=torch.bool).view(p.shape)
 
 
@@ -205,7 +220,8 @@ def _enumerate(make: Callable[[ForkingNoise], Engine], groups: list[list[Case]],
             most -= 1
             assert most, "more paths than it may take"
             params = [case.params for case in groups[index]]
-            idle = (ROLLBACK,) if params[0].bound is None else (ACCEPT, RESIDUAL)
+            drawn = DRAWN_BY.get(params[0].acceptance or "speculative", DRAWN_BY["speculative"])
+            idle = tuple(p for others in DRAWN_BY.values() if others is not drawn for p in others)
             path = Path(prefix, greedy=all(each.greedy for each in params), idle=idle)
             donors = index if side_by_side > 1 else None  # prompts of a group of several cases differ
             running.append(_Run(index, path, [_sequence(case, next(ids), donors) for case in groups[index]]))

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.model.safetensors_file import SafetensorsFile
 
-ARCHITECTURES = {"gemma3_text": "gemma3"}  # model_type -> the file's, where they differ
+# model_type -> the file's, where they differ
+ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3"}
+REORDERED = ("granite", "llama", "mistral3", "smollm3")  # `undo_permute` of the converter's classes
 # numbers that most models do not have: they are written as the converter does, under their own names
 CONTROL, NORMAL, USER_DEFINED, UNUSED = (
     gguf.TokenType[name] for name in ("CONTROL", "NORMAL", "USER_DEFINED", "UNUSED")
@@ -135,7 +137,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
     if config["model_type"] == "llama":
         writer.add_rope_dimension_count(head_dim)
-    if config["model_type"].startswith("gemma"):
+    if config["model_type"] in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -191,7 +193,7 @@ def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Ite
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         part = name.split(".")[-2]
-        if architecture == "llama" and part in heads:
+        if architecture in REORDERED and part in heads:
             values = permuted(values, heads[part])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
@@ -244,7 +246,7 @@ def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
         values = gguf.quants.dequantize(stored[own].data, stored[own].tensor_type)
         values = values.reshape(tensor.shape)
         part = name.split(".")[-2]
-        if architecture == "llama" and part in heads:
+        if architecture in REORDERED and part in heads:
             split = values.reshape(heads[part], -1, 2, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):

@@ -234,7 +234,15 @@ WIDE: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def quantise(folder: Path, kind: Kind, *, skipped: str = r"(?!)", key: str = "quantization_config") -> Path:
+def quantise(
+    folder: Path,
+    kind: Kind,
+    *,
+    skipped: str = r"(?!)",
+    key: str = "quantization_config",
+    linear: re.Pattern[str] = LINEAR,
+    transposed: bool = False,
+) -> Path:
     """Quantise a checkpoint in place, and return a folder beside it with the same weights, expanded.
 
     Args:
@@ -242,19 +250,21 @@ def quantise(folder: Path, kind: Kind, *, skipped: str = r"(?!)", key: str = "qu
         kind: How its linear layers are quantised.
         skipped: Modules that stay as they are, as a regular expression.
         key: The key of config.json.
+        linear: What matches the weights of its linear layers, and their modules as the first group.
+        transposed: These weights are stored as [K, M].
     """
     twin = folder.with_name(f"{folder.name}-expanded")
     shutil.copytree(folder, twin)
     coded: dict[str, Tensor] = {}
     expanded: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / SINGLE).items():
-        match = LINEAR.fullmatch(name)
+        match = linear.fullmatch(name)
         if match is None or re.search(skipped, match[1]):
             coded[name] = expanded[name] = tensor
             continue
-        parts, values = kind.pack(tensor)
+        parts, values = kind.pack(tensor.T if transposed else tensor)
         coded |= {f"{match[1]}.{suffix}": part.contiguous() for suffix, part in parts.items()}
-        expanded[name] = values.to(tensor.dtype)
+        expanded[name] = (values.T if transposed else values).to(tensor.dtype).contiguous()
     save_file(coded, folder / SINGLE)
     save_file(expanded, twin / SINGLE)
     edit_config(folder, {key: dict(kind.config)})

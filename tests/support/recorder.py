@@ -6,9 +6,10 @@ As with a CUDA graph, each replay overwrites the results of the one before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from foredraft.model.runner import Forward
 from foredraft.model.runner.graphs import CapturedGraph
+from foredraft.model.runner.trees import fill, flattened
 
 
 class Rerun:
@@ -16,25 +17,23 @@ class Rerun:
 
     Args:
         fails: Captures fail with an error of CUDA.
+        warm_up: Runs before a capture.
     """
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.captures, self.replays = fails, 0, 0
+    def __init__(self, fails: bool = False, warm_up: int = 0) -> None:
+        self.fails, self.warm_up, self.captures, self.replays = fails, warm_up, 0, 0
 
-    def capture(self, body: Callable[[], Forward]) -> CapturedGraph:
-        """Run a pass, and return a graph that runs it again."""
+    def capture(self, body: Callable[[], Any]) -> CapturedGraph:
+        """Run a computation, and return a graph that runs it again."""
         self.captures += 1
         if self.fails:
             raise RuntimeError("CUDA error: operation not permitted\nCompile with ...")
+        for _ in range(self.warm_up):
+            body()
         output = body()
 
         def replay() -> None:
             self.replays += 1
-            again = body()
-            if output.logits is not None and again.logits is not None:
-                output.logits.copy_(again.logits)
-            output.hidden.copy_(again.hidden)
-            for depth, tap in output.taps.items():
-                tap.copy_(again.taps[depth])
+            fill(flattened(output)[0], flattened(body())[0])
 
         return CapturedGraph(replay, output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from foredraft.bench.forward_costs import measure_costs
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine_record import Memory
 from foredraft.bench.model_size import model_record
+from foredraft.bench.text_score import mean_log_probability
 from foredraft.decode.observer import SILENT
 from foredraft.decode.policy import CostTable, Policy
 from foredraft.kinds import POLICIES
@@ -37,6 +39,7 @@ from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
 from tests.support.gguf_files import write_gguf
 from tests.support.loaded import engine_of
+from tests.support.planting import assert_caught, defect
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
 TOKENS = 12
@@ -217,7 +220,9 @@ def test_a_failed_request_raises_request_error(
 
 def test_coupled_runs_repeat_their_text_and_others_draw_fresh_noise(context: BenchContext) -> None:
     coupled = [
-        ForedraftContender(name, context.llm, name, temperature=1.0, coupled=True).run(PROMPTS, TOKENS).tokens
+        ForedraftContender(name, context.llm, name, temperature=1.0, acceptance="coupled")
+        .run(PROMPTS, TOKENS)
+        .tokens
         for name in ("none", "draft-model", "none")
     ]
     assert coupled[0] == coupled[1] == coupled[2]
@@ -359,7 +364,7 @@ def test_model_record_counts_the_checkpoints_parameters(
 def test_plain_always_takes_part_and_comes_first() -> None:
     assert resolve_methods(("lookup",)) == ("plain", "lookup")
     assert resolve_methods(("lookup", "plain", "lookup")) == ("plain", "lookup")
-    lossless = tuple(name for name in CONTENDERS if name != "bild")
+    lossless = tuple(name for name, kind in CONTENDERS.items() if kind.lossless)
     assert resolve_methods(None) == resolve_methods(("all",)) == lossless
     assert resolve_methods(("all", "bild")) == (*lossless, "bild")
     assert next(iter(CONTENDERS)) == "plain"
@@ -516,7 +521,7 @@ def test_a_missing_program_is_an_error_only_if_named(
     lineup.load(context, resolve_methods(None), Memory(context.device), 7)
     assert [one.name for one in lineup.contenders] == ["plain", "lookup", "draft-model"]
     assert lineup.loaded_bytes == {"plain": 7, "lookup": 7, "draft-model": 7}
-    assert len(lineup.notes) == 8
+    assert len(lineup.notes) == 14
     assert "left out: auto needs a policy that chooses among drafters; give policy='auto'" in lineup.notes
     assert lineup.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 
@@ -587,3 +592,44 @@ def test_peak_memory_includes_freed_memory(monkeypatch: pytest.MonkeyPatch) -> N
     with memory.peak() as peak:
         pass
     assert peak[0] < 2**24
+
+
+# --- beam search ----------------------------------------------------------------------------------------------
+
+
+def test_beam_search_finds_likelier_texts_than_greedy_decoding(context: BenchContext, texts: Any) -> None:
+    """By the target's own sum of log p, which a plain forward of the whole text gives, too."""
+    models = hugging_face.TransformersModels(context)
+    contender = hugging_face.beam(models, replace(context, temperature=1.0))
+    assert not contender.lossless and not CONTENDERS["beam"].lossless and "beam" not in resolve_methods(None)
+    runner = context.llm.loaded.runner
+    timing = contender.run(PROMPTS, TOKENS)
+    assert timing.tokens == contender.run(PROMPTS, TOKENS).tokens, "it draws nothing"
+    assert timing.decoded_tokens == (TOKENS - 1) * len(PROMPTS) and timing.prefill_seconds > 0
+    gains = []
+    for prompt, found, greedy in zip(PROMPTS, timing.tokens, texts, strict=True):
+        assert len(found) == TOKENS
+        gains.append(check_score(runner, prompt, found) - check_score(runner, prompt, greedy))
+    assert max(gains) > 0.01, gains
+
+
+def check_score(runner: Any, prompt: list[int], tokens: Any) -> float:
+    """Check the mean log-probability of a text against the product of the model's next-token distributions."""
+    score = mean_log_probability(runner, prompt, tokens)
+    total, text = 0.0, list(prompt)
+    for token in tokens:
+        cache = runner.new_cache(1, len(text))
+        logits = runner.head(runner.prefill(cache, 0, text, 0).hidden)[0, len(text) - 1]
+        total += float(logits.float().log_softmax(-1)[token])
+        text.append(token)
+    assert score == pytest.approx(total / len(tokens), abs=1e-4)
+    return score
+
+
+def test_a_score_one_token_late_is_caught(context: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(sound: Any) -> Any:
+        return lambda runner, prompt, tokens: sound(runner, prompt, [*tokens[1:], tokens[0]])
+
+    runner = context.llm.loaded.runner
+    check = partial(check_score, runner, PROMPTS[2], (5, 9, 4))
+    assert_caught(defect("late", mean_log_probability, late, check), monkeypatch)

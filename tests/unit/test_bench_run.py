@@ -310,10 +310,12 @@ def test_costs_cover_the_longest_draft_of_any_policy(pair: dict[str, Any]) -> No
 
 
 def test_sampled_texts_are_compared_only_under_the_coupled_rule(pair: dict[str, Any]) -> None:
-    for coupled in (True, False):
-        options = BenchSettings(methods=FOREDRAFT, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
+    for rule in ("coupled", "speculative", "block"):
+        options = BenchSettings(methods=FOREDRAFT, new_tokens=4, repeats=2, temperature=1.0, acceptance=rule)
         report = bench([TEXTS], options, **pair)
-        assert [row.exactness and row.exactness.holds for row in report.rows] == [coupled or None] * 3
+        assert [row.exactness and row.exactness.holds for row in report.rows] == [
+            rule == "coupled" or None
+        ] * 3
 
 
 def test_a_failing_program_is_left_out_unless_named(

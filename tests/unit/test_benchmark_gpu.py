@@ -99,7 +99,7 @@ def test_rows_are_limited_by_the_batch_invariant_shapes(
     [
         (
             ["--stages", "forwards,heat"],
-            "--stages has 'heat'; give some of tests,forwards,plain,arranged-0.6,",
+            "--stages has 'heat'; give some of tests,verify,forwards,plain,arranged-0.6,",
         ),
         (["--device", "cuda:99"], "device is 'cuda:99', but this PyTorch sees"),
     ],

@@ -42,7 +42,7 @@ def test_walks_follow_the_drafts_and_are_undone() -> None:
     walks = Walks(rows, 3, CPU)
     assert walks.masks()[:, 0].int().tolist() == [[0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 0, 1]]
     on = walks.advance(torch.tensor([[1], [1], [0], [2]]), torch.tensor([True, True, False, True]))
-    assert on.tolist() == [True, True, False, False], "rows that draft no more, and what would be taken back"
+    assert on == [True, True, False, False], "rows that draft no more, and what would be taken back"
     assert walks.masks()[:, 0].int().tolist() == [[1, 0, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]]
     walks.undo()
     assert [row and row.said for row in rows] == [[0], None, [], [1]]

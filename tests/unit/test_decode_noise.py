@@ -86,7 +86,7 @@ def test_coupled_noise_depends_on_the_position() -> None:
 def test_each_row_drafts_by_its_own_noise_or_by_what_it_shares() -> None:
     own = keys(range(4), range(5), turn=2)
     for coupled in itertools.product([False, True], repeat=4):
-        found = replace(own, coupled=coupled, _hashed={})
+        found = replace(own, coupled=coupled)
         rows = zip(coupled, own.bits(COUPLED), own.bits(DRAFT), strict=True)
         want = torch.stack([shared if is_coupled else drafting for is_coupled, shared, drafting in rows])
         assert torch.equal(found.bits(DRAFT), want)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.params import SamplingParams
+from foredraft.decode.params import RuleName, SamplingParams
 from foredraft.errors import RequestError
 
 WRONG: dict[str, list[Any]] = {
@@ -109,15 +109,17 @@ def test_acceptance_follows_the_seed() -> None:
     assert SamplingParams(seed=1).is_coupled
     assert SamplingParams(acceptance="coupled").is_coupled
     assert not SamplingParams(seed=1, acceptance="speculative").is_coupled
+    assert not SamplingParams(seed=1, acceptance="block").is_coupled
     assert not SamplingParams(seed=1, acceptance="bild").is_coupled
 
 
 def test_only_the_lossy_rule_has_a_bound() -> None:
-    assert [SamplingParams(acceptance=rule).bound for rule in (None, "speculative", "coupled")] == [None] * 3
+    lossless: tuple[RuleName | None, ...] = (None, "speculative", "block", "coupled")
+    assert [SamplingParams(acceptance=rule).bound for rule in lossless] == [None] * 4
     assert SamplingParams(acceptance="bild").bound == 5.0
     assert SamplingParams(acceptance="bild", rollback=0).bound == 0
     assert SamplingParams(acceptance="bild", rollback=math.inf).bound == math.inf
-    for rule in (None, "speculative", "coupled"):
+    for rule in lossless:
         with pytest.raises(
             RequestError, match=r"rollback is 3\.0, which applies only to the lossy acceptance rule; give"
         ):

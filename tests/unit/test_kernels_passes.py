@@ -23,23 +23,42 @@ from foredraft.model.runner import Resume, Runner, unserved_because
 from foredraft.model.runner.native import check
 from foredraft.model.runner.native.linear import NativeLinear, pack_native
 from foredraft.model.weights import load_decoder
+from tests.support import variants_norms
 from tests.support.caches import dense
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import VARIANTS, save_checkpoint, save_variant
 from tests.support.compiling import QUICK, compile_anew, plant
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "ministral3",
+    "phi3",
+    "smollm3",
+    "opt-sums-normed",
+    "stablelm-head-norms",
+    *variants_norms.FAMILIES,
+)
 DTYPES = (torch.float32, torch.bfloat16)
 TOKENS = torch.randint(3, 97, (4, 90), generator=torch.Generator().manual_seed(0))
 
 
 @functools.cache
 def decoders(family: str, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
-    """Load one checkpoint for the kernels, and for PyTorch operators."""
-    windowed = {} if family in ("llama", "qwen2", "qwen3") else {"sliding_window": 24}
+    """Load one checkpoint of a family or a variant for the kernels, and for PyTorch operators."""
+    more: dict[str, Any] = {"sliding_window": 24} if family in ("mistral", "gemma2", "gemma3") else {}
+    if family == "phi3":  # a part of each head is rotated
+        more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
+    if VARIANTS[family][0] not in variants_norms.OWN_HEADS:
+        more["num_key_value_heads"] = 2
     with tempfile.TemporaryDirectory() as temporary:
-        folder = save_checkpoint(Path(temporary), family, num_key_value_heads=2, **windowed)
+        folder = save_variant(Path(temporary), family, **more)
         return load_decoder(folder, dtype=dtype, native=True), load_decoder(folder, dtype=dtype)
 
 
@@ -293,17 +312,21 @@ WRONG = {
     "window edge off by one": ("seen &= key > (int32_t)(at - window)", "seen &= key >= (int32_t)(at - window)"),
     "soft-cap of scores left out": ("if (m->softcap != 0)", "if (0)"),
     "last channels of a block not written": ("if (left <= 0) break;", "if (left <= LANES) break;"),
-    "keys stored before their rotation": ("NAME(rotate)(to, table, dim);", "if (h < heads_per_kv) NAME(rotate)(to, table, dim);"),
+    "keys stored before their rotation": ("NAME(rotate)(to, h < heads_per_kv ? queries : keys, l->rotated);", "if (h < heads_per_kv) NAME(rotate)(to, queries, l->rotated);"),
     "attended length of the first group": ("at[r] = p->start[rows.group] + t;", "at[r] = p->start[0] + t;"),
     "key in the lane of its neighbour": ("words * BLOCK + position % BLOCK;", "words * BLOCK + (position ^ 1) % BLOCK;"),
     "block of keys written from its end": ("position / BLOCK * words * BLOCK + position % BLOCK", "position / BLOCK * words * BLOCK + (31 - position % BLOCK)"),
     "words of a key in reverse": ("to + w * BLOCK, key + w * WORD", "to + (words - 1 - w) * BLOCK, key + w * WORD"),
-    "norm of keys left out": ("h < heads_per_kv ? &l->q : &l->k", "&l->q"),
-    "gate and up projection swapped": ("activation(NAME(read_some)(row + i, n), m->gelu)", "activation(NAME(read_some)(row + inner + i, n), m->gelu)"),
+    "queries rotated as keys are": ("h < heads_per_kv ? queries : keys, l->rotated", "keys, l->rotated"),
+    "the whole head rotated": ("queries : keys, l->rotated);", "queries : keys, dim);"),
+    "factor on what a sub-layer adds left out": ("if (linear->scale != 0) v = NAME(rounded)(v * splat(linear->scale));", ";"),
+    "factor on logits left out": ("if (linear->scale != 0) v *= splat(linear->scale);", ";"),
+    "norm of keys left out": ("h == heads_per_kv ? &l->k : &l->v", "h == heads_per_kv ? &l->q : &l->v"),
+    "gate and up projection swapped": ("activation(NAME(read_some)(row + i, n), m->activation)", "activation(NAME(read_some)(row + inner + i, n), m->activation)"),
 }  # fmt: skip
 THREADS = {
-    "a key head of the next piece stored as well": ("if (!commits(w)) continue;\n        for (int64_t unit = piece.from; unit < piece.to; unit++) {\n            const KeyRun run = key_run(m, p, unit);", "if (!commits(w)) continue;\n        for (int64_t unit = piece.from; unit < piece.to; unit++) {\n            const KeyRun run = key_run(m, p, unit + 1 < units ? unit + 1 : unit);"),
-    "query rows computed again by the next thread": ("query = index % query_rows(m, p, g);", "query = index % query_rows(m, p, g) / QUERIES * QUERIES;"),
+    "a key head of the next piece stored as well": ("if (!commits(w)) continue;\n        for (int64_t unit = piece.from; unit < piece.to; unit++) {\n            const KeyRun run = key_run(l, p, unit);", "if (!commits(w)) continue;\n        for (int64_t unit = piece.from; unit < piece.to; unit++) {\n            const KeyRun run = key_run(l, p, unit + 1 < units ? unit + 1 : unit);"),
+    "query rows computed again by the next thread": ("query = index % query_rows(m, l, p, g);", "query = index % query_rows(m, l, p, g) / QUERIES * QUERIES;"),
 }  # fmt: skip
 BITS = {
     "blocks of keys start where the window does": ("reach > 0 ? reach / KEYS * KEYS : 0", "reach > 0 ? reach : 0"),
@@ -316,7 +339,7 @@ BITS = {
 
 
 def check_values() -> None:
-    for family in ("llama", "qwen3", "gemma2", "gemma3"):
+    for family in ("llama", "qwen3", "gemma2", "gemma3", "granite", "ministral3", "phi3", "smollm3"):
         test_logits_equal_those_of_pytorch(family)
     test_padding_columns_are_not_computed("llama")
     test_every_shape_has_the_same_bits("llama", torch.float32)

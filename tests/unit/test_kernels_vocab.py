@@ -218,6 +218,15 @@ def test_residuals_equal_their_definition(width: int, one_hot: bool) -> None:
     assert torch.equal(left(KernelVocabOps()), left(TORCH_VOCAB_OPS))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_p_has_beyond_q_equals_its_definition(width: int) -> None:
+    p, q = random_logits(width).softmax(-1), random_logits(width, seed=1).softmax(-1)
+    weights = torch.linspace(0, 1, p.shape[0] * p.shape[1]).view(p.shape[:2])
+    got, want = (ops.excess(p, q, weights) for ops in (KernelVocabOps(), TORCH_VOCAB_OPS))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+    assert torch.equal(KernelVocabOps().excess(p[1:2], q[1:2], weights[1:2]), got[1:2])
+
+
 def test_noise_equals_its_definition() -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -295,6 +304,8 @@ DEFECTS = {
     "zero residual kept": ("if (!found) memcpy(to", "if (found > 1) memcpy(to"),
     "residual of a row without rejection": ("if (where[r] && less)", "if (less)"),
     "one-hot token kept in the residual": ("maximum(v - splat(1), (V){0})", "v"),
+    "excess by the first weight": ("splat(weights[r])", "splat(weights[0])"),
+    "excess below zero": ("(less + i, n - i, 0), (V){0});\n            sum", "(less + i, n - i, 0), splat(-1));\n            sum"),
     "heap in the wrong order": ("heap[child + 1] < heap[child]) child++", "heap[child + 1] > heap[child]) child++"),
     "one token fewer than top_k": ("return DONE;\n    float *heap", "return DONE;\n    k--;\n    float *heap"),
     "ties at the bound dropped": ("choose(v < bound, (V){0}, exponential", "choose(v <= bound, (V){0}, exponential"),
@@ -315,6 +326,7 @@ def check_all() -> None:
         test_argmax_equals_its_definition(width)
         for one_hot in (False, True):
             test_residuals_equal_their_definition(width, one_hot)
+        test_what_p_has_beyond_q_equals_its_definition(width)
     test_noise_equals_its_definition()
     test_common_prefixes_equal_their_definition()
     test_a_nucleus_ends_at_the_token_that_reaches_its_mass()

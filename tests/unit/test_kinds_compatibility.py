@@ -37,10 +37,14 @@ def test_the_default_drafter_suits_the_policy() -> None:
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
     alone = [
-        "none", "lookup", "suffix", "prediction", "draft-model", "retokenize", "layer-skip", "kangaroo", "low-bit"
+        "none", "lookup", "suffix", "prediction", "draft-model", "retokenize", "eagle3", "eagle", "medusa",
+        "dflash", "dspark", "gemma4-assistant", "layer-skip", "kangaroo", "low-bit",
     ]  # fmt: skip
     fitting = {policy: [name for name in (*alone, "auto") if suits(name, policy)] for policy in POLICIES}
-    steppers = ["draft-model", "layer-skip", "kangaroo", "low-bit"]
+    steppers = [
+        "draft-model", "eagle3", "eagle", "medusa", "dflash", "dspark", "gemma4-assistant", "layer-skip",
+        "kangaroo", "low-bit",
+    ]  # fmt: skip
     assert fitting == {
         "auto": [*alone, "auto"], "fixed": alone, "heuristic": alone, "target-confidence": alone,
         "confidence": steppers, "adaptive-exit": steppers, "fallback": steppers,
@@ -57,6 +61,12 @@ def test_options_without_an_effect_are_known_for_every_drafter() -> None:
         "prediction": (*texts, "draft", "plan", "adapter", copy, "draft_sampling"),
         "draft-model": (*texts, "plan", "adapter", copy),
         "retokenize": (*texts, "plan", "adapter", copy, "draft_sampling"),
+        "eagle3": (*texts, "plan", "adapter", copy),
+        "eagle": (*texts, "plan", "adapter", copy),
+        "medusa": (*texts, "plan", "adapter", copy),
+        "dflash": (*texts, "plan", "adapter", copy),
+        "dspark": (*texts, "plan", "adapter", copy),
+        "gemma4-assistant": (*texts, "plan", "adapter", copy),
         "layer-skip": (*texts, "draft", "adapter", copy),
         "kangaroo": (*texts, "draft", "plan", copy),
         "low-bit": (*texts, "draft", "adapter"),
@@ -68,7 +78,8 @@ def test_options_without_an_effect_are_known_for_every_drafter() -> None:
 def test_a_lossy_rule_needs_a_drafter() -> None:
     fitting = {rule: [name for name in DRAFTERS if compatibility.rule_suits(rule, name)] for rule in RULES}
     others = [name for name in DRAFTERS if name != "none"]
-    assert fitting == {"speculative": list(DRAFTERS), "coupled": list(DRAFTERS), "bild": others}
+    lossless = {rule: list(DRAFTERS) for rule in ("speculative", "block", "coupled")}
+    assert fitting == {**lossless, "bild": others}
 
 
 @pytest.mark.parametrize(

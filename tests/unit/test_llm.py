@@ -476,7 +476,7 @@ def test_load_refuses_options_that_it_cannot_honour(folders: tuple[Path, Path], 
     with pytest.raises(ConfigError, match=r"other .*has another tokenizer than the target .*target"):
         foredraft.load(target, draft=other, drafter="draft-model", device="cpu")
     for option, value in (
-        ("drafter", "eagle"),
+        ("drafter", "falcon"),
         ("policy", "psychic"),
         ("max_draft", 0),
         ("max_draft", 1000),

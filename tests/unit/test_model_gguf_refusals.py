@@ -204,8 +204,14 @@ def test_metadata_that_are_not_understood_are_refused(
 
 def test_an_unknown_architecture_is_named(tmp_path: Path, sound: bytes) -> None:
     file = tmp_path / "model.gguf"
+    file.write_bytes(sound.replace(b"llama", b"lxama"))
+    message = refusal(file)
+    assert "has the architecture 'lxama', which is not supported; supported are " in message
+    assert message.endswith("Did you mean 'llama'?")
     file.write_bytes(sound.replace(b"llama", b"mamba"))
-    assert "has the architecture 'mamba', which is not supported; supported are llama, qwen2" in refusal(file)
+    assert "'mamba', which is not supported: it is a model with recurrent layers; give a dense" in refusal(
+        file
+    )
 
 
 def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path, sound: bytes) -> None:

@@ -252,7 +252,7 @@ REFUSED: list[tuple[Any, str]] = [
     (group(input_activations={**BY_TOKEN, "group_size": 128}), "input_activations: group_size is 128"),
     (group(input_activations={**BY_TOKEN, "extra": 1}), "input_activations: extra = 1 is not known"),
     (group(output_activations=BY_TOKEN), "output_activations is"),
-    (group(targets=["Embedding"]), "of the classes of modules only Linear is supported"),
+    (group(targets=["Embedding"]), "of the classes of modules only Linear and Conv1D are supported"),
     (group(targets=[]), "targets is []; it must name modules"),
     (group(weights=None), "weights is None"),
     (group(extra=1), "extra = 1 is not known"),

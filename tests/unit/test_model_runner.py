@@ -22,7 +22,7 @@ from foredraft.model.forward_context import PassInputs
 from foredraft.model.layers import Product, RowSpan, product
 from foredraft.model.plan import Plan
 from foredraft.model.runner import Forward, InvariantShapes, Resume, Runner
-from foredraft.model.runner.invariant_shapes import ANY_SHAPE, FALLBACK
+from foredraft.model.runner.invariant_shapes import ANY_SHAPE, fallback
 from foredraft.model.runner.ragged import COSTS, RaggedRule
 from foredraft.model.runner.torch_backend import TorchBackend
 from foredraft.model.weights import load_decoder
@@ -354,8 +354,13 @@ def test_the_log_says_why_weights_are_not_packed(case: Case, monkeypatch: pytest
     [
         (ANY_SHAPE, "any shape, not deterministic"),
         (
-            FALLBACK,
+            fallback(torch.device("cpu")),  # which does not attend what no row has committed
             "one shape for all passes, because no two agree: 8 columns, 8 to 8 rows by 8, lengths by 1024,"
+            " attention row by row",
+        ),
+        (
+            fallback(torch.device("cuda", 0)),
+            "one shape for all passes, because no two agree: 8 columns, 8 to 8 rows by 8, the whole cache,"
             " attention row by row",
         ),
         (

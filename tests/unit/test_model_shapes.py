@@ -36,6 +36,7 @@ from foredraft.model.runner.invariant_shapes import (
 from foredraft.model.runner.packed import PackedLinear, _packed, pack
 from foredraft.model.runner.probes import ProductProbe
 from foredraft.model.weights import load_decoder
+from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint, save_variant
 
 # wide enough that libraries choose different kernels for different shapes, as on real models
@@ -49,6 +50,20 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
     "gemma2": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200},
     "gemma3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200},
+    "cohere2": {"hidden_size": 256, "intermediate_size": 512, "sliding_window": 200},
+    "gpt2": {"hidden_size": 256, "n_inner": 512},
+    "gpt_neox": {"hidden_size": 256, "intermediate_size": 512},
+    "olmo3": {"hidden_size": 256, "intermediate_size": 512, "sliding_window": 200},
+    "granite": {"hidden_size": 256, "intermediate_size": 512},
+    "ministral3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+    "phi3": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
+    "smollm3": {"hidden_size": 256, "intermediate_size": 512},
+    "gemma4": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200}
+    | {"global_head_dim": 128, "hidden_size_per_layer_input": 64},
 }
 START = 240  # wide passes cross the first quantum of 256
 
@@ -84,8 +99,8 @@ def prefilled(runner: Runner, rows: int, positions: int, seed: int) -> tuple[Any
     """Return a cache full of garbage, and the tokens of a text."""
     cache = runner.new_cache(rows, positions)
     ids = torch.randint(3, 97, (1, START + 64), generator=torch.Generator().manual_seed(1))
-    noise = torch.randn(cache.data[:1, :1, :1].shape, generator=torch.Generator().manual_seed(seed))
-    cache.data.copy_(noise)
+    for plane in cache.planes:
+        plane.copy_(torch.randn(plane[:1, :1, :1].shape, generator=torch.Generator().manual_seed(seed)))
     return cache, ids
 
 
@@ -146,7 +161,7 @@ def test_prefill_has_the_same_bits_in_any_row(runner: Runner) -> None:
         cache, ids = prefilled(runner, 3, 1500, seed)
         runner.prefill(cache, row, ids[0, :256].tolist(), 0)
         runner.prefill(cache, row, ids[0, 256:290].tolist(), 256)
-        kept.append(cache.data[:, :, row, :, :290].clone())
+        kept.append(held(cache, row, 290))
     assert torch.equal(kept[0], kept[1])
 
 

@@ -14,7 +14,18 @@ import foredraft
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader
 from foredraft.model.spec import ModelSpec, Rope
-from tests.support.checkpoints import FAMILIES, FULL, GEMMA2, LLAMA, LLAMA3_ROPE, SLIDING, save_checkpoint
+from tests.support import variants_gemma4
+from tests.support.checkpoints import (
+    FAMILIES,
+    FULL,
+    GEMMA2,
+    IN_ROPE,
+    LLAMA,
+    LLAMA3_ROPE,
+    SCALED,
+    SLIDING,
+    save_checkpoint,
+)
 
 LLAMA_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 GEMMA2_CONFIG: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **GEMMA2}
@@ -187,12 +198,18 @@ def test_harmless_keys_are_accepted() -> None:
 def test_a_null_key_counts_as_absent(family: str) -> None:
     """Unknown keys, keys that are not read, and some keys that are."""
     nulls = dict.fromkeys(["num_experts", "compression_config", "is_decoder", "rope_interleaved"])
-    read = {"attention_bias": None} | ({"mlp_bias": None} if family == "llama" else {})
+    # there null is false
+    read = {} if family in ("glm4", "gpt_neox", "seed-oss") else {"attention_bias": None}
+    read |= {"mlp_bias": None} if family == "llama" else {}
     spec = ModelSpec.from_hf({**CONFIGS[family], **nulls, **read})
     assert spec == ModelSpec.from_hf(CONFIGS[family])
-    rope = {**YARN, "alpha": None, "attn_factor": None}
-    assert ModelSpec.from_hf({**CONFIGS[family], "rope_scaling": rope}) == ModelSpec.from_hf(
-        {**CONFIGS[family], "rope_scaling": YARN}
+    if family not in SCALED:
+        return
+    config = {key: value for key, value in CONFIGS[family].items() if key != "rope_parameters"}
+    scaled = {**YARN, **IN_ROPE.get(family, {})}
+    rope = {**scaled, "alpha": None, "attn_factor": None}
+    assert ModelSpec.from_hf({**config, "rope_scaling": rope}) == ModelSpec.from_hf(
+        {**config, "rope_scaling": scaled}
     )
 
 
@@ -247,10 +264,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": "8192"},
         "max_sequence_length is '8192'",
     ),
-    ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    ({"hidden_act": "relu6"}, "hidden_act = 'relu6'"),
     (
-        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-        "'longrope' is not supported; supported are default, dynamic, linear, llama3, yarn",
+        {"rope_scaling": {"rope_type": "su", "factor": 2.0}},
+        "'su' is not supported; supported are default, dynamic, linear, llama3, longrope, yarn",
     ),
     ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
@@ -292,7 +309,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"auto_map": {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}}, "auto_map = "),
     ({"attention_multiplier": 1.0}, "attention_multiplier is 1.0"),
     ({"logits_scaling": 8.0}, "logits_scaling = 8.0 is not supported: exllamav2 divides logits; use"),
-    ({"model_type": "gemma2", "hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+    ({"model_type": "gemma2", "hidden_activation": "relu6"}, "hidden_activation = 'relu6'"),
     ({"original_max_position_embeddings": "64"}, "original_max_position_embeddings is '64'"),
     (
         {"rope_scaling": YARN, "original_max_position_embeddings": 32},
@@ -326,7 +343,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bos_token_id": [1]}, "bos_token_id is"),
     (
         {"architectures": ["MambaForCausalLM"], "model_type": None},
-        "architecture 'MambaForCausalLM' is not supported; supported are gemma2, gemma3_text",
+        "architecture 'MambaForCausalLM' is not supported; supported are cohere2, exaone4",
     ),
     ({"architectures": ["LlamaForCausalLM", "X"], "model_type": None}, "is not supported"),
     ({"architectures": None, "model_type": "bert"}, "model_type 'bert' is not supported"),
@@ -388,11 +405,11 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"sliding_window": None}, "sliding_window is None"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
-    ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+    ("gemma3", {"model_type": "gemma3"}, "text_config is missing"),
     (
         "gemma3",
-        {"model_type": "gemma3", "text_config": {}},
-        "is not supported; give a checkpoint of its language model alone (supported are gemma2",
+        {"model_type": "llava", "text_config": {}},
+        "is not supported: it is a model of images, with or without text; give a dense model",
     ),
     ("gemma3", {"layer_types": ["sliding_attention"] * 6 + [["full_attention"]]}, "layer_types is"),
     *(
@@ -433,9 +450,19 @@ def test_redundant_keys_of_published_checkpoints_are_accepted(family: str, keys:
 
 def test_families_differ_in_biases_norms_and_windows() -> None:
     specs = {family: ModelSpec.from_hf(config) for family, config in CONFIGS.items()}
-    assert {family for family, spec in specs.items() if spec.qkv_bias} == {"qwen2"}
-    assert {family for family, spec in specs.items() if spec.head_norms} == {"qwen3", "gemma3"}
-    assert {family for family, spec in specs.items() if spec.tied} == {"gemma2", "gemma3"}
+    gemma4 = {*variants_gemma4.FAMILIES}
+    biased = {family for family, spec in specs.items() if spec.qkv_bias}
+    assert biased == {"qwen2", "seed-oss", "glm4", "gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
+    normed = {family for family, spec in specs.items() if spec.head_norms}
+    assert normed == {"qwen3", "gemma3", "exaone4"} | gemma4
+    assert {family for family, spec in specs.items() if spec.value_norms} == gemma4
+    tied = {family for family, spec in specs.items() if spec.tied}
+    assert tied == {"gemma", "gemma2", "gemma3", "smollm3", "cohere2", "gpt2", "opt", "starcoder2"} | gemma4
+    assert {family for family, spec in specs.items() if not spec.pre_norms} == {"exaone4", "olmo2", "olmo3"}
+    parallel = {family for family, spec in specs.items() if spec.parallel_residual}
+    assert parallel == {"cohere2", "gpt_neox", "phi"}
+    ungated = {family for family, spec in specs.items() if not spec.gated}
+    assert ungated == {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
     assert specs["mistral"].windows == (24, 24, 24)
     assert specs["gemma3"].windows == (*[24] * 5, None, 24)
     assert (specs["gemma3"].rope.theta, specs["gemma3"].rope_of(24).theta) == (1e6, 1e4)
@@ -528,3 +555,21 @@ def test_generation_config_is_read_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     assert ModelSpec.from_folder(tmp_path).eos_token_ids == (2, 7)
+
+
+def test_layouts_of_several_depths_are_several() -> None:
+    """The last norm of an OPT with norms of sums is named by its layer; a cache of layouts must tell them apart."""
+    _, _, base = FAMILIES["opt"]
+    norms = {
+        layers: ModelSpec.from_hf(
+            {
+                **base,
+                "model_type": "opt",
+                "num_hidden_layers": layers,
+                "do_layer_norm_before": False,
+                "word_embed_proj_dim": 24,
+            }
+        ).naming.stored_name("model.norm.weight")
+        for layers in (2, 3)
+    }
+    assert norms == {layers: f"model.decoder.layers.{layers - 1}.final_layer_norm.weight" for layers in norms}

@@ -28,6 +28,7 @@ from foredraft.bench.bench_records import (
     Spread,
     TurnCount,
 )
+from foredraft.cli.bench import likelihoods
 from foredraft.pages.benchmark import benchmark_page as page
 from foredraft.pages.benchmark_plots import plots
 from tests.support.drawings import check_alone, markers, texts
@@ -418,6 +419,21 @@ class TestVerdict:
         assert [Page(text).cells(place)["identical"] for place in (1, 4)] == ["✓ 3 of 3", "lossy"]
         (plot,) = (plot for plot in plots(report(rows=(*report().rows, lossy))) if plot.name == "speedup-1")
         assert plot.note.endswith(" bild is lossy.")
+
+    def test_beam_search_is_lossy_and_stands_beside_how_likely_the_texts_are(self) -> None:
+        own = [row("tables", name, 1.0, log_probability=spread(p)) for name, p in (("plain", -0.5),)]
+        beam = replace(
+            row("tables", "beam", 0.3), peer=True, lossless=False, log_probability=spread(-0.4),
+            exactness=Exactness(False, 0, 3),
+        )  # fmt: skip
+        made = report(rows=(*own, beam))
+        cells = Page(page(made)).cells(1)
+        assert cells["identical"] == "lossy" and cells["log p of a token, nats"].startswith("-0.400")
+        assert "log p of a token, nats" not in page(report())
+        assert likelihoods(made, beam) == (
+            "tables, batch 1: the target gives a token of beam -0.400 nats (-0.360 to -0.440 over the texts)"
+        )
+        assert likelihoods(made, row("tables", "plain", 1.0)) is None
 
     def test_a_report_with_only_lossy_drafters_has_no_lossless_verdict(self) -> None:
         assert verdicts(page(report(rows=(row("tables", "plain", 1.0), bild(1.11)))))[:2] == [

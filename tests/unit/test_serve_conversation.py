@@ -172,3 +172,10 @@ def test_a_message_of_calls_alone_has_no_content() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
     [made] = messages_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert made["content"] is None
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "image", "file"])
+def test_a_part_that_is_no_text_is_refused_by_its_type(kind: str) -> None:
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    with pytest.raises(Problem, match=f"part of type '{kind}', but only text is read"):
+        messages_of([{"role": "user", "content": content}])

@@ -33,7 +33,7 @@ def student_of(folder: Path, family: str, kind: str) -> tuple[FrozenTarget, Stud
 def check_gradients(folder: Path, family: str, kind: str) -> None:
     target, student = student_of(folder, family, kind)
     packed = Packed.of(documents(), CPU)
-    tapped = target.states(packed, student.depth).tapped
+    tapped = target.states(packed, student.taps).tapped
     random = torch.Generator().manual_seed(1)
     log_p = torch.randn(len(packed.predicting), 97, generator=random).log_softmax(-1)
 
@@ -69,7 +69,7 @@ def test_nothing_to_predict_has_no_gradient(tmp_path: Path) -> None:
     target, student = student_of(tmp_path, "llama", "adapter")
     assert isinstance(student, AdapterStudent)
     packed = Packed.of(documents(counted_from=99), CPU)
-    sums = student(packed, target.states(packed, student.depth).tapped, lambda *given: pytest.fail("called"))
+    sums = student(packed, target.states(packed, student.taps).tapped, lambda *given: pytest.fail("called"))
     sums[0].backward()
     assert not sums.any() and all(not value.grad.any() for value in student.parameters())  # type: ignore[union-attr]
 

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.errors import ConfigError
 from foredraft.train.draft import train_draft
 from foredraft.train.training_options import DraftOptions
-from tests.support.checkpoints import FAMILIES, TEXT, save_checkpoint
+from tests.support.checkpoints import FAMILIES, TEXT, save_checkpoint, save_variant
+from tests.support.variants_gemma4 import FAMILIES as GEMMA4
+from tests.support.variants_llama_like import FAMILIES as LLAMA_LIKE
+from tests.support.variants_norms import FAMILIES as NORMS
 
 PROMPT = [1, 5, 9, 11, 20]
 NEW = 30
@@ -23,6 +27,13 @@ FROM_LAYERS = {
     "qwen3": (0, 2),
     "gemma2": (1, 2),
     "gemma3": (0, 5),
+    **dict.fromkeys(LLAMA_LIKE, (0, 2)),
+    "smollm3": (1, 3),  # the second one is not rotated
+    **{
+        family: (0, 3) if keys.get("num_hidden_layers") == 5 else (0, 2)
+        for family, (_, _, keys) in NORMS.items()
+    },
+    "opt-sums-normed": (2, 0),  # projected; the last norm is one of the last layer
 }
 
 
@@ -33,10 +44,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def test_a_family_with_layers_of_several_shapes_is_refused(data: Path, tmp_path: Path) -> None:
+    assert FAMILIES.keys() - FROM_LAYERS.keys() == GEMMA4.keys()
+    target = save_checkpoint(tmp_path / "target", "gemma4", tokenizer=True)
+    options = DraftOptions(data=(data,), out=tmp_path / "draft", work=tmp_path / "work", layers=2)
+    with pytest.raises(ConfigError, match="draft model of the form of a Gemma4ForCausalLM"):
+        train_draft(options, str(target), device="cpu")
+
+
 def distilled(family: str, data: Path, folder: Path, **config: Any) -> tuple[Path, Path]:
     """Save a target, and train a draft model for it."""
     keys = {"tie_word_embeddings": False, **config}
-    target = save_checkpoint(folder / "target", family, tokenizer=True, **keys)
+    target = save_variant(folder / "target", family, tokenizer=True, **keys)
     options = DraftOptions(
         data=(data,), out=folder / "draft", work=folder / "work", layers=2, from_layers=FROM_LAYERS[family], steps=20,
         step_tokens=512, group_tokens=512, length=64, validate_every=20, warm_up=2,
@@ -45,7 +64,7 @@ def distilled(family: str, data: Path, folder: Path, **config: Any) -> tuple[Pat
     return target, folder / "draft"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FROM_LAYERS)
 def test_transformers_drafts_with_it(family: str, data: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.runner import Runner
-from foredraft.model.weights import layer_tensors, load_decoder
+from foredraft.model.tensor_layouts import written
+from foredraft.model.weights import layer_tensors, load_decoder, read_tensors
 from foredraft.train.packed_documents import Document, Packed, PackedPass
 from foredraft.train.parameters import Parameters, TrainedNorm
 from foredraft.train.students import AdapterStudent, DraftStudent
@@ -44,8 +45,8 @@ def check_packed(folder: Path, family: str) -> None:
     """Check the logits of the frozen target against those of decoding each document alone."""
     target = FrozenTarget(save_checkpoint(folder / family, family), CPU, torch.float32)
     packed = Packed.of(documents(), CPU)
-    for depth in (None, 1):
-        found = target.decoder.head(target.states(packed, depth).last)
+    for taps in ((), (1,)):
+        found = target.decoder.head(target.states(packed, taps).last)
         kernels = load_decoder(folder / family, dtype=torch.float32, native=True)
         want = torch.cat([alone(kernels, each)[:-1] for each in documents()])
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
@@ -124,7 +125,7 @@ def test_a_last_column_that_predicts_the_next_document_is_caught(monkeypatch: py
 def adapter_student(folder: Path, family: str, **more: Any) -> tuple[FrozenTarget, AdapterStudent]:
     target = FrozenTarget(save_checkpoint(folder / family, family), CPU, torch.float32)
     start = layer_tensors(folder / family, target.spec.layers - 1)
-    options = {"depth": target.spec.layers - 1, "mlp": True, **more}
+    options = {"depth": target.spec.layers - 1, "mlp": True, "bias": target.head_bias, **more}
     return target, AdapterStudent(target.spec, target.head_weight.clone(), start, **options)
 
 
@@ -133,7 +134,7 @@ def test_an_adapter_starts_as_the_targets_last_layer(family: str, tmp_path: Path
     """At that layer's depth it has the target's logits, but for a window of the layer, and its rotation then."""
     target, student = adapter_student(tmp_path, family)
     packed = Packed.of([each for each in documents() if len(each.ids) < 24], CPU)
-    states = target.states(packed, student.depth)
+    states = target.states(packed, student.taps)
     torch.testing.assert_close(
         student(packed, states.tapped).detach(), target.decoder.head(states.last), rtol=1e-4, atol=1e-4
     )
@@ -144,8 +145,9 @@ def check_gradients(folder: Path, family: str, kind: str = WITH_MLP) -> None:
     target, student = adapter_student(folder, family, mlp=kind == WITH_MLP)
     student.double()
     student.head = student.head.double()
+    student.bias = None if student.bias is None else student.bias.double()
     packed = Packed.of(documents()[1:4], CPU)
-    tapped = target.states(packed, student.depth).tapped
+    tapped = target.states(packed, student.taps).tapped
     assert tapped is not None
     direction = torch.Generator().manual_seed(1)
     weights = torch.randn(len(packed.predicting), 97, generator=direction, dtype=torch.float64)
@@ -208,16 +210,17 @@ def test_a_draft_student_with_all_layers_is_the_target(
     family: str, checkpointed: bool, tmp_path: Path
 ) -> None:
     target = FrozenTarget(save_checkpoint(tmp_path / family, family), CPU, torch.float32)
-    weights = load_file(tmp_path / family / "model.safetensors")
+    weights = read_tensors(tmp_path / family, lambda name: True)
     student = DraftStudent(target.spec, CPU, weights, checkpointed=checkpointed)
     packed = Packed.of(documents(), CPU)
     logits = student(packed, None)
-    want = target.decoder.head(target.states(packed, None).last)
+    want = target.decoder.head(target.states(packed, ()).last)
     torch.testing.assert_close(logits.detach(), want, rtol=1e-4, atol=1e-4)
     logits.log_softmax(-1).pow(2).sum().backward()
     assert all(value.grad is not None and value.grad.abs().max() > 0 for value in student.parameters())
-    assert student.tensors().keys() == {
-        name for name in weights if name != "lm_head.weight" or not target.spec.tied
+    stored = load_file(tmp_path / family / "model.safetensors")
+    assert written(target.spec.naming, student.tensors()).keys() == {
+        name for name in stored if name != "lm_head.weight" or not target.spec.tied
     }
 
 

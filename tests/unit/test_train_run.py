@@ -37,11 +37,10 @@ from foredraft.train.students import AdapterStudent
 from foredraft.train.target import FrozenTarget
 from foredraft.train.training_checkpoints import TrainingCheckpoints
 from foredraft.train.training_options import AdapterOptions, DraftOptions
-from foredraft.train.validation import acceptance, summarise
-from foredraft.tune.expected_rounds import ExpectedRounds
 from tests.support.checkpoints import TEXT, save_checkpoint
 from tests.support.loaded import engine_of
 from tests.support.planting import assert_caught, defect
+from tests.support.trained_texts import check_prediction
 
 CPU = torch.device("cpu")
 
@@ -281,7 +280,7 @@ def check_replay(model: Path, adapter: Path) -> None:
     assert len(seen) > 60 and drafter.taps == (1,)
     for text, q in seen:
         packed = Packed.of([Document((*text, 0), (True,) * (len(text) + 1))], CPU)
-        states = target.states(packed, student.depth)
+        states = target.states(packed, student.taps)
         with torch.no_grad():
             found = student(packed, states.tapped)[-1].softmax(-1)
         assert (found - q).abs().max() < 1e-5
@@ -295,19 +294,19 @@ def test_a_replay_reproduces_every_q_of_decoding(model: Path, trained: Path) -> 
 
 
 def one_position_late(states: Any) -> Any:
-    def spoilt(target: FrozenTarget, packed: Packed, depth: int | None) -> Any:
-        found = states(target, packed, depth)
+    def spoilt(target: FrozenTarget, packed: Packed, taps: Any) -> Any:
+        found = states(target, packed, taps)
         return found._replace(tapped=None if found.tapped is None else found.tapped.roll(1, 0))
 
     return spoilt
 
 
 def without_the_adapters_norm(tensors: Any) -> Any:
-    def spoilt(student: AdapterStudent, packed: Packed, states: torch.Tensor) -> torch.Tensor:
+    def spoilt(student: AdapterStudent, packed: Packed, states: torch.Tensor, **more: Any) -> torch.Tensor:
         with torch.no_grad():
             for value in student.norm.parameters():
                 value.fill_(1.0)
-        made: torch.Tensor = tensors(student, packed, states)
+        made: torch.Tensor = tensors(student, packed, states, **more)
         return made
 
     return spoilt
@@ -333,40 +332,23 @@ def test_the_validations_tau_is_that_of_decoding(model: Path, trained: Path, tem
         model, adapter=trained, drafter="kangaroo", policy="fixed", max_draft=gamma, dtype="float32", device="cpu",
         max_batch=8, max_length=128,
     )  # fmt: skip
-    prompts = [[1, 3 + n, 5 + n] for n in range(count)]
-    params = [
-        SamplingParams(
-            temperature=temperature, max_new_tokens=new, ignore_eos=True, seed=n, acceptance="speculative"
-        )
-        for n in range(count)
-    ]
-    outputs = llm.generate(prompts, params)
-    documents = [
-        Document((*prompt, *output.token_ids), (False,) * 3 + (True,) * new)
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-    runs, _ = acceptance(student, target, [documents], temperature)
-    padded = np.zeros((count, new + gamma))
-    for row, run in enumerate(runs):
-        padded[row, :new] = run
-    windows = np.lib.stride_tricks.sliding_window_view(padded, gamma, axis=1)[:, :new]
 
-    def predicted(rows: Any) -> float:
-        rounds = ExpectedRounds.from_acceptance(windows[rows], np.full(len(rows), new))
-        return float(rounds.taus[gamma - 1])
+    def windows_of(runs: Any) -> Any:
+        padded = np.zeros((count, new + gamma))
+        for row, run in enumerate(runs):
+            padded[row, :new] = run[:, 0]
+        return np.lib.stride_tricks.sliding_window_view(padded, gamma, axis=1)[:, :new]
 
-    def decoded(rows: Any) -> float:
-        # rounds that the end of a text cuts are left out, as in the prediction
-        return sum(new for _ in rows) / sum(outputs[row].stats.rounds for row in rows)
-
-    random = np.random.default_rng(0)
-    drawn = [random.integers(count, size=count) for _ in range(200)]
-    differences = [predicted(rows) - decoded(rows) for rows in drawn]
-    low, high = np.quantile(differences, [0.005, 0.995])
-    ends = gamma / (new / decoded(range(count)))  # what one cut round of each text may change
-    assert low - ends <= 0 <= high + ends, (predicted(range(count)), decoded(range(count)), low, high)
-    assert decoded(range(count)) > 1.1
-    assert summarise(runs, 0.0, 0.2).tau > 1
+    check_prediction(
+        llm,
+        student,
+        target,
+        temperature=temperature,
+        gamma=gamma,
+        count=count,
+        new=new,
+        windows_of=windows_of,
+    )
 
 
 # --- options and mistakes --------------------------------------------------------------------------------------

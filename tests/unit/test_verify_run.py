@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import foredraft
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
-from foredraft.decode import accept, drafting
+from foredraft.decode import accept, step_draws
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafting import _Steps
 from foredraft.decode.engine import Engine
@@ -84,6 +85,12 @@ def llm(folders: tuple[Path, Path]) -> LLM:
     return loaded(folders)
 
 
+@pytest.fixture(scope="module")
+def report_of(folders: tuple[Path, Path]) -> Callable[[VerifySettings], VerifyReport]:
+    """Return verify's report of the pair: the same settings give the same report, so it is made once."""
+    return functools.cache(lambda settings: verify(loaded(folders), PROMPTS, settings))
+
+
 def plant(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
     """Plant defects in the PyTorch definitions, and run these instead of the kernels."""
     by_definition(monkeypatch)
@@ -131,8 +138,10 @@ def test_a_lossless_pair_passes(folders: tuple[Path, Path], options: dict[str, A
     assert [identity.passed for identity in report.identities] == [True] * 4
 
 
-def test_all_tests_together_have_the_family_level(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, QUICK)
+def test_all_tests_together_have_the_family_level(
+    report_of: Callable[[VerifySettings], VerifyReport],
+) -> None:
+    report = report_of(QUICK)
     levels = [test.level for test in report.tests]
     levels += [position.level for test in report.tests for position in test.positions]
     assert len(levels) == 9 + 3 * 4
@@ -280,9 +289,11 @@ def test_one_acceptance_rule_can_be_tested_alone(llm: LLM) -> None:
         ("coupled", False)
     ] * 3
     assert (report.verdict, len(report.identities)) == ("passed", 4)
-    only = verify(llm, PROMPTS, replace(QUICK, acceptance="speculative"))
-    assert [test.acceptance for test in only.tests] == ["speculative"] * 6
-    assert [identity.acceptance for identity in only.identities] == [None] * 2
+    for rule in ("speculative", "block"):
+        only = verify(llm, PROMPTS, replace(QUICK, acceptance=rule))
+        assert [test.acceptance for test in only.tests] == [rule] * 6
+        assert [identity.acceptance for identity in only.identities] == [None] * 2
+        assert [bool(test.positions) for test in only.tests] == [rule == "speculative"] * 3 + [False] * 3
 
 
 def test_a_draft_temperature_changes_q_and_no_output_of_the_coupled_rule(
@@ -366,8 +377,10 @@ def test_under_auto_a_drafter_without_probabilities_has_the_target_as_its_stand_
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_self_test_finds_each_planted_defect(llm: LLM, name: str) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, self_test=name))
+def test_the_self_test_finds_each_planted_defect(
+    report_of: Callable[[VerifySettings], VerifyReport], name: str
+) -> None:
+    report = report_of(replace(QUICK, self_test=name))
     assert report.planted == name
     assert (report.found_planted, report.verdict) == (True, "failed")
     assert report.identities[0].passed  # no greedy test without penalties detects it
@@ -384,9 +397,11 @@ def test_a_stand_in_shows_defects_that_the_drafter_hides(
 
 
 @pytest.mark.parametrize("name", ["position", "coin"])
-def test_a_defect_past_the_first_position_fails_the_tests_of_these_positions(llm: LLM, name: str) -> None:
+def test_a_defect_past_the_first_position_fails_the_tests_of_these_positions(
+    report_of: Callable[[VerifySettings], VerifyReport], name: str
+) -> None:
     """Joint tests alone may miss them; a test of the position sees them, and the first position is right."""
-    report = verify(llm, PROMPTS, replace(QUICK, self_test=name))
+    report = report_of(replace(QUICK, self_test=name))
     failing = {
         each.position
         for test in report.tests
@@ -396,8 +411,10 @@ def test_a_defect_past_the_first_position_fails_the_tests_of_these_positions(llm
     assert 1 in failing and 0 not in failing
 
 
-def test_noise_keyed_by_the_round_changes_seeded_texts_of_the_drafter_only(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, self_test="round-noise"))
+def test_noise_keyed_by_the_round_changes_seeded_texts_of_the_drafter_only(
+    report_of: Callable[[VerifySettings], VerifyReport],
+) -> None:
+    report = report_of(replace(QUICK, self_test="round-noise"))
     for identity in report.identities:
         assert identity.drafter_diverged == (identity.acceptance == "coupled")
         assert not identity.control_diverged
@@ -406,8 +423,10 @@ def test_noise_keyed_by_the_round_changes_seeded_texts_of_the_drafter_only(llm: 
     assert all(each.seed is not None for each in found)
 
 
-def test_penalties_that_do_not_follow_the_draft_change_penalised_texts_and_samples(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, self_test="penalties"))
+def test_penalties_that_do_not_follow_the_draft_change_penalised_texts_and_samples(
+    report_of: Callable[[VerifySettings], VerifyReport],
+) -> None:
+    report = report_of(replace(QUICK, self_test="penalties"))
     for identity in report.identities:
         assert identity.setting.penalised or identity.passed
     assert report.identities[1].drafter_diverged
@@ -430,15 +449,19 @@ def test_the_defect_is_removed_after_the_self_test(llm: LLM, folders: tuple[Path
     assert seams() == sound and engine_of(llm).draft_temperature == 1
 
 
-def test_a_failed_request_does_not_count_as_finding_the_defect(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, SELF_TEST)
+def test_a_failed_request_does_not_count_as_finding_the_defect(
+    report_of: Callable[[VerifySettings], VerifyReport],
+) -> None:
+    report = report_of(SELF_TEST)
     first, *others = report.tests
     failing = replace(report, tests=(replace(first, errors=("out of memory",)), *others))
     assert (failing.found_planted, failing.verdict) == (False, "inconclusive")
 
 
-def test_a_check_that_the_defect_cannot_break_does_not_count_as_finding_it(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, self_test="round-noise"))
+def test_a_check_that_the_defect_cannot_break_does_not_count_as_finding_it(
+    report_of: Callable[[VerifySettings], VerifyReport],
+) -> None:
+    report = report_of(replace(QUICK, self_test="round-noise"))
     assert report.found_planted
     greedy, *others = report.identities
     broken = replace(greedy, divergences=report.identities[2].divergences[:1])
@@ -474,7 +497,7 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         (accept._keeps, lambda _: lambda u, q, p: torch.ones_like(p, dtype=torch.bool)),
         SPECULATIVE,
     ),
-    "the token is not drawn from q": ((drafting._draw, drawn_from_power_of_q(3)), SPECULATIVE),
+    "the token is not drawn from q": ((step_draws._token, drawn_from_power_of_q(3)), SPECULATIVE),
     "the q that is kept is not the q of the draw": ((_Steps.add, added(q=sharpened_q)), SPECULATIVE),
     "the q that is kept of a fused draft is not the q of the draw": (
         (DraftModel.fused_draft, fused_q_sharpened),
@@ -490,7 +513,7 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         set(),  # the expected distribution shares the transforms, which have tests of their own
     ),
 }
-SINGLE_STEPS = drafting._draw, _Steps.add  # a fused draft calls none of these
+SINGLE_STEPS = step_draws._token, _Steps.add  # a fused draft calls none of these
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -21,6 +21,7 @@ __all__ = [
     "Name",
     "Number",
     "Source",
+    "Sources",
     "Strings",
     "Unfit",
     "Value",
@@ -143,6 +144,17 @@ class Source(Value):
 
     def fits(self, given: Any) -> bool:
         return isinstance(given, str | Path)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources(Value):
+    """A source or several, kept as a tuple."""
+
+    def read(self, given: Any) -> tuple[str | Path, ...]:
+        several = (given,) if isinstance(given, str | Path) else given
+        if not isinstance(several, tuple | list) or not all(isinstance(each, str | Path) for each in several):
+            raise Unfit(self.remedy(given))
+        return tuple(several)
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,8 @@ class Row:
             low, because c and v are of full batches, and the first and last rounds are not full.
         round_time: Parts of a round; None for other programs.
         repeated: Share of 4-grams that occurred before in the same output.
+        log_probability: Of a new token by the target at temperature 1, in nats, mean of a text; None where no
+            contender of the benchmark asks for it.
         counted: Prompts that count.
         prompts: All prompts.
         exactness: Over all prompts.
@@ -297,6 +299,7 @@ class Row:
     overhead: Spread | None = None
     round_time: RoundTime | None = None
     repeated: Spread | None = None
+    log_probability: Spread | None = None
     counted: int = 0
     prompts: int = 0
     exactness: Exactness | None = None

@@ -30,6 +30,8 @@ from foredraft.loading import load_for
 from foredraft.loading.policy_choice import check_settings
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
+from foredraft.model.lora.folder import with_loras
+from foredraft.model.lora.record import loras_of
 from foredraft.model.prompt_form import AS_IT_IS, PromptForm
 
 __all__ = ["bench"]
@@ -202,7 +204,7 @@ def _context(
         device=cache.device,
         positions=longest + options.new_tokens,
         temperature=options.temperature,
-        coupled=options.coupled,
+        acceptance=options.acceptance,
         max_draft=loading.get("max_draft"),
         policy_options=check_settings(engine.policy.name, loading.get("policy_options") or {}),
     )
@@ -254,6 +256,7 @@ def _encoded(
 def _folders(llm: LLM, model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
     """Return the checkpoint folders of the target and of the draft model, as `load` found them."""
     target = demo.target_path() if model is None else resolve(model, loading.get("revision"))
+    target = with_loras(target, loading.get("lora", ()))
     if not any(drafter.whole_model for drafter in llm.loaded.engine.drafters.values()):
         return target, None
     if loading.get("draft") is not None:
@@ -261,9 +264,14 @@ def _folders(llm: LLM, model: str | None, loading: Mapping[str, Any]) -> tuple[P
     return target, demo.draft_path() if model is None else None
 
 
+def _shown(folder: Path) -> str:
+    """Return the name of a model's folder or GGUF file, and of its LoRAs."""
+    return " + ".join([source_of(folder).name, *(lora.name for _, lora in loras_of(folder))])
+
+
 def _models(loaded: Loaded, folders: tuple[Path, Path | None]) -> tuple[ModelRecord, ...]:
     """Return the records of the target and of the draft model."""
-    models = [model_record("target", source_of(folders[0]).name, loaded.runner, loaded.weights)]
+    models = [model_record("target", _shown(folders[0]), loaded.runner, loaded.weights)]
     for drafter in loaded.engine.drafters.values():
         if drafter.whole_model and drafter.draft_pass is not None and folders[1] is not None:
             models.append(model_record("draft", source_of(folders[1]).name, drafter.draft_pass.runner))

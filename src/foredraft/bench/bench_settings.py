@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foredraft.bench.contenders import resolve_methods, resolve_policies
+from foredraft.decode.params import RuleName
 from foredraft.errors import ConfigError
 
 __all__ = ["MAX_REPEATED", "BenchSettings"]
@@ -25,7 +26,7 @@ class BenchSettings:
         repeats: Timed runs of each contender on each prompt.
         batch: Batch sizes.
         temperature: Sampling temperature; 0 is greedy.
-        coupled: Foredraft's contenders use the coupled acceptance rule.
+        acceptance: The acceptance rule of Foredraft's contenders; a lossless one.
 
     Raises:
         ConfigError: A value is out of range, or a name is unknown.
@@ -37,7 +38,7 @@ class BenchSettings:
     repeats: int = 3
     batch: tuple[int, ...] = (1,)
     temperature: float = 0.0
-    coupled: bool = False
+    acceptance: RuleName = "speculative"
 
     def __post_init__(self) -> None:
         resolve_methods(self.methods)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from foredraft.decode.params import RuleName
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.llm import LLM
@@ -35,7 +36,7 @@ class BenchContext:
         device: Where the models run.
         positions: Tokens of the longest prompt plus its new tokens.
         temperature: Sampling temperature; 0 is greedy.
-        coupled: Foredraft's contenders use the coupled acceptance rule.
+        acceptance: The acceptance rule of Foredraft's contenders; a lossless one.
         max_draft: The longest draft as passed to `load`, in tokens.
         policy_options: Options of the loaded policy.
     """
@@ -47,7 +48,7 @@ class BenchContext:
     device: torch.device
     positions: int
     temperature: float = 0.0
-    coupled: bool = False
+    acceptance: RuleName = "speculative"
     max_draft: int | None = None
     policy_options: Mapping[str, float | str] = field(default_factory=dict)
     _policies: dict[tuple[str, int], Policy] = field(

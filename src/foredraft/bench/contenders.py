@@ -75,6 +75,7 @@ class ContenderKind:
         make: Makes the contender from its program's loaded models; may raise ConfigError.
         policies: The policies that it can run under; none for plain decoding and for other programs.
         lossless: The output has exactly the target's distribution. "all" leaves lossy contenders out.
+        scored: The benchmark tells how likely the target finds the texts of all contenders.
     """
 
     summary: str
@@ -82,6 +83,7 @@ class ContenderKind:
     make: Callable[[Any, BenchContext], Contender]
     policies: tuple[str, ...] = ()
     lossless: bool = True
+    scored: bool = False
 
 
 def _module(name: str) -> Any:
@@ -121,7 +123,7 @@ def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) ->
         llm,
         drafter,
         temperature=context.temperature,
-        coupled=context.coupled,
+        acceptance=context.acceptance,
         policy=context.policy_for(drafter, policy),
     )
     return made
@@ -171,6 +173,13 @@ CONTENDERS: dict[str, ContenderKind] = {
         "generate with prompt_lookup_num_tokens",
         "transformers",
         lambda models, context: _module("hugging_face").prompt_lookup(models, context),
+    ),
+    "beam": ContenderKind(
+        "beam search by generate: a likely text, no accelerator (lossy; only if named)",
+        "transformers",
+        lambda models, context: _module("hugging_face").beam(models, context),
+        lossless=False,
+        scored=True,
     ),
     "llama.cpp": ContenderKind(
         "llama.cpp on the same weights",

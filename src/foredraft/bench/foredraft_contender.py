@@ -12,7 +12,7 @@ from copy import copy
 from typing import Final
 
 from foredraft.bench.contender import Timing
-from foredraft.decode.params import SamplingParams
+from foredraft.decode.params import RuleName, SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
@@ -35,7 +35,7 @@ class ForedraftContender:
         llm: The loaded engine.
         drafter: Name of the drafter, or "none" for plain decoding.
         temperature: Sampling temperature; 0 is greedy.
-        coupled: Use the coupled acceptance rule.
+        acceptance: The acceptance rule; a lossless one.
         policy: The policy to run under; None for the loaded one.
     """
 
@@ -49,11 +49,11 @@ class ForedraftContender:
         drafter: str,
         *,
         temperature: float = 0.0,
-        coupled: bool = False,
+        acceptance: RuleName = "speculative",
         policy: Policy | None = None,
     ) -> None:
         self.name, self.method, self.llm, self.drafter = name, name, llm, drafter
-        self.temperature, self.coupled = temperature, coupled
+        self.temperature, self.acceptance = temperature, acceptance
         self.policy: Policy = policy or llm.loaded.engine.policy
         self.lossless = drafter not in DRAFTERS or DRAFTERS[drafter].lossless
 
@@ -100,8 +100,8 @@ class ForedraftContender:
             max_new_tokens=new_tokens,
             ignore_eos=True,
             drafter=self.drafter,
-            seed=zlib.crc32(str(prompt).encode()) if self.coupled else None,
-            acceptance="coupled" if self.coupled else "speculative",
+            seed=zlib.crc32(str(prompt).encode()) if self.acceptance == "coupled" else None,
+            acceptance=self.acceptance,
         )
 
 

@@ -26,7 +26,7 @@ from foredraft.model.config import read_json
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.spec import ModelSpec
 
-__all__ = ["write_gguf"]
+__all__ = ["add_vocabulary", "interleaved", "write_gguf"]
 
 # Hugging Face architecture -> llama.cpp architecture. llama.cpp's "llama" applies RoPE to neighbouring
 # channels; the others pair channels half a head apart, as Hugging Face models do.
@@ -62,7 +62,7 @@ def write_gguf(folder: Path, file: Path, dtype: torch.dtype, *, vocabulary: bool
         writer = gguf.GGUFWriter(file, ARCHITECTURES[spec.architecture])
         _add_metadata(writer, spec, gguf)
         if vocabulary:
-            _add_vocabulary(writer, folder, spec, gguf)
+            add_vocabulary(writer, folder, spec, gguf)
         else:
             writer.add_tokenizer_model("no_vocab")
         for tensor in tensors:
@@ -129,7 +129,7 @@ def _add_metadata(writer: Any, spec: ModelSpec, gguf: Any) -> None:
     writer.add_vocab_size(spec.vocab_size)
 
 
-def _add_vocabulary(writer: Any, folder: Path, spec: ModelSpec, gguf: Any) -> None:
+def add_vocabulary(writer: Any, folder: Path, spec: ModelSpec, gguf: Any) -> None:
     """Add the byte-level BPE of a tokenizer.json."""
     read = read_json(folder / "tokenizer.json")
     model, added = read["model"], {each["id"]: each for each in read["added_tokens"]}
@@ -158,9 +158,10 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
     found = []
     if spec.rope.kind == "llama3":
         found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _rope_factors(spec)))
-    sources = CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32).files
+    device, naming = torch.device("cpu"), spec.naming
+    sources = CheckpointTensors(folder, stack, device, torch.float32, naming=naming).files
     for name, source in sources.items():
-        if IGNORED.fullmatch(name) or (spec.tied and name == f"{HEAD}.weight"):
+        if IGNORED.fullmatch(name) or spec.leaves_unread(name) or (spec.tied and name == f"{HEAD}.weight"):
             continue
         kind, gguf_name = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
         heads = heads_of.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
@@ -170,8 +171,11 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
 
 
 def _interleaved(source: Any, name: str, heads: int) -> Tensor:
+    return interleaved(source.get_tensor(name), heads)
+
+
+def interleaved(tensor: Tensor, heads: int) -> Tensor:
     """Reorder rows [heads * D, ...] so that channels half a head apart, which RoPE pairs, are neighbours."""
-    tensor: Tensor = source.get_tensor(name)
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""The contenders from `transformers`: `generate` alone, with a draft model, and with prompt lookup.
+"""The contenders from `transformers`: `generate` alone, with a draft model, with prompt lookup, with beams.
 
 Each keeps the library's defaults (its schedule of draft lengths, its attention kernels) apart from what all
 contenders share. The prefill pass makes the first token, or with drafts the first few tokens. The decoding
@@ -20,10 +20,12 @@ from torch import Tensor
 from foredraft.bench.contender import BenchContext, Timing
 from foredraft.errors import ConfigError, Option
 from foredraft.model.gguf.tensors import source_of
+from foredraft.model.lora.record import loras_of
 from foredraft.model.transfers import synchronise
 
-__all__ = ["Generate", "TransformersModels", "assisted", "plain", "prompt_lookup"]
+__all__ = ["Generate", "TransformersModels", "assisted", "beam", "plain", "prompt_lookup"]
 
+BEAMS = 4  # that most guides of beam search take
 LOOKUP_TOKENS = 10  # draft length in tokens, from the library's documentation; it has no default
 
 
@@ -31,11 +33,16 @@ class TransformersModels:
     """The target and, if there is one, the draft model, each loaded once for all contenders.
 
     Raises:
-        ConfigError: The target or the draft model is a GGUF file. The library converts some of them while it
-            loads (`gguf_file=`), which takes minutes where a folder takes seconds.
+        ConfigError: The target has LoRAs, or it or the draft model is a GGUF file. The library converts some
+            of these while it loads (`gguf_file=`), which takes minutes where a folder takes seconds.
     """
 
     def __init__(self, context: BenchContext) -> None:
+        if loras_of(context.target):
+            raise ConfigError(
+                "transformers takes no LoRA here, as the target has",
+                remedy="save the merged model with PEFT, and give that",
+            )
         for folder in filter(None, (context.target, context.draft)):
             if (file := source_of(folder)) != folder:
                 raise ConfigError(
@@ -71,6 +78,11 @@ def prompt_lookup(models: TransformersModels, context: BenchContext) -> Generate
     return Generate("transformers-lookup", models.target, context, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 
 
+def beam(models: TransformersModels, context: BenchContext) -> Generate:
+    """Return beam search, which looks for a likely text and draws none, whatever the temperature is."""
+    return Generate("beam", models.target, context, batch_sizes=None, beams=BEAMS)
+
+
 class Generate:
     """One way of calling `generate`.
 
@@ -81,11 +93,11 @@ class Generate:
         batch_sizes: Batch sizes that it takes; `generate` drafts for one prompt at a time.
         assistant_model: As `generate` takes it.
         prompt_lookup_num_tokens: As `generate` takes it.
+        beams: Of beam search, whose text is not the target's own; 1 is none.
     """
 
     policy_name: str | None = None
     peer = True
-    lossless = True
 
     def __init__(
         self,
@@ -96,16 +108,19 @@ class Generate:
         batch_sizes: tuple[int, ...] | None = (1,),
         assistant_model: Any = None,
         prompt_lookup_num_tokens: int | None = None,
+        beams: int = 1,
     ) -> None:
         from transformers import GenerationConfig
 
         sampling = {"do_sample": True, "temperature": context.temperature, "top_k": 0, "top_p": 1.0}
         self.name, self.method, self.batch_sizes = name, name, batch_sizes
+        self.lossless = beams == 1
         self._model, self._assistant = model, assistant_model
         self._config = GenerationConfig(
             pad_token_id=0,  # any id will do, because the attention mask hides the padding
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
-            **(sampling if context.temperature else {"do_sample": False}),
+            num_beams=beams,
+            **(sampling if context.temperature and beams == 1 else {"do_sample": False}),
         )
         self._drafts = assistant_model is not None or prompt_lookup_num_tokens is not None
 

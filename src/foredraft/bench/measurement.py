@@ -20,11 +20,12 @@ from foredraft.bench import forward_costs
 from foredraft.bench.bench_records import ForwardCosts, RoundTime, Row, Spread, TurnCount
 from foredraft.bench.bench_settings import MAX_REPEATED, BenchSettings
 from foredraft.bench.contender import BenchContext, Contender, Timing
-from foredraft.bench.contenders import PLAIN
+from foredraft.bench.contenders import CONTENDERS, PLAIN
 from foredraft.bench.figures import Group, Runs, Series, make_row
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine_record import Memory
 from foredraft.bench.schedule import groups_of, turns
+from foredraft.bench.text_score import mean_log_probability
 from foredraft.ngrams import repeated
 from foredraft.profiling.others import Load, QuietTurns, Watch, worst
 from foredraft.profiling.phases import RoundClock, observed
@@ -189,13 +190,29 @@ class Measurement:
         row = make_row(
             series, contender, peers, comparable=self._comparable(contender), at_batch_1=at_batch_1
         )
-        return replace(row, round_time=self._round_time(series, prompts, contender))
+        scored = any(CONTENDERS[other.method].scored for other in running)
+        return replace(
+            row,
+            round_time=self._round_time(series, prompts, contender),
+            log_probability=self._log_probability(series, prompts, contender) if scored else None,
+        )
+
+    def _log_probability(
+        self, series: Series, prompts: list[list[int]], contender: Contender
+    ) -> Spread | None:
+        """Return the target's mean log-probability of a new token, over the counted texts of a first run."""
+        runner = self.context.llm.loaded.runner
+        return Spread.of(
+            mean_log_probability(runner, prompts[prompt], tokens)
+            for runs in series.counted
+            for prompt, tokens in zip(runs.group.prompts, runs.timings[contender.name][0].tokens, strict=True)
+        )
 
     def _comparable(self, contender: Contender) -> bool:
         """Return whether the contender's tokens must equal plain decoding's."""
         if not contender.lossless:
             return False
-        return self.options.temperature == 0 or (self.options.coupled and not contender.peer)
+        return self.options.temperature == 0 or (self.options.acceptance == "coupled" and not contender.peer)
 
     def _round_time(self, series: Series, prompts: list[list[int]], contender: Contender) -> RoundTime | None:
         """Time the parts of a mean round in runs of their own; None for other programs."""

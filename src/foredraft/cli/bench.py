@@ -107,7 +107,7 @@ def options_of(benchmark: BenchOptions, drafting: Given) -> BenchSettings:
         repeats=benchmark.repeats,
         batch=batch,
         temperature=benchmark.temperature,
-        coupled=drafting.get("acceptance") == "coupled",
+        acceptance=drafting.get("acceptance") or "speculative",
     )
 
 
@@ -159,6 +159,7 @@ def lines(report: BenchReport, width: int | None = None) -> list[str]:
         " 4-grams. identical: prompts whose tokens were plain decoding's in every run."
         + ("" if not report.lossy else " lossy: the text is not the model's own.")
     )
+    shown += filter(None, (likelihoods(report, row) for row in report.methods))
     shown += filter(None, (report.turns_remark, report.bandwidth_remark))
     shown += [
         f"{report.name(row)} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
@@ -225,6 +226,17 @@ def over_peers(row: Row) -> str:
     ratios = ", ".join(f"{spread.median:.2f} x {name}" for name, spread in (row.over_peers or {}).items())
     lossy = "" if row.lossless else ", which is lossy,"
     return f"{row.workload}, batch {row.batch}: {row.contender}{lossy} is {ratios}"
+
+
+def likelihoods(report: BenchReport, row: Row) -> str | None:
+    """Return one line on how likely the target finds a row's texts; None where that was not asked for."""
+    if row.log_probability is None:
+        return None
+    found = row.log_probability
+    return (
+        f"{row.workload}, batch {row.batch}: the target gives a token of {report.name(row)}"
+        f" {found.median:.3f} nats ({found.lower:.3f} to {found.upper:.3f} over the texts)"
+    )
 
 
 def median(spread: Spread | None, form: str) -> str:

@@ -12,15 +12,17 @@ from cyclopts import App, CycloptsError
 
 import foredraft
 from foredraft.cli.bench import bench
+from foredraft.cli.doctor import doctor
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
+from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.help import HELP_ALL, HelpPages, usage
 from foredraft.cli.info import info
 from foredraft.cli.quantise import quantise
 from foredraft.cli.serve import serve
 from foredraft.cli.stdout import writing_stdout
-from foredraft.cli.train import adapter, draft
+from foredraft.cli.train import adapter, draft, eagle3
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
 from foredraft.cli.words import made_ready
@@ -39,7 +41,7 @@ app = App(
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
-for command in (generate, serve, bench, tune, quantise, verify, info):
+for command in (generate, serve, bench, tune, quantise, verify, doctor, export, info):
     app.command(command, usage=usage(command.__name__))
 training = App(
     name="train",
@@ -48,6 +50,7 @@ training = App(
     help_flags=app.help_flags,
 )
 training.command(adapter, usage=usage("train adapter"))
+training.command(eagle3, usage=usage("train eagle3"))
 training.command(draft, usage=usage("train draft"))
 app.command(training)
 

@@ -59,6 +59,14 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("foredraft train adapter --model ./big --data prompts.jsonl --self-generate 256", "it writes"),
         ),
     ),
+    "train eagle3": (
+        "--data FILES... --out DIR [OPTIONS]",
+        (
+            ("foredraft train eagle3 --data my.jsonl --out ./head", "for the demo model"),
+            ("foredraft train eagle3 --model ./big --data my.jsonl --out ./head", "for your model"),
+            ("foredraft train eagle3 --data my.jsonl --out ./head --draft-vocabulary 2048", "a cheaper head"),
+        ),
+    ),
     "train draft": (
         "--data FILES... --out DIR [OPTIONS]",
         (
@@ -72,6 +80,21 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("foredraft quantise --out ./few", "the demo target in 8 bits"),
             ("foredraft quantise --model ./big --weights int4 --out ./few", "your model in 4 bits"),
             ("foredraft quantise --model ./big --out ./few --data my.jsonl", "and what it lost"),
+        ),
+    ),
+    "doctor": (
+        "--draft DIR [TEXTS...] [OPTIONS]",
+        (
+            ("foredraft doctor --model ./big --draft ./head", "a head"),
+            ("foredraft doctor --model ./big --draft ./small", "a draft model"),
+            ("foredraft doctor --model ./big --draft ./head --dry-run", "write nothing"),
+        ),
+    ),
+    "export": (
+        "--draft DIR --format FORMAT --out PLACE [OPTIONS]",
+        (
+            ("foredraft export --model ./big --draft ./head --format speculators --out ./vllm", "for vLLM"),
+            ("foredraft export --model ./big --draft ./head --format gguf --out head.gguf", "for llama.cpp"),
         ),
     ),
     "info": (

@@ -15,7 +15,7 @@ from foredraft.cli.progress import ProgressBars
 from foredraft.errors import ConfigError, Option
 
 if TYPE_CHECKING:
-    from foredraft.loading.inspection import Context, Inspection, ModelInfo, PairInfo
+    from foredraft.loading.inspection import Context, Inspection, LoraInfo, ModelInfo, PairInfo
 
 __all__ = ["info"]
 
@@ -58,7 +58,7 @@ def info(
 
 def lines(found: Inspection, width: int | None = None) -> list[str]:
     """Return the inspection as tables, at most `width` characters wide, and sentences."""
-    shown = [about(model) for model in found.models]
+    shown = [line for model in found.models for line in (about(model), *map(about_lora, model.loras))]
     shown += ["", *memory(found, width), "", room(found.context, found), found.threads.why]
     shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)], width)]
     return shown + [
@@ -80,6 +80,19 @@ def about(model: ModelInfo) -> str:
         f" {model.vocab_size:,}"
         f"{'' if model.tokenizer else ', no tokenizer'}; up to {model.max_positions:,} tokens"
     )
+
+
+def about_lora(lora: LoraInfo) -> str:
+    """Return one line on a LoRA."""
+    parts = [f"{count} {name}" for name, count in lora.modules.items()]
+    if lora.ranks:
+        alphas = " and ".join(f"{alpha:g}" for alpha in lora.alphas)
+        root = " over the root of the rank" if lora.scaled_by != "r" else ""
+        parts.insert(0, f"rank {' and '.join(map(str, lora.ranks))}, alpha {alphas}{root}")
+    if lora.replaced:
+        parts.append(f"{lora.replaced} tensor{'s' if lora.replaced > 1 else ''} replaced")
+    base = "" if lora.base is None else f"; made for {lora.base}"
+    return f"LoRA: {lora.name}, {', '.join(parts)}{base}"
 
 
 def memory(found: Inspection, width: int | None) -> list[str]:

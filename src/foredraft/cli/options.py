@@ -104,10 +104,10 @@ THREADS = derived(
     default="the environment variable FOREDRAFT_THREADS, else OMP_NUM_THREADS, else the CPUs that the process"
     " may really use, which `foredraft info` shows",
 )
-TARGET = derived("model", "revision", "tokenizer", "dtype", "device") | {
+TARGET = derived("model", "revision", "lora", "tokenizer", "dtype", "device") | {
     name: Annotated[kind, Parameter(converter=parse_threads)] for name, kind in THREADS.items()
 }
-SOURCE = {name: TARGET[name] for name in ("model", "revision", "dtype", "threads")} | {
+SOURCE = {name: TARGET[name] for name in ("model", "revision", "lora", "dtype", "threads")} | {
     **derived("model", default="the demo target"),
     **derived("dtype", more="It is that of weights which are not coded."),
 }

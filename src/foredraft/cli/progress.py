@@ -37,6 +37,7 @@ STAGES = {
     "self-generate": "Continuing the prompts of the data",
     "train": "Training",
     "validate": "Validated",
+    "examine": "Trying settings",
 }
 
 

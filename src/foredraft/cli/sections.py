@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypedDict
 from cyclopts import Group, Parameter
 
 from foredraft.arguments import Declared, declared
-from foredraft.arguments.values import Choice, File, Flag, Ids, Number, Strings, Whole
+from foredraft.arguments.values import Choice, File, Flag, Ids, Number, Sources, Strings, Whole
 from foredraft.decode.params import SamplingParams
 from foredraft.kinds.load_options import LoadOptions
 
@@ -91,7 +91,7 @@ def _type(each: Declared, default: str | None, more: str) -> Any:
             kind, how["show_choices"] = Literal[tuple(names)], False  # the help has them
         case File():
             kind = Path
-        case Strings():
+        case Strings() | Sources():
             kind, more = Repeatable, f"Repeatable. {more}".strip()
         case Ids():
             kind, more = RepeatableIds, f"Repeatable. {more}".strip()

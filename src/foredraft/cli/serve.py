@@ -58,13 +58,15 @@ def serve(
             f"serving needs the package {error.name}", remedy="install it: pip install 'foredraft[serve]'"
         ) from error
     import foredraft
+    from foredraft.loading import load_for
 
     bars, loaded = ProgressBars(), list[foredraft.LLM]()
 
     def load() -> foredraft.LLM:
         options = load_options(model, drafting, texts)
         try:
-            loaded.append(foredraft.load(model.get("model"), **options, progress=bars.show))
+            kept = settings.prefix_cache << 20
+            loaded.append(load_for(None, model.get("model"), reserved=kept, **options, progress=bars.show))
         finally:
             bars.clear()
         return loaded[0]

@@ -1,4 +1,4 @@
-"""`foredraft train adapter` and `foredraft train draft`: train a drafter for a model on the user's own text.
+"""`foredraft train adapter`, `eagle3` and `draft`: train a drafter for a model on the user's own text.
 
 stdout has a few lines, or with --json one JSON document. The exit code is 0 when a drafter was written. After
 Ctrl-C it is 130, and the same command goes on from the last checkpoint.
@@ -34,7 +34,7 @@ from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
 from foredraft.errors import ConfigError, Option
 from foredraft.files import check_folder_place, write_whole
-from foredraft.train.training_options import LOSSES, AdapterOptions, TrainOptions
+from foredraft.train.training_options import LOSSES, AdapterOptions, Eagle3Options, TrainOptions
 from foredraft.train.training_options import DraftOptions as TrainedDraftOptions
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 else:
     KindName = Literal[tuple(ADAPTER_KINDS)]
 
-__all__ = ["adapter", "draft"]
+__all__ = ["adapter", "draft", "eagle3"]
 
+USED_BY = {"eagle3": "draft"}  # kind -> the option that names its folder, where that is not the kind's name
 TRAINING = Group("Training", sort_key=2)
 DATA = Group("Data", sort_key=1)
 DEFAULT = TrainOptions(data=())
@@ -152,6 +153,45 @@ def adapter(
     return _run("adapter", own, data, loop, model, output)
 
 
+def eagle3(
+    *,
+    out: Annotated[Path, common(OUTPUT)],
+    data: DataOptions = DataOptions(),
+    taps: Annotated[str | None, Parameter(group=TRAINING)] = None,
+    draft_vocabulary: Annotated[int | None, common(TRAINING)] = None,
+    draft_length: Annotated[int, common(TRAINING)] = 5,
+    decay: Annotated[float, Parameter(group=TRAINING)] = 0.8,
+    loop: LoopOptions = LoopOptions(),
+    model: TargetOptions = NONE,
+    output: JsonOptions = JsonOptions(),
+) -> int:
+    """Train an EAGLE-3 head: one layer over the model's states at three depths, in the published format.
+
+    It learns the model's next-token distribution on your text, and to go on from its own states. It is used
+    with --draft, here and in other programs. A run that ends, by Ctrl-C or otherwise, goes on from its last
+    checkpoint with the same command. Under torchrun several processes share the work.
+
+    Parameters
+    ----------
+    out
+        Folder to write.
+    taps
+        Numbers of layers after which the head reads the model's states, such as 2,8,13. Default: 2, half of
+        the layers, and three fewer than all.
+    draft_vocabulary
+        Words that it can draft, those most frequent in the data; fewer make a draft cheaper. Default: all.
+    draft_length
+        Tokens of a draft that are learned, each after the first from the head's own states.
+    decay
+        Weight of each of them in the loss against the one before.
+    """
+    own = {
+        "out": out, "taps": _layers(taps, "taps"), "draft_vocabulary": draft_vocabulary,
+        "draft_length": draft_length, "decay": decay,
+    }  # fmt: skip
+    return _run("eagle3", own, data, loop, model, output)
+
+
 def draft(
     *,
     out: Annotated[Path, common(OUTPUT)],
@@ -193,14 +233,14 @@ def draft(
         Recompute activations in the backward pass: slower, with less memory.
     """
     own = {
-        "out": out, "layers": layers, "from_layers": _layers(from_layers), "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size, "heads": heads, "kv_heads": kv_heads,
-        "checkpointed": checkpointed,
+        "out": out, "layers": layers, "from_layers": _layers(from_layers, "from_layers"),
+        "hidden_size": hidden_size, "intermediate_size": intermediate_size, "heads": heads,
+        "kv_heads": kv_heads, "checkpointed": checkpointed,
     }  # fmt: skip
     return _run("draft", own, data, loop, model, output)
 
 
-def _layers(text: str | None) -> tuple[int, ...]:
+def _layers(text: str | None, option: str) -> tuple[int, ...]:
     if text is None:
         return ()
     try:
@@ -208,7 +248,7 @@ def _layers(text: str | None) -> tuple[int, ...]:
     except ValueError:
         found = (-1,)
     if min(found) < 0:
-        raise ConfigError(option="from_layers", value=text, remedy="give layers such as 0,15")
+        raise ConfigError(option=option, value=text, remedy="give layers such as 0,15")
     return found
 
 
@@ -265,6 +305,10 @@ def _trainer(what: str) -> Callable[..., Result]:
         from foredraft.train.adapter import train_adapter
 
         return lambda options, *rest, **more: train_adapter(AdapterOptions(**options), *rest, **more)
+    if what == "eagle3":
+        from foredraft.train.eagle3 import train_eagle3
+
+        return lambda options, *rest, **more: train_eagle3(Eagle3Options(**options), *rest, **more)
     from foredraft.train.draft import train_draft
 
     return lambda options, *rest, **more: train_draft(TrainedDraftOptions(**options), *rest, **more)
@@ -281,7 +325,7 @@ def _lines(what: str, result: Result, *, found: bool) -> list[str]:
     ]
     if result.skipped:
         print(f"foredraft: {result.skipped} bad lines were left out", file=sys.stderr)
-    use = Option("drafter", "kangaroo") if found else Option(what, result.out)
+    use = Option("drafter", "kangaroo") if found else Option(USED_BY.get(what, what), result.out)
     told = f"use it with {as_flag(use)}"
     if found and result.predicted <= 1:
         told = f"it is predicted to be slower than plain decoding, so only {as_flag(use)} uses it"

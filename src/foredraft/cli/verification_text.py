@@ -56,8 +56,9 @@ def header(report: VerifyReport, names: Names) -> str:
     about = report.about
     drafters = ", ".join(described(name, about["plan"], names["draft"]) for name in about["drafters"])
     drafters = drafters if about["drafters"] == [about["drafter"]] else f"{about['drafter']} ({drafters})"
+    target = " + ".join([str(names["model"]), *about.get("lora", ())])
     return (
-        f"Target {names['model']}, {with_weights(about['dtype'], about['weights'])} on {about['device']}"
+        f"Target {target}, {with_weights(about['dtype'], about['weights'])} on {about['device']}"
         f"{'' if about['deterministic'] else ', not deterministic'}; drafter {drafters}"
         f"{', greedy' if about['greedy_drafts'] else ''}, policy {about['policy']}; up to"
         f" {about['max_batch']} sequences in a batch; {about['threads']} threads; foredraft"

@@ -14,33 +14,31 @@ drafted token stands unless it surprises the target, -log p(x), by more than a b
 the draft is cut, and the target's own token follows, drawn from p. The output does not have p's distribution.
 At temperature 0 the surprise is that of temperature 1, and the one token of a one-hot p always stands.
 
+`block` judges a draft as a whole, and keeps at least as much of it: `block_verification`.
+
 Greedy decoding and deterministic drafters are one-hot distributions, not other rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from foredraft.decode.block_verification import block
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, DrawKeys, Noise
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.round_draft import Draft
 from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.verdict import Verdict
 from foredraft.decode.vocab_ops import leading
 from foredraft.model.transfers import upload
 
-__all__ = ["SurpriseLimit", "Verdict", "accept", "bild", "coupled", "speculative"]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A rule's decision: accepted [B], drafted tokens to keep; next_token [B], correction or bonus."""
-
-    accepted: Tensor
-    next_token: Tensor
+__all__ = ["Rule", "SurpriseLimit", "Verdict", "accept", "bild", "coupled", "speculative"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,11 @@ class SurpriseLimit:
             return None
         judge = p if table.judge is None else distribution_of(logits, table.judge, masks, penalty_context)[0]
         return cls(judge, table.bound, ~table.bound.isnan(), table.bounded)
+
+
+Rule: TypeAlias = Callable[
+    [Draft, Distribution, DrawKeys | None, Noise, list[bool], SurpriseLimit | None, list[bool]], Verdict
+]
 
 
 def speculative(draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Noise) -> Verdict:
@@ -147,19 +150,24 @@ def accept(
     noise: Noise,
     is_coupled: list[bool],
     limit: SurpriseLimit | None = None,
+    is_block: list[bool] | None = None,
 ) -> Verdict:
     """Apply each row's own rule. At temperature 0 the lossless rules agree, and no rule reads the noise."""
     if limit is not None:
         lossy = bild(draft, p, keys, noise, limit)
         if limit.everywhere:
             return lossy
-        return _either(limit.rows, lossy, accept(draft, p, keys, noise, is_coupled))
-    if p.all_one_hot or not any(is_coupled):
+        return _either(limit.rows, lossy, accept(draft, p, keys, noise, is_coupled, None, is_block))
+    is_block = is_block or [False] * len(is_coupled)
+    if p.all_one_hot or not (any(is_coupled) or any(is_block)):
         return speculative(draft, p, keys, noise)
-    if all(is_coupled):
-        return coupled(draft, p, keys, noise)
-    mask = upload(is_coupled, draft.tokens.device)
-    return _either(mask, coupled(draft, p, keys, noise), speculative(draft, p, keys, noise))
+    others = [not (one or other) for one, other in zip(is_coupled, is_block, strict=True)]
+    rules = ((others, speculative), (is_coupled, coupled), (is_block, block))
+    (_, rule), *more = [(rows, rule) for rows, rule in rules if any(rows)]
+    verdict = rule(draft, p, keys, noise)
+    for rows, rule in more:
+        verdict = _either(upload(rows, draft.tokens.device), rule(draft, p, keys, noise), verdict)
+    return verdict
 
 
 def _either(mask: Tensor, one: Verdict, other: Verdict) -> Verdict:

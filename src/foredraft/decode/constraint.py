@@ -155,14 +155,13 @@ class Walks:
         masks = [self._everything if mask is None else upload(mask, self._device) for mask in found]
         return torch.stack(masks)[:, None]
 
-    def advance(self, token: Tensor, alive: Tensor) -> Tensor:
-        """Read the tokens just drawn [B, 1] in the rows alive [B]; return the rows that go on, [B] bool.
+    def advance(self, token: Tensor, alive: Tensor) -> list[bool]:
+        """Read the tokens just drawn [B, 1] in the rows alive [B]; return the rows that go on, [B].
 
-        A row whose token would be taken back, or after which no token is allowed, stops.
+        A row whose token would be taken back, or after which no token is allowed, stops. The host waits once.
         """
         read = torch.stack([token[:, 0], alive.long()], 1).tolist()
-        on = [bool(is_alive) and self.goes_on(row, token) for row, (token, is_alive) in enumerate(read)]
-        return upload(on, alive.device)
+        return [bool(is_alive) and self.goes_on(row, token) for row, (token, is_alive) in enumerate(read)]
 
     def goes_on(self, row: int, token: int) -> bool:
         """Read the token just drawn in a row; return whether its draft goes on."""

@@ -140,6 +140,13 @@ class Distribution:
         hot = torch.nn.functional.one_hot(self.ids, vocabulary).to(torch.float32)
         return hot if self.probs is None else torch.where(self._one_hot_rows[:, None, None], hot, self.probs)
 
+    def scaled(self, weight: Tensor) -> Distribution:
+        """Return the distributions times weight [B, T], unnormalised; one-hot rows stay as they are."""
+        if self.probs is None:
+            return self
+        probs = self.probs * weight[..., None].to(torch.float32)
+        return Distribution(probs, self.ids, self.one_hot, self.vocab_ops)
+
     def minus(self, q: Distribution, where: Tensor) -> Distribution:
         """Return the residual norm(max(p - q, 0)), unnormalised, in rows where `where` [B]; p elsewhere.
 

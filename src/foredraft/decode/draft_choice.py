@@ -94,6 +94,8 @@ def _candidates(
         drafter, limit = drafters[name], room
         if drafter.max_length is not None:
             limit = min(limit, drafter.max_length - (len(sequence.tokens) - drafter.context_start(sequence)))
+        if drafter.max_draft is not None:
+            limit = min(limit, drafter.max_draft)
         if policy.uses_costs and limit > 0:
             limit, confidence = drafter.peek(sequence, limit)
             if confidence is not None and limit > 0:

@@ -51,6 +51,11 @@ class DraftPass:
     plan: Plan | None = None
     tap: int | None = None
 
+    @property
+    def described(self) -> str:
+        """What tells its forwards from others of the same runner, as a key of kept costs."""
+        return repr(self.plan)
+
     def __call__(
         self,
         cache: CacheLayers,
@@ -80,6 +85,7 @@ class Drafter:
         name: As requests name it.
         taps: Depths at which the drafter wants the target's hidden states of committed positions.
         max_length: Positions that it can read; drafts end there. None is no limit.
+        max_draft: Tokens of a draft at most; None is no limit.
         planned: Draft length that it was made for, in tokens; None where it was made for none.
         longest_draft: Draft length that may pay, in tokens, where that is longer than the drafts of a policy
             that compares costs; 0 elsewhere.
@@ -92,6 +98,7 @@ class Drafter:
     name: str
     taps: tuple[int, ...] = ()
     max_length: int | None = None
+    max_draft: int | None = None
     planned: int | None = None
     longest_draft: int = 0
     caches: tuple[KVCache, ...] = ()
@@ -144,6 +151,9 @@ class Stepper(Drafter):
 
     def unread(self, sequence: Sequence) -> int:
         return len(sequence.tokens) - 1 - self.length(sequence)
+
+    def expect(self, budgets: list[int]) -> None:
+        """Learn how many tokens each row drafts at most, [B], before the first step of a draft."""
 
     def read(self, sequence: Sequence, start: int, stop: int) -> None:
         """Read tokens [start, stop) of the sequence ahead of the draft steps."""

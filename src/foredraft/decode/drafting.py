@@ -19,13 +19,14 @@ from foredraft.decode.constraint import Walks, masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import Drafter, Guesser, Stepper
 from foredraft.decode.fused_drafting import FusedDrafting
-from foredraft.decode.noise import DRAFT, Noise
+from foredraft.decode.noise import DRAFT, DrawKeys, HashedKeys, Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
+from foredraft.decode.replays import ONCE, Replays
 from foredraft.decode.round_draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows
-from foredraft.decode.sampling import distribution_of
+from foredraft.decode.step_draws import StepDraws, StepLogits, draw, hashed
 from foredraft.model.runner import DraftInputs, Resume
-from foredraft.model.transfers import upload
+from foredraft.model.transfers import HOST, upload
 
 __all__ = ["DraftTools", "propose"]
 
@@ -40,6 +41,7 @@ class DraftTools:
         greedy: Steppers draft their argmax, with a one-hot q, instead of sampling from q.
         temperature: Divides the logits of steppers before all transforms.
         observer: Told when a drafter reads tokens that it missed.
+        replays: Run what a step makes of logits, on a GPU as graphs.
     """
 
     policy: Policy
@@ -47,6 +49,12 @@ class DraftTools:
     greedy: bool = False
     temperature: float = 1.0
     observer: Observer = SILENT
+    replays: Replays = ONCE
+
+    def hashed_keys(self, inputs: RoundInputs) -> HashedKeys:
+        """Return the noise keys of a round's drafts, hashed."""
+        replays = self.replays if inputs.one_rule else ONCE
+        return replays.run(hashed, inputs.noise, inputs.noise.position, self.noise)
 
 
 def propose(drafters: Mapping[str, Drafter], inputs: RoundInputs, tools: DraftTools) -> Draft:
@@ -76,14 +84,17 @@ def _guess(drafter: Guesser, rows: list[bool], inputs: RoundInputs) -> Draft:
     lengths = [len(guess) for guess in guesses]
     tokens = upload(pad_rows(guesses), inputs.device, torch.int64)
     q = Distribution(ids=tokens)
-    return Draft(tokens, lengths_tensor(tuple(lengths), inputs.device), q, host_lengths=lengths)
+    return Draft(
+        tokens, lengths_tensor(tuple(lengths), inputs.device), q, host_lengths=lengths, host_tokens=guesses
+    )
 
 
 def _step_draft(drafter: Stepper, rows: list[bool], inputs: RoundInputs, tools: DraftTools) -> Draft:
     """Draft by single steps, or by one call where that gives the same tokens."""
     budgets = [budget if is_own else 0 for budget, is_own in zip(inputs.budgets, rows, strict=True)]
     first_inputs, starts = _catch_up(drafter, rows, inputs, tools.observer)
-    fused = _fused_draft(drafter, first_inputs, starts, budgets, inputs, tools)
+    by_one_call = _fused_draft if inputs.device.type in HOST else _captured_draft
+    fused = by_one_call(drafter, first_inputs, starts, budgets, inputs, tools)
     return fused or _draft_loop(drafter, first_inputs, starts, budgets, inputs, tools)
 
 
@@ -99,7 +110,12 @@ def _draft_loop(
     sequences, device, policy = inputs.sequences, inputs.device, tools.policy
     steps = _Steps(budgets, device)
     walks = _walks(budgets, inputs)
+    samples = not (tools.greedy or inputs.table.all_greedy)
+    keys: DrawKeys | None = None
+    if samples:
+        keys = tools.hashed_keys(inputs) if tools.noise.uses_gumbel_argmax else inputs.noise
     tokens, counts = upload(pad_rows(first_inputs), device, torch.int64), [len(own) for own in first_inputs]
+    drafter.expect(budgets)
     for j in range(max(budgets)):
         at = None if tokens.shape[1] == 1 else upload([count - 1 for count in counts], device)
         logits = drafter.step(tokens, starts, counts, steps.stopped, at)[:, None]  # [B, 1, V]
@@ -107,13 +123,15 @@ def _draft_loop(
             logits = logits / tools.temperature
         masks = None if walks is None else walks.masks()
         penalties = inputs.penalty_context and inputs.penalty_context.along(steps.drawn, ahead=j)
-        q, finite = distribution_of(logits, inputs.table, masks, penalties, argmax=tools.greedy)
+        step = StepLogits(
+            logits, inputs.table, masks, penalties, keys and keys.column(j), tools.noise, tools.greedy
+        )
+        found = (tools.replays if samples else ONCE).run(draw, step, logits, tools.noise)
+        q, token, drawable = found.q, found.token, found.drawable
         may_draw = policy.may_draw(sequences, j, q, logits) if policy.stops_by_content else None
-        token = _draw(q, inputs, j, tools.noise)  # [B, 1]
-        # A mask may leave a drafter nothing to draw; that is no fault of its logits.
-        sound = finite if masks is None else logits.amax(-1).isfinite()
-        drawable = finite & sound if may_draw is None else finite & sound & may_draw[:, None]
-        steps.add(token, q, drawable, sound)
+        if may_draw is not None:
+            drawable = drawable & may_draw[:, None]
+        steps.add(token, q, drawable, found.sound)
         if j + 1 == max(budgets):
             break
         go_on = policy.go_on(sequences, j, q, logits) if policy.stops_by_content else None
@@ -125,11 +143,6 @@ def _draft_loop(
     if walks is not None:
         walks.undo()
     return steps.draft(drafter.resume(), counts_undrawn=policy.stops_by_content)
-
-
-def _draw(q: Distribution, inputs: RoundInputs, column: int, noise: Noise) -> Tensor:
-    """Draw one token of every row, [B, 1]; a one-hot q needs no noise."""
-    return q.draw(lambda weights: noise.pick(weights, inputs.noise.column(column), DRAFT))
 
 
 def _fused_draft(
@@ -156,6 +169,42 @@ def _fused_draft(
     own = DraftInputs(first_inputs, starts, budgets, sampling)
     fused = FusedDrafting(drafter, own, _walks(budgets, inputs))
     return fused.all_steps() or fused.single_steps()
+
+
+def _captured_draft(
+    drafter: Stepper,
+    first_inputs: list[list[int]],
+    starts: list[int],
+    budgets: list[int],
+    inputs: RoundInputs,
+    tools: DraftTools,
+) -> Draft | None:
+    """Return the draft of the loop by one call of a device, which the host does not read.
+
+    None where its steps have to be single.
+    """
+    if (
+        tools.policy.stops_by_content
+        or not tools.noise.uses_gumbel_argmax
+        or _walks(budgets, inputs) is not None
+    ):
+        return None
+    keys = None if tools.greedy or inputs.table.all_greedy else tools.hashed_keys(inputs)
+    draws = StepDraws(
+        tools.temperature, inputs.table, inputs.penalty_context, keys, tools.noise, tools.greedy
+    )
+    fused = drafter.fused_draft(DraftInputs(first_inputs, starts, budgets, draws=draws))
+    if fused is None:
+        return None
+    assert fused.drawn is not None
+    lengths = fused.finite.cumprod(1).sum(1)  # a row ends at its first logits that are not finite
+    columns = torch.arange(fused.tokens.shape[1], device=inputs.device)
+    tokens = fused.tokens * (columns < lengths[:, None])
+    faults = lengths < lengths_tensor(tuple(budgets), inputs.device)
+    q = Distribution.along([each.q for each in fused.drawn])
+    resume = drafter.resume()
+    resume = resume and resume.fit(tokens.shape[1] + 1)
+    return Draft(tokens, lengths, q, resume, faults, list(budgets))
 
 
 def _catch_up(
@@ -247,11 +296,13 @@ class _Steps:
             self._goes_on.append(drawable)
         else:
             on = drawable[:, 0] if go_on is None else go_on & drawable[:, 0]
-            if walks is not None:
+            if walks is None:
+                continued = on.tolist()
+            else:
                 going = upload([not stopped for stopped in self.stopped], self.device)
-                on = walks.advance(self._tokens[-1], on & going & self._wanted[:, done - 1])
+                continued = walks.advance(self._tokens[-1], on & going & self._wanted[:, done - 1])
+                on = upload(continued, self.device)
             self._goes_on.append(on[:, None])
-            continued = on.tolist()
             self.host_lengths = [
                 length if on or stopped else min(length, done)
                 for length, on, stopped in zip(self.host_lengths, continued, self.stopped, strict=True)

@@ -7,7 +7,8 @@ sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting
 device once per round (`round_results`), and once after each draft step that a policy or a constraint may end.
 
 A non-finite value harms its own request alone, and only if plain decoding meets it too (`faults`). An error
-of a constraint, or of the tokenizer while it decodes a text, ends its own sequence alone (`guarded`).
+of a constraint, or of the tokenizer while it decodes a text, ends its own sequence alone (`guarded`). Where a
+GPU's memory does not suffice for a pass, one request ends, and the others go on.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import torch
 
-from foredraft.decode.accept import SurpriseLimit, Verdict, accept
-from foredraft.decode.distribution import Distribution
+from foredraft.decode.accept import Rule, accept
+from foredraft.decode.decision import Evidence, decide
 from foredraft.decode.draft_choice import choose_drafts, has_drafters
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine_target import Target
-from foredraft.decode.faults import nonfinite_message, reset_drafter
+from foredraft.decode.faults import abandon_round, memory_message, nonfinite_message, reset_drafter
 from foredraft.decode.jump_forward import JUMP_FORWARD, JumpForward
-from foredraft.decode.noise import DrawKeys, Noise
+from foredraft.decode.noise import Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import ByRequest, Policy
 from foredraft.decode.prefill import prefill_chunk
 from foredraft.decode.prefix_cache import PrefixCache
+from foredraft.decode.replays import ONCE, Replays
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.rows import Rows
-from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
@@ -48,10 +49,6 @@ from foredraft.workers import operators_alone
 __all__ = ["Engine"]
 
 FREE_DRAFTERS = {JUMP_FORWARD: JumpForward()}  # that no request names, and no policy decides about
-
-Rule: TypeAlias = Callable[
-    [Draft, Distribution, DrawKeys | None, Noise, list[bool], SurpriseLimit | None], Verdict
-]
 
 
 class Engine:
@@ -74,6 +71,7 @@ class Engine:
         draft_temperature: Divides the logits of steppers before all transforms; above 1 it weakens a drafter,
             and q stays exact.
         observer: Told about phases; replaced while a program times the engine.
+        replays: Run what a round makes of logits, on a GPU as graphs.
         prefix_cache: Beginnings of prompts that later requests need not read. An attribute, so that servers
             can turn it on.
     """
@@ -103,6 +101,7 @@ class Engine:
         self.prefix_cache: PrefixCache | None = None
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
+        self.replays = Replays.on(device)
         self._table: tuple[list[int], SamplingTable] | None = None
 
     def submit(self, sequence: Sequence) -> None:
@@ -189,32 +188,50 @@ class Engine:
         alone = operators_alone(self._beside_kernels)
         with self.observer.phase("round"), torch.inference_mode(), alone:
             started, policy = time.perf_counter(), self._policy()
-            inputs = self._inputs(policy)
-            with self.observer.phase("draft"):
-                tools = DraftTools(
-                    policy, self.noise, self.greedy_drafts, self.draft_temperature, self.observer
-                )
-                draft = propose({**self.drafters, **FREE_DRAFTERS}, inputs, tools)
-            with self.observer.phase("verify"):
-                forward = self._verify(inputs, draft)
-            assert forward.logits is not None
-            penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
-            masks, dead_ends = inputs.masks(draft.tokens)
-            p, finite = distribution_of(forward.logits, inputs.table, masks, penalties)
-            limit = SurpriseLimit.of(inputs.table, p, forward.logits, masks, penalties)
-            keys = None if p.all_one_hot else inputs.noise.first(draft.tokens.shape[1] + 1)
-            verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, limit)
-            results = fetch_results(
-                inputs.sequences, draft, verdict, p, forward.logits, finite,
-                judge=p if limit is None else limit.judge,
-                dead_ends=dead_ends,
-                masks=masks,
-                signal=policy.target_signal if has_drafters(inputs.sequences) else None,
-            )  # fmt: skip
+            try:
+                inputs, results, forward = self._draft_and_verify(policy)
+            except torch.OutOfMemoryError as error:
+                self._give_up_one(memory_message(error))
+                return []
             decoded = self._commit(inputs, results, forward)
             if any(sequence.drafters for sequence in decoded):
                 policy.took(time.perf_counter() - started)
             return decoded
+
+    def _draft_and_verify(self, policy: Policy) -> tuple[RoundInputs, list[RowResult], Forward]:
+        """Draft, verify and accept; nothing moves before the commit."""
+        inputs = self._inputs(policy)
+        with self.observer.phase("draft"):
+            tools = DraftTools(
+                policy, self.noise, self.greedy_drafts, self.draft_temperature, self.observer, self.replays
+            )
+            draft = propose({**self.drafters, **FREE_DRAFTERS}, inputs, tools)
+        with self.observer.phase("verify"):
+            forward = self._verify(inputs, draft)
+        assert forward.logits is not None
+        penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
+        masks, dead_ends = inputs.masks(draft)
+        keys = None if inputs.table.all_greedy else inputs.noise
+        evidence = Evidence(
+            forward.logits, draft.proposal, inputs.table, masks, penalties, keys,
+            inputs.coupled, inputs.block, self.accept, self.noise,
+        )  # fmt: skip
+        replays = self.replays if inputs.one_rule and evidence.transforms else ONCE
+        found = replays.run(decide, evidence, forward.logits, self.noise)
+        results = fetch_results(
+            inputs.sequences, draft, found.verdict, found.p, forward.logits, found.finite,
+            judge=found.p if found.limit is None else found.limit.judge,
+            dead_ends=dead_ends,
+            masks=masks,
+            signal=policy.target_signal if has_drafters(inputs.sequences) else None,
+        )  # fmt: skip
+        return inputs, results, forward
+
+    def _give_up_one(self, error: str) -> None:
+        """End the youngest request of a round that broke off for want of memory; the others go on."""
+        active = [sequence for sequence in self.rows.sequences if sequence.active]
+        abandon_round(active, self.drafters)
+        self._leave(max(active, key=lambda sequence: sequence.id), Finish.ERROR, error)
 
     def _policy(self) -> Policy:
         """Return the policy of this round's rows."""
@@ -320,17 +337,21 @@ class Engine:
     def _prefill(self, sequence: Sequence) -> None:
         """Run the next chunk of a prompt through the target and its drafters."""
         with self.observer.phase("prefill"), operators_alone(self._beside_kernels):
-            self._restore_prefix(sequence)
-            start = self.cache.lengths[sequence.row]
-            finite = start == len(sequence.prompt) - 1 or prefill_chunk(
-                sequence,
-                self.target,
-                self.cache,
-                [self.drafters[name] for name in sequence.drafters],
-                drafters_read=not self.policy_of(sequence).uses_costs,
-                vocab_ops=self.vocab_ops,
-            )
-            self._keep_prefix(sequence)
+            try:
+                self._restore_prefix(sequence)
+                start = self.cache.lengths[sequence.row]
+                finite = start == len(sequence.prompt) - 1 or prefill_chunk(
+                    sequence,
+                    self.target,
+                    self.cache,
+                    [self.drafters[name] for name in sequence.drafters],
+                    drafters_read=not self.policy_of(sequence).uses_costs,
+                    vocab_ops=self.vocab_ops,
+                )
+                self._keep_prefix(sequence)
+            except torch.OutOfMemoryError as error:
+                self.fail(sequence, memory_message(error))
+                return
         self.scheduler.count_chunk(sequence, self.cache.lengths[sequence.row] - start)
         if not finite:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")

@@ -1,20 +1,24 @@
-"""Faults: how non-finite values are contained.
+"""Faults: how non-finite values and a lack of memory are contained.
 
-They harm their own request alone, and only if plain decoding meets them too. A row whose draft led to
-non-finite logits of the target is wiped past its text and takes its next step without a draft
+Non-finite values harm their own request alone, and only if plain decoding meets them too. A row whose draft
+led to non-finite logits of the target is wiped past its text and takes its next step without a draft
 (`Engine._append`). A drafter that gives non-finite logits starts anew; the second time the request goes on
 without it.
+
+A round that runs out of a GPU's memory has committed nothing. It is abandoned, one request ends, and the next
+round needs less.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 
-from foredraft.decode.drafter import Drafter
+from foredraft.decode.drafter import Drafter, Stepper
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
 
-__all__ = ["nonfinite_message", "reset_drafter"]
+__all__ = ["abandon_round", "memory_message", "nonfinite_message", "reset_drafter"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,3 +48,21 @@ def nonfinite_message(sequence: Sequence) -> str:
     if sequence.constraint is not None:
         return f"the model gives no allowed token at position {where} a finite logit"
     return f"the model's logits at position {where} are not finite"
+
+
+def abandon_round(sequences: Iterable[Sequence], drafters: Mapping[str, Drafter]) -> None:
+    """Leave sequences and drafters as they were before a round that broke off before its commit."""
+    for drafter in drafters.values():
+        if isinstance(drafter, Stepper):
+            drafter.resume()  # its draft ends
+    for sequence in sequences:
+        if sequence.constraint is not None:
+            sequence.constraint.rewind(len(sequence.new_ids))
+        for name in sequence.drafters:
+            drafters[name].rewind(sequence)
+
+
+def memory_message(error: BaseException) -> str:
+    """Return the error of a request for whose pass a GPU has too little memory."""
+    reason = str(error).splitlines()[0] if str(error) else "out of memory"
+    return f"the GPU has too little memory left ({reason}); lower max_batch or max_length"

@@ -25,13 +25,27 @@ from torch import Tensor
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
 from foredraft.model.transfers import upload
 
-__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "ROLLBACK", "DrawKeys", "Noise", "NoiseKeys", "seed_key"]
+__all__ = [
+    "ACCEPT",
+    "BLOCK",
+    "BLOCK_NEXT",
+    "COUPLED",
+    "DRAFT",
+    "RESIDUAL",
+    "ROLLBACK",
+    "DrawKeys",
+    "Noise",
+    "NoiseKeys",
+    "seed_key",
+]
 
 DRAFT: Final = 1  # the drafter's own draw
 ACCEPT: Final = 2  # the coin of the acceptance test
 RESIDUAL: Final = 3  # the target's correction or bonus token
 COUPLED: Final = 4  # shared by drafter and target, on purpose
 ROLLBACK: Final = 5  # the target's token after what a lossy rule let stand
+BLOCK: Final = 6  # the coins of block verification
+BLOCK_NEXT: Final = 7  # the target's token after what it keeps
 
 
 def seed_key(seed: int, sample: int) -> int:
@@ -95,7 +109,7 @@ class NoiseKeys(DrawKeys):
     round: Tensor
     vocab_ops: VocabOps = TORCH_VOCAB_OPS
     coupled: Seq[bool] = ()
-    _hashed: dict[int, Tensor] = field(default_factory=dict, repr=False)  # purpose -> bits
+    _hashed: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False)  # purpose -> bits
 
     def bits(self, purpose: int) -> Tensor:
         # Coupled rows draft by the noise that their target draws by.
@@ -114,6 +128,22 @@ class NoiseKeys(DrawKeys):
         # The round is left out for `coupled`: its noise belongs to the position.
         rounds = None if purpose == COUPLED else self.round
         return self.vocab_ops.hash_keys(self.base, rounds, self.position, self.attempt, purpose)
+
+
+@dataclass(frozen=True)
+class HashedKeys(DrawKeys):
+    """Keys that were hashed for one purpose.
+
+    Attributes:
+        hashed: [B, T] int64.
+    """
+
+    base: Tensor
+    vocab_ops: VocabOps
+    hashed: Tensor
+
+    def bits(self, purpose: int) -> Tensor:
+        return self.hashed
 
 
 @dataclass(frozen=True)

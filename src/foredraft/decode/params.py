@@ -42,7 +42,7 @@ META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 MAX_LOGPROBS = 1000  # alternatives at each position, at most
 MAX_ROLLBACKS = 10_000  # of a ban, at most: each costs a step of the model at least
 ROLLBACK = 5.0  # nats; the default of BiLD's published code
-RuleName: TypeAlias = Literal["speculative", "coupled", "bild"]
+RuleName: TypeAlias = Literal["speculative", "block", "coupled", "bild"]
 RULES = get_args(RuleName)
 
 
@@ -169,9 +169,10 @@ class SamplingParams:
         seed: Random seed, for reproducible text. Default: a fresh one, which the output reports.
         logprobs: Score every new token, each with this many of the likeliest tokens. Default: off.
         prompt_logprobs: Score the prompt's tokens in the same way. Default: off.
-        acceptance: "speculative" accepts more; "coupled" gives the same text for the same seed whatever the
-            drafter, the draft length and the load. "bild" is *not lossless*: it keeps the drafter's tokens
-            unless they surprise the target. Default: "coupled" with a seed, else "speculative".
+        acceptance: "speculative" accepts more; "block" judges a sampled draft as a whole, and accepts at
+            least as many tokens; "coupled" gives the same text for the same seed whatever the drafter, the
+            draft length and the load. "bild" is *not lossless*: it keeps the drafter's tokens unless they
+            surprise the target. Default: "coupled" with a seed, else "speculative".
         rollback: With acceptance rule "bild", a draft is cut at the first token whose surprise -log p under
             the target exceeds this many nats. 0 gives plain decoding's text at temperature 0, and keeps only
             tokens of probability 1 above it. Default: 5.
@@ -235,7 +236,9 @@ class SamplingParams:
     prompt_logprobs: int | None = field(default=None, metadata=option(SCORES))
     acceptance: RuleName | None = field(
         default=None,
-        metadata=option(Choice("'speculative', 'coupled', 'bild' (which is not lossless) or None", RULES)),
+        metadata=option(
+            Choice("'speculative', 'block', 'coupled', 'bild' (which is not lossless) or None", RULES)
+        ),
     )
     rollback: float | None = field(
         default=None, metadata=option(Number("0 nats or more, or leave it out", most=math.inf))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.token_counts import TokenCounts
-from foredraft.model.transfers import upload
+from foredraft.model.transfers import HOST, upload
 
 __all__ = ["PenaltyContext"]
 
@@ -53,6 +53,8 @@ class PenaltyContext:
         if not any(s.params.penalised for s in sequences):
             return cls(None, None, None, new)
         width = max(1, *(len(s.token_counts) for s in sequences if s.token_counts is not None))
+        if device.type not in HOST:  # few widths, each of which a graph may be captured for
+            width = 1 << (width - 1).bit_length()
         ids = np.zeros((len(sequences), width), dtype=np.int64)
         counts, prompted = np.zeros(ids.shape, dtype=np.float32), np.zeros(ids.shape, dtype=np.bool_)
         for row, sequence in enumerate(sequences):

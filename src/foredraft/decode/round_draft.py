@@ -32,6 +32,8 @@ class Draft:
         nonfinite: [B] bool, rows whose drafter gave non-finite logits; None where no row did.
         host_lengths: Upper bounds of `lengths` that the host knows without reading the device; None is none.
         undrawn: [B] int64, draft steps that proposed no token; None where the policy leaves no place undrawn.
+        host_tokens: The tokens of every row as far as they reach, [B] lists; None where the host has to read
+            them.
     """
 
     tokens: Tensor
@@ -41,6 +43,12 @@ class Draft:
     nonfinite: Tensor | None = None
     host_lengths: list[int] | None = None
     undrawn: Tensor | None = None
+    host_tokens: list[list[int]] | None = None
+
+    @property
+    def proposal(self) -> Draft:
+        """Return what the acceptance rules read: tokens, lengths and q."""
+        return Draft(self.tokens, self.lengths, self.q)
 
     @classmethod
     def combine(cls, parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
@@ -104,8 +112,8 @@ class RoundInputs:
     def penalty_context(self) -> PenaltyContext | None:
         return PenaltyContext.of(self.sequences, self.device)
 
-    def masks(self, drafted: Tensor) -> tuple[Tensor | None, list[int | None]]:
-        """Walk the constraints along drafted [B, K].
+    def masks(self, draft: Draft) -> tuple[Tensor | None, list[int | None]]:
+        """Walk the constraints along a draft.
 
         Returns:
             Masks [B, K + 1, V] bool, None without any constraint; and [B] the drafted tokens after which a
@@ -114,9 +122,11 @@ class RoundInputs:
         dead_ends: list[int | None] = [None] * len(self.sequences)
         if all(s.constraint is None for s in self.sequences):
             return None, dead_ends
-        free = torch.ones(drafted.shape[1] + 1, self.vocabulary, dtype=torch.bool, device=self.device)
+        drafted, width = draft.host_tokens, draft.tokens.shape[1]
+        drafted = draft.tokens.tolist() if drafted is None else pad_rows(drafted)
+        free = torch.ones(width + 1, self.vocabulary, dtype=torch.bool, device=self.device)
         masks = [free] * len(self.sequences)
-        for row, (sequence, tokens) in enumerate(zip(self.sequences, drafted.tolist(), strict=True)):
+        for row, (sequence, tokens) in enumerate(zip(self.sequences, drafted, strict=True)):
             if sequence.constraint is not None and not self.idle[row]:
                 along = masks_along(sequence.constraint, tokens, self.vocabulary, self.device)
                 masks[row], dead_ends[row] = along.masks, along.legal if along.dead_end else None
@@ -126,6 +136,16 @@ class RoundInputs:
     def coupled(self) -> list[bool]:
         """[B], rows under the coupled acceptance rule: their drafts share the target's noise."""
         return [s.params.is_coupled for s in self.sequences]
+
+    @cached_property
+    def block(self) -> list[bool]:
+        """[B], rows whose drafts are judged as a whole."""
+        return [s.params.acceptance == "block" for s in self.sequences]
+
+    @cached_property
+    def one_rule(self) -> bool:
+        """Whether all rows have one lossless rule, so that no mask of rows has to be uploaded."""
+        return len(set(zip(self.coupled, self.block, strict=True))) == 1
 
     @cached_property
     def noise(self) -> NoiseKeys:

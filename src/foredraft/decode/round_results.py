@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import Verdict
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import Signal
 from foredraft.decode.policy.target_confidence import target_confidence
@@ -22,6 +21,7 @@ from foredraft.decode.round_trace import RoundTrace
 from foredraft.decode.scores import Integers, Score, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
+from foredraft.decode.verdict import Verdict
 from foredraft.model.transfers import download, upload
 
 __all__ = ["RowResult", "fetch_results"]

@@ -20,7 +20,8 @@ from torch import Tensor
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.penalty_context import PenaltyContext
-from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps, running, total
+from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
+from foredraft.decode.vocab_sums import running, total
 from foredraft.model.runner import SamplingInputs
 from foredraft.model.transfers import upload
 
@@ -252,7 +253,8 @@ def _typical(probs: Tensor, mass: Tensor) -> Tensor:
     surprise = -probs.log()
     entropy = total((probs * surprise).where(probs > 0, 0.0))
     distance = (surprise - entropy).abs().where(probs > 0, math.inf)
-    ordered, at = distance.sort(-1)
+    # of equal distances the smallest id comes first on a GPU, too, whatever the batch
+    ordered, at = distance.sort(stable=distance.is_cuda, dim=-1)
     last = (running(probs.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
     kept = probs.where(distance <= ordered.gather(-1, last), 0.0)
     return torch.where(mass < 1, kept / total(kept), probs)

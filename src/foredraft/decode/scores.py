@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
+from foredraft.decode.vocab_sums import log_softmax
 from foredraft.model.transfers import bits
 
 __all__ = ["Integers", "Score", "likeliest", "score", "scores_in"]
@@ -65,7 +66,7 @@ def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
         tokens: [B, T].
         top: Likeliest tokens to score, at most V.
     """
-    own, probs = logits.log_softmax(-1), p.dense(logits.shape[-1])
+    own, probs = log_softmax(logits), p.dense(logits.shape[-1])
     processed = probs.log()
     figures = [bits(x.gather(-1, tokens[..., None])).long() for x in (own, processed)]
     # Ranked before the logarithm, which may round different numbers to equal ones.

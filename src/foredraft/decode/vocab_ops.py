@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from foredraft.decode.vocab_sums import running, softmax, total
 from foredraft.kernels.vocab import KernelVocabOps, Truncation
 from foredraft.model.runner import Runner
 
@@ -24,10 +25,12 @@ __all__ = [
     "VocabOps",
     "leading",
     "least_in_nucleus",
-    "running",
-    "total",
     "vocab_ops_of",
 ]
+
+
+# Rows that a GPU draws for at a time: over a vocabulary of 128k each of a draw's tensors takes 33 MB.
+PIECE = 32
 
 
 class VocabOps(Protocol):
@@ -54,6 +57,10 @@ class VocabOps(Protocol):
 
         q: [..., V], or the id of a one-hot q, [...] int64.
         """
+        ...
+
+    def excess(self, p: Tensor, q: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of max(weight p - q, 0) over rows [..., V], by float32 weights [...]; float64."""
         ...
 
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +105,7 @@ class TorchVocabOps:
             x = x.masked_fill(cut, -math.inf)
         top = x.amax(-1)
         # The largest logit is subtracted before the division: no temperature, however small, overflows.
-        probs = ((x - top[..., None]) / by.temperature[:, None, None]).softmax(-1)
+        probs = softmax((x - top[..., None]) / by.temperature[:, None, None])
         finite = top - top == 0  # NaN and +inf win
         if by.cut is None:
             return probs, finite
@@ -113,7 +120,7 @@ class TorchVocabOps:
         return torch.where(by.cut[:, None, None], kept / total(kept), kept), finite
 
     def max_prob(self, x: Tensor) -> Tensor:
-        return x.softmax(-1).amax(-1)
+        return softmax(x).amax(-1)
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
         if q.dtype == torch.int64:
@@ -122,15 +129,18 @@ class TorchVocabOps:
         usable = where[..., None] & (left.sum(-1, keepdim=True) > 0)
         return torch.where(usable, left, p)
 
+    def excess(self, p: Tensor, q: Tensor, weights: Tensor) -> Tensor:
+        return total((p * weights[..., None] - q).clamp_min(0.0))[..., 0].double()
+
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         found = leading(drafted == own[:, :-1], lengths)
         return found, own.gather(1, found[:, None])[:, 0]
 
     def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
-        tokens = torch.arange(weights.shape[-1], device=weights.device)
-        unit = self.uniform(_fold(keys[..., None], tokens))  # [..., V]
-        times = weights.to(torch.float64) / -torch.log1p(-unit)  # unit = 0 gives w / 0 = inf: it wins
-        return torch.where(weights > 0, times, -1.0).argmax(-1)
+        if not weights.is_cuda or keys.numel() <= PIECE:
+            return _race(self, weights, keys)
+        pieces = (torch.split(weights.flatten(0, -2), PIECE), torch.split(keys.flatten(), PIECE))
+        return torch.cat([_race(self, *pair) for pair in zip(*pieces, strict=True)]).view(keys.shape)
 
     def hash_keys(
         self, base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
@@ -153,12 +163,17 @@ def vocab_ops_of(runner: Runner) -> VocabOps:
     return KernelVocabOps() if runner.by_kernels else TORCH_VOCAB_OPS
 
 
+def _race(ops: VocabOps, weights: Tensor, keys: Tensor) -> Tensor:
+    """Return argmax_v w_v / E_v of rows [..., V], with E_v ~ Exp(1) by each row's key and the token id."""
+    tokens = torch.arange(weights.shape[-1], device=weights.device)
+    unit = ops.uniform(_fold(keys[..., None], tokens))  # [..., V]
+    times = weights.to(torch.float64) / -torch.log1p(-unit)  # unit = 0 gives w / 0 = inf: it wins
+    return torch.where(weights > 0, times, -1.0).argmax(-1)
+
+
 def leading(keep: Tensor, lengths: Tensor) -> Tensor:
     """Return the length of the run of kept tokens at the start of each row, [B]; padding is never kept."""
     return torch.minimum(keep.cumprod(1).sum(1), lengths)
-
-
-# --- sums over a vocabulary ---------------------------------------------------------------------------
 
 
 def least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
@@ -168,21 +183,6 @@ def least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
     # a mass too small for float32 keeps the first all the same, and NaN has no last at all
     last = ((before < mass[..., None]).sum(-1, keepdim=True) - 1).clamp_min(0)
     return ordered.gather(-1, last)[..., 0]
-
-
-def total(x: Tensor) -> Tensor:
-    """Return the sum over the vocabulary, in one order: `sum` splits a single long row over threads."""
-    return running(x)[..., -1:]
-
-
-def running(x: Tensor) -> Tensor:
-    """Return the running sum over the vocabulary [B, T, V], in the same order for a row alone and in a batch.
-
-    A GPU scans a single row by another kernel, whose order is not fixed.
-    """
-    if x.is_cuda and x.shape[:-1].numel() == 1:
-        return x.expand(2, -1, -1).cumsum(-1)[:1]
-    return x.cumsum(-1)
 
 
 # --- the hash of noise: splitmix64's finaliser, folded over the fields of a key -------------------------

@@ -20,7 +20,7 @@ from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.errors import CheckpointError
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.decoder import Decoder, Layer
-from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.layers import Norm, Product
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import is_native, pack_native
 from foredraft.model.runner.packed import pack
@@ -45,7 +45,7 @@ class Adapter:
 
     depth: int
     layer: Layer
-    norm: RMSNorm
+    norm: Norm
     vocabulary: tuple[int, ...] | None = None
     planned: int | None = None
 
@@ -55,7 +55,9 @@ class Adapter:
         It shares the target's weights and shapes.
         """
         whole, native = target.decoder, target.by_kernels
-        spec = replace(whole.spec, layers=self.depth + 1, windows=(*whole.spec.windows[: self.depth], None))
+        below, depth = whole.spec.first(self.depth), self.depth
+        sources = (*below.sources, depth) if below.sources else ()
+        spec = replace(below, layers=depth + 1, windows=(*below.windows, None), sources=sources)
         head: Product = whole.output
         if self.vocabulary is not None:
             spec = replace(spec, vocab_size=len(self.vocabulary))
@@ -66,18 +68,20 @@ class Adapter:
                 rows = whole.embedding_rows(ids)
             else:
                 rows = head.dense()[ids]
-            head = pack_native(rows, None) if native else pack(rows, None)
+            bias = None if head.bias is None else head.bias[ids]
+            head = pack_native(rows, bias) if native else pack(rows, bias)
         layers = (*whole.layers[: self.depth], self.layer)
-        decoder = Decoder(spec, whole.embedding, layers, self.norm, head)
+        parts = whole.learned_positions, whole.inputs
+        decoder = Decoder(spec, whole.embedding, layers, self.norm, head, *parts)
         return Runner(decoder, shapes=target.shapes, compile=target.compiled)
 
 
 def adapter_spec(target: ModelSpec) -> ModelSpec:
-    """Return the spec of an adapter's layer alone: full attention, and otherwise the target's form.
+    """Return the spec of an adapter's layer alone: full attention, rotated, and otherwise the target's form.
 
     An adapter's own weights are never quantised.
     """
-    return replace(target, layers=1, windows=(None,), quantisation=None)
+    return replace(target.plain_layer(), quantisation=None)
 
 
 def adapter_bytes(config: AdapterConfig, target: ModelSpec, dtype: torch.dtype) -> int:

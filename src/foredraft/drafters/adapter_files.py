@@ -20,8 +20,10 @@ from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
 from foredraft.drafters.strict_records import Bound, Count, StrictRecord, is_date
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.files import replacing_folder
-from foredraft.model.checkpoint import first_values, weight_headers
+from foredraft.model.checkpoint import first_values
 from foredraft.model.config import read_json
+from foredraft.model.identity import identity
+from foredraft.model.lora.record import base_of
 from foredraft.user_cache import cache_folder, check_file, check_folder, read_private, shut
 
 __all__ = [
@@ -202,13 +204,13 @@ def _read_private(config: Path) -> bytes:
 def target_hash(folder: Path) -> str:
     """Return the SHA-256 hash of a model's config.json and its tensors' names, dtypes, shapes and first rows.
 
-    The first rows tell a model from its fine-tuned offspring.
+    The first rows tell a model from its fine-tuned offspring. Of a model with LoRAs, their files
+    count besides.
 
     Raises:
         CheckpointError: The folder holds no model.
     """
-    known = {"config": read_json(folder / "config.json"), "tensors": weight_headers(folder)}
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-    for name, values in first_values(folder):
+    digest = hashlib.sha256(json.dumps(identity(folder), sort_keys=True).encode())
+    for name, values in first_values(base_of(folder)):
         digest.update(name.encode() + values)
     return digest.hexdigest()

@@ -72,13 +72,13 @@ class DraftModel(Stepper):
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            if not idle[row]:
-                self._stepped[row] = start + count
         if self.vocabulary is not None:
             tokens = self.vocabulary.read(tokens)
         forward = self.draft_pass(self.cache, tokens, starts, idle=idle, counts=counts, at=at)
         assert forward.logits is not None
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            if not idle[row]:
+                self._stepped[row] = start + count
         logits = forward.logits[:, 0]
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 

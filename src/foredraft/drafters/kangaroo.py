@@ -14,8 +14,8 @@ the next draft, which reads those of all rows together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,36 +34,18 @@ from foredraft.drafters.adapter_files import (
 )
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.drafters.known_states import KnownStates
+from foredraft.drafters.made_for_base import hash_of_base, say_made_for_base
 from foredraft.drafters.vocabulary_map import VocabularyMap
-from foredraft.errors import ConfigError, Option
+from foredraft.drafters.waiting_states import Waiting, WaitingStates
+from foredraft.errors import ConfigError, Option, shortened
 from foredraft.model.cache import KVCache
+from foredraft.model.lora.record import is_lora
 from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
 from foredraft.model.unread import Checkpoint
 
 __all__ = ["ASSET", "Kangaroo"]
 
 logger = logging.getLogger(__name__)
-
-MAX_WAITING = 128  # states of a row that wait for a draft: bounds their memory, and one pass reads them
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """States of committed positions, from `start` on, that the adapter has not read: [n, D] each."""
-
-    sequence: Sequence
-    start: int
-    states: list[Tensor] = field(default_factory=list)
-    count: int = 0  # of states
-
-    def add(self, states: Tensor) -> None:
-        self.states.append(states)
-        self.count += len(states)
-
-    def keep(self, count: int) -> None:
-        """Keep the first `count` states at most."""
-        self.states = [torch.cat(self.states)[:count]]
-        self.count = len(self.states[0])
 
 
 class Kangaroo(Stepper):
@@ -82,21 +64,18 @@ class Kangaroo(Stepper):
         self.adapter, self.planned, depth = adapter, adapter.planned, adapter.depth
         runner = adapter.over(target)
         runner.reserve_positions(cache.stored)
-        self.cache = KVCache(
-            adapter_spec(target.decoder.spec), cache.rows, cache.positions,
-            device=cache.device, dtype=cache.dtype, slack=cache.slack, blocked=cache.blocked,
-        )  # fmt: skip
+        self.cache = cache.beside(adapter_spec(target.decoder.spec), blocked=cache.blocked)
         self.caches = (cache, self.cache)
         self.taps = (depth,)
         self.draft_pass = DraftPass(runner, tap=depth)
         self.vocabulary: VocabularyMap | None = None
         if adapter.vocabulary is not None:
-            pairs = [(id, place) for place, id in enumerate(adapter.vocabulary)]
-            sizes = target.decoder.spec.vocab_size, len(pairs)
-            self.vocabulary = VocabularyMap(pairs, sizes, 0, runner.decoder.device)
+            self.vocabulary = VocabularyMap.of_words(
+                adapter.vocabulary, target.decoder.spec.vocab_size, runner.decoder.device
+            )
         self._layers = cache.joined(depth, self.cache)
         self._known = KnownStates(depth)
-        self._waiting: dict[int, _Waiting] = {}  # by sequence id
+        self._waiting = Waiting()
         self._stepped: dict[int, int] = {}  # row -> positions in the adapter's cache after this round's steps
 
     def length(self, sequence: Sequence) -> int:
@@ -105,7 +84,7 @@ class Kangaroo(Stepper):
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
-        self._read_waiting(waiting for waiting in self._waiting.values() if not idle[waiting.sequence.row])
+        self._read_waiting(self._waiting.where(lambda sequence: not idle[sequence.row]))
         forward = self.draft_pass(self._layers, tokens, starts, idle=idle)
         self._known.add(forward.taps[self.adapter.depth], idle)
         self._stepped |= {row: start + 1 for row, start in enumerate(starts) if not idle[row]}
@@ -117,7 +96,7 @@ class Kangaroo(Stepper):
         if self.vocabulary is not None:
             return None
         lengths = inputs.lengths
-        self._read_waiting(waiting for waiting in self._waiting.values() if lengths[waiting.sequence.row])
+        self._read_waiting(self._waiting.where(lambda sequence: bool(lengths[sequence.row])))
         draft = self.draft_pass.fused(self._layers, inputs)
         if draft is not None:
             self._known.add_fused(draft, lengths)
@@ -137,46 +116,40 @@ class Kangaroo(Stepper):
             self.cache.lengths[sequence.row] = read
         if read == stop:
             return
-        waiting = self._waiting.setdefault(sequence.id, _Waiting(sequence, read))
-        waiting.add(new[read - start :].clone())  # the pass's other states may go
-        if stop < len(sequence.prompt) or waiting.count >= MAX_WAITING:
+        waiting = self._waiting.add(sequence, read, new[read - start :].clone())  # the pass's others may go
+        if waiting.due:
             self._read_waiting([waiting])
 
     def settle(self, sequence: Sequence) -> None:
-        if sequence.id in self._waiting:
-            self._read_waiting([self._waiting[sequence.id]])
+        self._read_waiting(self._waiting.of(sequence))
 
     def rewind(self, sequence: Sequence) -> None:
         most = len(sequence.tokens) - 1
         self._stepped.pop(sequence.row, None)
         self.cache.lengths[sequence.row] = min(self.cache.lengths[sequence.row], most)
-        waiting = self._waiting.get(sequence.id)
-        if waiting is not None and waiting.start + waiting.count > most:  # a ban took back tokens
-            waiting.keep(max(0, most - waiting.start))
-            if not waiting.count:
-                del self._waiting[sequence.id]
+        self._waiting.rewind(sequence, most)
 
     def leave(self, sequence: Sequence) -> None:
-        self._waiting.pop(sequence.id, None)
+        self._waiting.drop(sequence)
         self._stepped.pop(sequence.row, None)
         self._known.forget()
 
-    def _read_waiting(self, waiting: Iterable[_Waiting]) -> None:
+    def _read_waiting(self, waiting: list[WaitingStates]) -> None:
         """Run the adapter's layer on waiting states, for its keys and values: one pass for all rows."""
         by_row = {each.sequence.row: each for each in waiting}
         if not by_row:
             return
         rows = range(min(by_row), max(by_row) + 1)
-        width, like = max(each.count for each in by_row.values()), next(iter(by_row.values())).states[0]
+        width, like = max(len(each.states) for each in waiting), waiting[0].states
         hidden = like.new_zeros(len(rows), width, like.shape[1])
         starts, counts = [0] * len(rows), [0] * len(rows)
         for row, each in by_row.items():
             at = row - rows.start
-            hidden[at, : each.count] = torch.cat(each.states)
-            starts[at], counts[at] = each.start, each.count
+            starts[at], counts[at] = each.start, len(each.states)
+            hidden[at, : counts[at]] = each.states
         self.draft_pass.runner.forward(
             self._layers,
-            torch.zeros(len(counts), width, dtype=torch.int64),
+            torch.zeros(len(counts), width, dtype=torch.int64, device=like.device),
             starts,
             first_row=rows.start,
             idle=[not count for count in counts],
@@ -186,8 +159,8 @@ class Kangaroo(Stepper):
             invariant=False,
         )
         for row, each in by_row.items():
-            self.cache.lengths[row] = each.start + each.count
-            del self._waiting[each.sequence.id]
+            self.cache.lengths[row] = each.stop
+            self._waiting.drop(each.sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,12 +203,20 @@ class AdapterAsset(Asset):
         given, target = search.options["adapter"], search.target
         if given is None and not search.weights_here:
             return Missing("has a kept adapter or none: the weights that tell are not downloaded")
+        if given is not None and is_lora(Path(given)):
+            raise ConfigError(
+                "which is a LoRA", option="adapter", value=str(given),
+                remedy=("give ", Option("lora", str(given)), " in its place"),
+            )  # fmt: skip
         try:
             folder = self._kept(search) if given is None else Path(given)
             if folder is None:
                 return self.missing
             config = read_adapter(folder)
-            config.check(target_hash(target.folder), str(target.source))
+            if config.target_hash == hash_of_base(target.folder, target_hash):
+                say_made_for_base(f"the adapter of {shortened(config.model)}")
+            else:
+                config.check(target_hash(target.folder), target.shown)
         except ConfigError as error:
             if search.needed or given is not None:
                 raise
@@ -253,7 +234,12 @@ class AdapterAsset(Asset):
 
     def _kept(self, search: AssetSearch) -> Path | None:
         """Return the folder of the adapter that is kept for the target, or else shipped with it."""
-        kept = find_adapter(target_hash(search.target.folder)) if adapters_kept() else None
+        kept = None
+        if adapters_kept():
+            folder = search.target.folder
+            kept = find_adapter(target_hash(folder))
+            if kept is None and (hash := hash_of_base(folder, target_hash)) is not None:
+                kept = find_adapter(hash)
         if kept is None and search.needed:
             return next(filter(self.knows, search.shipped), None)
         return kept

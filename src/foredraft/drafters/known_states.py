@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foredraft.model.runner import FusedDraft, Resume
+from foredraft.model.transfers import on_host
 
 __all__ = ["KnownStates"]
 
@@ -30,8 +31,11 @@ class KnownStates:
     def add_fused(self, draft: FusedDraft, lengths: Seq[int]) -> None:
         """Add the states of a fused draft of at most `lengths` [B] tokens."""
         assert draft.states is not None
-        drawn = (draft.tokens >= 0).cumprod(1).sum(1).tolist()  # a row ends at the first token it cannot draw
-        self._add(draft.states, [min(n, count + 1) for n, count in zip(lengths, drawn, strict=True)])
+        known = list(lengths)
+        if on_host(draft.tokens):  # elsewhere every row draws all of its tokens
+            drawn = (draft.tokens >= 0).cumprod(1).sum(1).tolist()  # a row ends at one that it cannot draw
+            known = [min(n, count + 1) for n, count in zip(lengths, drawn, strict=True)]
+        self._add(draft.states, known)
 
     def _add(self, states: Tensor, counts: Seq[int]) -> None:
         self._states.append(states)

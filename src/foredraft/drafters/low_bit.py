@@ -27,7 +27,7 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Decoder, Layer
+from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner, unserved_because
@@ -96,15 +96,10 @@ def low_bit_copy(target: Runner, bits: int) -> Runner:
     def coded(product: Product) -> Product:
         return code_native(product, bits, arena)
 
-    def copy(layer: Layer) -> Layer:
-        attention, mlp = layer.attention, layer.mlp
-        attention = replace(attention, qkv=coded(attention.qkv), output=coded(attention.output))
-        if mlp is not None:
-            mlp = replace(mlp, gate_up=coded(mlp.gate_up), down=coded(mlp.down))
-        return Layer(attention, mlp)
-
-    layers = tuple(map(copy, whole.layers))
-    decoder = Decoder(whole.spec, whole.embedding, layers, whole.norm, coded(whole.output))
+    layers = tuple(layer.changed(coded) for layer in whole.layers)
+    inputs = whole.inputs and replace(whole.inputs, projection=coded(whole.inputs.projection))
+    head, learned = coded(whole.output), whole.learned_positions
+    decoder = Decoder(whole.spec, whole.embedding, layers, whole.norm, head, learned, inputs)
     return Runner(decoder, shapes=target.shapes)
 
 

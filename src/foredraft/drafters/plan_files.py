@@ -18,8 +18,7 @@ from foredraft.drafters.skips import Skips
 from foredraft.drafters.strict_records import Bound, Count, StrictRecord, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
-from foredraft.model.checkpoint import weight_headers
-from foredraft.model.config import read_json
+from foredraft.model.identity import identity
 from foredraft.user_cache import cache_folder, check_folder, make_folder, read_private, shut, sweep
 
 __all__ = [
@@ -215,13 +214,13 @@ def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
 def model_hash(folder: Path) -> str:
     """Return the SHA-256 hash of a model's config.json and of the names, dtypes and shapes of its tensors.
 
-    The values of the weights are not read, and their distribution over files does not matter.
+    The values of the weights are not read, and their distribution over files does not matter. Of a model with
+    LoRAs, their files count besides.
 
     Raises:
         CheckpointError: The folder holds no model.
     """
-    known = {"config": read_json(folder / "config.json"), "tensors": weight_headers(folder)}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(identity(folder), sort_keys=True).encode()).hexdigest()
 
 
 MAX_LAYERS, MAX_DRAFT = 10_000, 1_000  # upper bounds, far above any model and any draft that pays

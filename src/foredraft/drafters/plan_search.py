@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.drafters.asset import AssetSearch
+from foredraft.drafters.made_for_base import hash_of_base, say_made_for_base
 from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
 from foredraft.drafters.skips import Skips, is_skips
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, shortened
 from foredraft.model.transfers import dtype_name
 
 __all__ = ["ChosenPlan", "fitting_plan", "given_plan", "kept_plan"]
@@ -46,7 +47,10 @@ def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
             option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
         )
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
-    found.check(model_hash(target.folder), str(target.source))
+    if found.model_hash == hash_of_base(target.folder, model_hash):
+        say_made_for_base(f"the plan of {shortened(found.model)}")
+    else:
+        found.check(model_hash(target.folder), target.shown)
     return found
 
 
@@ -65,7 +69,7 @@ def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPl
     """
     needed = search.needed and draft_weights is None
     try:
-        found = find_plan(model_hash(search.target.folder), draft_weights) if plans_kept() else None
+        found = _kept_for(search.target.folder, draft_weights) if plans_kept() else None
     except ConfigError as error:
         if needed:
             raise
@@ -74,17 +78,27 @@ def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPl
     return None if found is None else fitting_plan(found, search, warn=needed)
 
 
+def _kept_for(folder: Path, draft_weights: str | None) -> PlanFile | None:
+    """Return the plan that is kept for a model, or else for the model without its LoRAs."""
+    found = find_plan(model_hash(folder), draft_weights)
+    if found is None and (hash := hash_of_base(folder, model_hash)) is not None:
+        found = find_plan(hash, draft_weights)
+        if found is not None:
+            say_made_for_base("the kept plan")
+    return found
+
+
 def fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> ChosenPlan:
     """Check a plan against the model; `warn` where it was measured on another device or in another dtype.
 
     Raises:
         ConfigError: The model has no such layers.
     """
-    layers = search.target.spec.layers
+    layers, producers = search.target.spec.layers, search.target.spec.producers
     if isinstance(plan, Skips):
-        plan.check(layers)
+        plan.check(layers, producers)
         return ChosenPlan(plan)
-    plan.skips.check(layers)
+    plan.skips.check(layers, producers)
     if plan.layers != layers:
         raise ConfigError(
             f"is for a model of {plan.layers} layers, but this one has {layers}",

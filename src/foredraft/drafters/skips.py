@@ -10,7 +10,7 @@ layers from one on (early exit; LayerSkip, Elhoushi et al. 2024, arXiv:2404.1671
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -49,11 +49,22 @@ class Skips:
     mlp: tuple[int, ...] = ()
     exit: int | None = None
 
-    def check(self, layers: int) -> None:
-        """Raise ConfigError if a model of this many layers cannot leave these sub-layers out."""
+    def check(self, layers: int, producers: Collection[int] = ()) -> None:
+        """Raise ConfigError if a model cannot leave these sub-layers out.
+
+        Args:
+            layers: Of the model.
+            producers: The layers whose keys and values others read.
+        """
         if (mistake := self.mistake(layers)) is not None:
             problem, remedy = mistake
             raise ConfigError(problem, option="plan", remedy=remedy)
+        for layer in self.attention:
+            if layer in producers:
+                raise ConfigError(
+                    f"skips the attention of layer {layer}, whose keys and values other layers read",
+                    option="plan", remedy="leave that layer out of the plan",
+                )  # fmt: skip
 
     def mistake(self, layers: int) -> tuple[str, str] | None:
         """Return what a model of this many layers cannot skip, and the remedy; None if it can skip all."""

@@ -69,6 +69,12 @@ class VocabularyMap:
         )
         return cls(pairs, sizes, _stand_in(draft, sizes[1]), device)
 
+    @classmethod
+    def of_words(cls, words: Iterable[int], vocabulary: int, device: torch.device) -> VocabularyMap:
+        """Return the map of a head over some of the target's ids: those of its words, in their order."""
+        pairs = [(id, word) for word, id in enumerate(words)]
+        return cls(pairs, (vocabulary, len(pairs)), 0, device)
+
     def read(self, tokens: Tensor) -> Tensor:
         """Return the draft ids of target ids, in any shape."""
         return self._draft_ids[tokens]

@@ -41,12 +41,14 @@ HERE = Path(__file__).parent
 SOURCES = (
     "kernels.c",
     "pool.inc",
+    "norms.inc",
     "passes.inc",
     "coding.inc",
     "codes.inc",
     "tiles.inc",
     "attention.inc",
     "fused.inc",
+    "inputs.inc",
     "vocab.inc",
 )
 FLAGS = ("-O3", "-fPIC", "-pthread", "-Wno-psabi")

@@ -58,38 +58,63 @@ typedef struct { int64_t bits, scale, columns, lowest, zeros, offsets, float8, b
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
 // or two bfloat16. inputs: the numbers that the inputs are rounded to first, with a scale for a row, or for INPUT_GROUP
 // columns; 0: they stay as they are. order [k]: the packed columns are these of the weight's; null: they are in order.
+// scale: the factor on logits, or on what is added to the states; 0: none.
 enum { INT8 = 1, FLOAT8, FLOAT8_GROUPS, INPUT_GROUP = 128 };
-typedef struct { const void *weight; const float *bias; int64_t n, k; Coding coding; int64_t inputs; const int32_t *order; } Linear;
+typedef struct { const void *weight; const float *bias; int64_t n, k; Coding coding; int64_t inputs; const int32_t *order; float scale; } Linear;
 
-// An RMS norm; no weight: no norm. offset: Gemma's form, 1 + weight in float32.
-typedef struct { const void *weight; float eps; int32_t offset; } Norm;
+// A norm; no weight: none. wide: the weight is float32 and the product is rounded last. centred: a layer norm, which subtracts
+// the mean first, and is wide; bias: its bias in float32, or null. apart: float32 numbers from one head's weight to the next's;
+// 0: all heads have one.
+typedef struct { const void *weight; const float *bias; float eps; int32_t wide, centred, apart; } Norm;
 
+// A layer. reads: its keys and values are those of another layer, so it has queries alone. joined: its values are its keys as
+// they were projected, so it has no others.
 typedef struct {
-    Norm before, after, q, k;  // before and after attention; of every query head and key head
-    Norm mlp_before, mlp_after;
+    Norm before, after, q, k, v;  // before and after attention; of queries, keys and values
+    Norm mlp_before, mlp_after, input_after;
     Linear qkv, output, gate_up, down;
-    int64_t window;      // positions of a sliding window; 0: full attention
-    int64_t rope;        // index of the rotary table in Pass.rotary
+    Linear input_gate, input_output;  // of the layer's input; without a weight there is none
+    int64_t window;            // positions of a sliding window; 0: full attention
+    int64_t rope, query_rope;  // indices of the rotary tables of keys and of queries in Pass.rotary
+    int64_t rotated;           // channels of a head that are rotated, the first ones
+    int64_t kv_heads, dim;     // key heads; dimension of a head
+    int64_t inner;             // of the MLP
+    int64_t reads, joined;
+    float scalar;              // the factor on what leaves the layer
 } Layer;
 
+// gated: the MLP multiplies the activation of its first half by its second. parallel: the MLP reads what enters the layer.
+// together: the norms of queries and keys are over all heads together, not over each. sums: a norm after a sub-layer is of what
+// entered plus the output, not of the output.
+enum { SILU, GELU_TANH, GELU, RELU };  // activations
 typedef struct {
-    int64_t layers, hidden, heads, kv_heads, dim, inner, gelu;  // dim: of a head; inner: of an MLP; gelu: 0 is SiLU
+    int64_t layers, hidden, heads, activation, gated, parallel, together, sums;
+    int64_t wide;  // elements of the widest of qkv, gate_up and input_gate of all layers
     float scale, softcap, logit_softcap;  // of attention scores, twice; of logits. A cap of 0: none
     const void *embedding;  // [vocabulary, hidden]; null: the rows of `tied`
     Linear tied;
     float embedding_scale;  // 0: none
+    const void *learned;    // what positions add to embeddings, [last_learned + 1, hidden]; null: nothing
+    int64_t last_learned;
     Norm norm;
     Linear head;
     Layer *layer;
+    // What layers take of the tokens themselves (model/layer_inputs.py). input_size: of a layer; 0: there is none.
+    int64_t input_size, input_layers;
+    const void *inputs;  // [tokens, input_layers, input_size]
+    float input_scale, projection_scale;
+    Linear projection;
+    Norm input_norm;
 } Model;
 
 // Columns of a ragged batch. A group is a run of columns of one cache row at successive positions.
 typedef struct {
     int64_t groups;
     const int64_t *first, *count, *start, *row;  // [groups]: first column, columns, first position, cache row
-    const void *const *rotary;  // rotary tables [positions, cos|sin, dim]
+    const void *const *rotary;  // rotary tables [positions, cos|sin, rotated]
     void *const *cache;  // of each layer [k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
     int64_t rows, positions;
+    const void *inputs;  // [columns, input_layers, input_size]; null in models without
 } Pass;
 
 static inline int64_t last_column(const Pass *p, int64_t group) { return p->first[group] + p->count[group] - 1; }
@@ -159,9 +184,29 @@ static inline V hyperbolic_tangent(V x) {
     return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f));
 }
 
-// SiLU, or GELU in its tanh approximation.
-static inline V activation(V x, int64_t gelu) {
-    if (!gelu) return x / (exponential(-x) + splat(1.0f));
+// The error function within 4 ulp: x P(x^2) / Q(x^2), which is 1 in float32 from the bound on.
+static inline V error_function(V x) {
+    x = choose(x > splat(3.8325069f), splat(3.8325069f), choose(x < splat(-3.8325069f), splat(-3.8325069f), x));
+    const V square = x * x;
+    V p = splat(0.00022905065861350646f), q = splat(-1.1791602954361697e-7f);
+    p = multiply_add(p, square, splat(0.0034082910107109506f));
+    p = multiply_add(p, square, splat(0.050955695062380861f));
+    p = multiply_add(p, square, splat(0.18520832239976145f));
+    p = multiply_add(p, square, splat(1.128379143519084f));
+    q = multiply_add(q, square, splat(0.000023547966471313185f));
+    q = multiply_add(q, square, splat(0.0010179625278914885f));
+    q = multiply_add(q, square, splat(0.014070470171167667f));
+    q = multiply_add(q, square, splat(0.11098505178285362f));
+    q = multiply_add(q, square, splat(0.49746925110067538f));
+    q = multiply_add(q, square, splat(1.0f));
+    return x * p / q;
+}
+
+// SiLU, GELU in its tanh approximation or exact, or ReLU; NaN stays NaN.
+static inline V activation(V x, int64_t kind) {
+    if (kind == SILU) return x / (exponential(-x) + splat(1.0f));
+    if (kind == RELU) return choose(x < splat(0.0f), splat(0.0f), x);
+    if (kind == GELU) return x * splat(0.5f) * (error_function(x * splat(0.707106781f)) + splat(1.0f));
     const V inner = (x + x * x * x * splat(0.044715f)) * splat(0.797884561f);
     return x * splat(0.5f) * (hyperbolic_tangent(inner) + splat(1.0f));
 }
@@ -218,9 +263,14 @@ static inline int64_t even_size(const Worker *w, int64_t units, int64_t most) {
 // Rows of n elements that make a piece of work that is worth taking.
 static inline int64_t few_rows(int64_t n) { return n < WORTHWHILE ? WORTHWHILE / n : 1; }
 
+// The heads of a column of qkv: queries, then keys and values as far as the layer has any.
+static inline int64_t column_heads(const Model *m, const Layer *l) {
+    return m->heads + (l->reads ? 0 : l->joined ? l->kv_heads : 2 * l->kv_heads);
+}
+
 // The query rows of group g that share a key head.
-static inline int64_t query_rows(const Model *m, const Pass *p, int64_t g) {
-    return p->count[g] * (m->heads / m->kv_heads);
+static inline int64_t query_rows(const Model *m, const Layer *l, const Pass *p, int64_t g) {
+    return p->count[g] * (m->heads / l->kv_heads);
 }
 
 // The aligned runs of LANES positions that the columns of group g touch.
@@ -228,8 +278,20 @@ static inline int64_t aligned_runs(const Pass *p, int64_t g) {
     return (p->start[g] + p->count[g] - 1) / LANES - p->start[g] / LANES + 1;
 }
 
+// Whether layers have inputs or scalars, which take further operations.
+static inline int has_inputs(const Model *m) {
+    int found = m->input_size != 0;
+    for (int64_t i = 0; i < m->layers; i++) found |= m->layer[i].scalar != 1;
+    return found;
+}
+
 // Operations of the parts of a pass: a product may round and order its inputs first.
-enum { PRODUCT_OPERATIONS = 3, LAYER_OPERATIONS = 4 * PRODUCT_OPERATIONS + 7, HEAD_OPERATIONS = 1 + PRODUCT_OPERATIONS };
+enum {
+    PRODUCT_OPERATIONS = 3,
+    LAYER_OPERATIONS = 4 * PRODUCT_OPERATIONS + 9,
+    INPUT_OPERATIONS = 2 * PRODUCT_OPERATIONS + 4,  // of a layer's input and scalar
+    HEAD_OPERATIONS = 1 + PRODUCT_OPERATIONS,
+};
 
 // Copies an array to `memory`, which moves on behind it.
 static void *copied(const void *from, int64_t bytes, char **memory) {
@@ -240,7 +302,11 @@ static void *copied(const void *from, int64_t bytes, char **memory) {
 
 static inline int64_t rotary_tables(const Model *m) {
     int64_t tables = 0;
-    for (int64_t i = 0; i < m->layers; i++) tables = m->layer[i].rope < tables ? tables : m->layer[i].rope + 1;
+    for (int64_t i = 0; i < m->layers; i++) {
+        const Layer *l = m->layer + i;
+        const int64_t last = l->rope > l->query_rope ? l->rope : l->query_rope;
+        tables = last < tables ? tables : last + 1;
+    }
     return tables;
 }
 
@@ -266,12 +332,12 @@ static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
 typedef struct { int64_t group, kv, from, to; } KeyRun;
 
 // The run of this number, counted over all groups, runs and heads.
-static KeyRun key_run(const Model *m, const Pass *p, int64_t number) {
+static KeyRun key_run(const Layer *l, const Pass *p, int64_t number) {
     int64_t g = 0;
-    for (; number >= m->kv_heads * aligned_runs(p, g); g++) number -= m->kv_heads * aligned_runs(p, g);
-    const int64_t first = (p->start[g] / LANES + number / m->kv_heads) * LANES, end = p->start[g] + p->count[g];
+    for (; number >= l->kv_heads * aligned_runs(p, g); g++) number -= l->kv_heads * aligned_runs(p, g);
+    const int64_t first = (p->start[g] / LANES + number / l->kv_heads) * LANES, end = p->start[g] + p->count[g];
     return (KeyRun){
-        g, number % m->kv_heads, first > p->start[g] ? first : p->start[g], first + LANES < end ? first + LANES : end};
+        g, number % l->kv_heads, first > p->start[g] ? first : p->start[g], first + LANES < end ? first + LANES : end};
 }
 
 static inline void prefetch(const void *from, int64_t bytes) {

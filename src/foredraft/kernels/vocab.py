@@ -24,6 +24,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "argmax": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
     "probs": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
     "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
+    "excess": (*(c_void_p,) * 3, c_int64, c_int64, c_void_p),
     "match_prefix": (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p),
     "gumbel_argmax": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "max_prob": (c_void_p, c_int64, c_int64, c_void_p, c_int),
@@ -60,6 +61,7 @@ class KernelVocabOps:
     _argmax: Callable[..., None]
     _probs: Callable[..., None]
     _residual: Callable[..., None]
+    _excess: Callable[..., None]
     _match_prefix: Callable[..., None]
     _gumbel_argmax: Callable[..., None]
     _max_prob: Callable[..., None]
@@ -103,6 +105,13 @@ class KernelVocabOps:
         distribution_of, id_of = (None, q.data_ptr()) if one_hot else (q.data_ptr(), None)
         size = where.numel(), p.shape[-1]
         self._residual(p.data_ptr(), distribution_of, id_of, where.data_ptr(), *size, out.data_ptr())
+        return out
+
+    def excess(self, p: Tensor, q: Tensor, weights: Tensor) -> Tensor:
+        p, q, weights = _rows(p), _rows(q), _rows(weights)
+        out = weights.new_empty(weights.shape, dtype=torch.float64)
+        size = weights.numel(), p.shape[-1]
+        self._excess(p.data_ptr(), q.data_ptr(), weights.data_ptr(), *size, out.data_ptr())
         return out
 
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

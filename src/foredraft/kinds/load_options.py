@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from foredraft.arguments import check_fields, option
-from foredraft.arguments.values import Choice, Flag, Source, Unfit, Value, Whole
+from foredraft.arguments.values import Choice, Flag, Source, Sources, Unfit, Value, Whole
 from foredraft.errors import ConfigError, Option, Text, did_you_mean
 from foredraft.kinds.compatibility import asset_options
 from foredraft.kinds.tables import DRAFTERS, POLICIES
@@ -73,6 +73,8 @@ class LoadOptions:
         draft: The draft model: a folder, a GGUF file or a hub id.
         revision: Branch, tag or commit of `model` on the Hugging Face Hub; "owner/name@revision" says the
             same.
+        lora: The folder or hub id of a LoRA that PEFT saved, or several: they change the target's weights
+            while these are read, and add up. "owner/name@revision" names a revision.
         draft_revision: Branch, tag or commit of `draft` on the Hugging Face Hub.
         tokenizer: The folder of a tokenizer that takes the place of the model's own.
         plan: The sub-layers that drafter "layer-skip" leaves out: a file that `foredraft tune` wrote,
@@ -133,6 +135,10 @@ class LoadOptions:
         default=None, metadata=option(Value(), elsewhere="model_draft assistant_model -md")
     )
     revision: str | None = field(default=None, metadata=option(Value()))
+    lora: str | Path | tuple[str | Path, ...] | list[str | Path] = field(
+        default=(),
+        metadata=option(Sources("a folder or a hub id, or several"), elsewhere="lora_modules lora_path"),
+    )
     draft_revision: str | None = field(default=None, metadata=option(Value()))
     tokenizer: str | Path | None = field(default=None, metadata=option(Value()))
     plan: PlanSource | None = field(default=None, metadata=option(Value()))

@@ -165,6 +165,26 @@ DRAFTERS: dict[str, DrafterKind] = {
         _asset("retokenize"),
         given_by="draft",
     ),
+    "eagle3": DrafterKind(
+        "a trained EAGLE-3 head over its states",
+        _asset("eagle3"),
+        given_by="draft",
+        stepper=True,
+    ),
+    "eagle": DrafterKind(
+        "a trained EAGLE-1 or EAGLE-2 head", _asset("eagle"), given_by="draft", stepper=True
+    ),
+    "medusa": DrafterKind(
+        "trained Medusa heads over its last state", _asset("medusa"), given_by="draft", stepper=True
+    ),
+    "dflash": DrafterKind("a trained DFlash head", _asset("dflash"), given_by="draft", stepper=True),
+    "dspark": DrafterKind("a trained DSpark head", _asset("dspark"), given_by="draft", stepper=True),
+    "gemma4-assistant": DrafterKind(
+        "Google's own drafter for a Gemma 4",
+        _asset("gemma4_assistant"),
+        given_by="draft",
+        stepper=True,
+    ),
     "layer-skip": DrafterKind(
         "the model itself without some of its layers", _asset("layer_skip"), given_by="plan", stepper=True
     ),
@@ -234,6 +254,7 @@ POLICIES: dict[str, PolicyKind] = {
 
 RULES: dict[str, RuleKind] = {
     "speculative": RuleKind("accepts more tokens"),
+    "block": RuleKind("judges a sampled draft as a whole, and accepts at least as many"),
     "coupled": RuleKind("same seed, same text, whatever the drafter"),
     "bild": RuleKind("keeps drafted tokens unless they surprise the target", lossless=False),
 }

@@ -53,6 +53,7 @@ class LLM:
         tokenizer: The model's, with `encode`, `decode` and `encode_chat`; None where its folder has none.
         default_params: The parameters of requests without their own, from generation_config.json.
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
+        lora: The LoRAs that are merged into the target, in order.
         max_length: Prompt and new tokens of one request together, at most.
         deterministic: Whether the target's forwards keep to batch-invariant shapes.
         profile_seconds: What measuring the costs of this machine took while loading; 0 where they were known.
@@ -69,6 +70,7 @@ class LLM:
     def __init__(self, loaded: Loaded, progress: Callable[[str, int, int], None] | None = None) -> None:
         self.model, self.weights, self.tokenizer = loaded.model, loaded.weights, loaded.tokenizer
         self.default_drafter, self.default_params = loaded.default_drafter, loaded.default_params
+        self.lora = loaded.lora
         self.max_length, self.deterministic = loaded.max_length, loaded.deterministic
         self.profile_seconds = loaded.profile_seconds
         self._ids, self._policies = itertools.count(), RequestPolicies()
@@ -84,8 +86,9 @@ class LLM:
         if self._driver is None:
             return f"<LLM {self.model!r}: closed>"
         engine = self._driver.engine
+        names = " + ".join(map(repr, (self.model, *self.lora)))
         return (
-            f"<LLM {self.model!r}: drafters {', '.join(engine.drafters) or 'none'}; policy"
+            f"<LLM {names}: drafters {', '.join(engine.drafters) or 'none'}; policy"
             f" {engine.policy.name}; {self.weights or dtype_name(engine.cache.dtype)} on {engine.device}>"
         )
 

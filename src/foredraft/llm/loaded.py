@@ -27,6 +27,7 @@ class Loaded:
         tokenizer: The target's; None where its folder has none.
         model: The folder or hub id that was loaded; "demo" for the demo models.
         weights: How the target's weights are quantised, such as "int4"; None if they are not.
+        lora: The LoRAs that are merged into the target, in order.
         max_length: Prompt and new tokens of one request together, at most.
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
         default_params: The parameters of requests without their own, from generation_config.json.
@@ -40,6 +41,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     model: str
     weights: str | None
+    lora: tuple[str, ...] = ()
     max_length: int
     default_drafter: str | None
     default_params: SamplingParams = field(default_factory=SamplingParams)

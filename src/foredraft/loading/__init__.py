@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foredraft import demo
 from foredraft.arguments import clear_calls, spelled_elsewhere, takes_fields_of
 from foredraft.decode.drafter import Drafter
@@ -64,16 +62,19 @@ def load(options: LoadOptions) -> LLM:
     return _assemble(checked(options))
 
 
-def load_for(needs: Needs, model: str | Path | None = None, **options: Any) -> LLM:
+def load_for(
+    needs: Needs | None, model: str | Path | None = None, *, reserved: int = 0, **options: Any
+) -> LLM:
     """Load as `load` does, with caches no larger than the coming requests need; for the commands.
 
     Args:
         needs: Given the tokenizer and the model's default parameters, returns the sequences and the positions
-            that will be used at most. max_batch and max_length override it.
+            that will be used at most. max_batch and max_length override it. None: any number.
         model: As `load` takes it.
+        reserved: Bytes of the device that the caller will take for something else.
         **options: The other arguments of `load`.
     """
-    return _assemble(options_for(model, **options), needs)
+    return _assemble(options_for(model, **options), needs, reserved)
 
 
 def options_for(model: str | Path | None = None, **options: Any) -> LoadOptions:
@@ -85,10 +86,10 @@ def options_for(model: str | Path | None = None, **options: Any) -> LoadOptions:
     return checked(LoadOptions(model, **options))
 
 
-def _assemble(options: LoadOptions, needs: Needs | None = None) -> LLM:
+def _assemble(options: LoadOptions, needs: Needs | None = None, reserved: int = 0) -> LLM:
     """Build the model; memory that the system refuses is the error of the option that took it."""
     try:
-        return _assembled(options, needs)
+        return _assembled(options, needs, reserved)
     except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where a CPU's memory ends
         if isinstance(error, RuntimeError) and REFUSED_MEMORY not in str(error):
             raise
@@ -98,7 +99,7 @@ def _assemble(options: LoadOptions, needs: Needs | None = None) -> LLM:
         ) from error  # fmt: skip
 
 
-def _assembled(options: LoadOptions, needs: Needs | None) -> LLM:
+def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
     """Build the model step by step. Each step refuses what it can before the next, costlier one."""
     threads = use_threads(options.threads)
     device = find_device(options.device)
@@ -108,9 +109,11 @@ def _assembled(options: LoadOptions, needs: Needs | None) -> LLM:
     for found in drafting.found.values():
         found.announce()
     params = default_params(target)
-    size = _cache_size(options, needs, target, drafting, params, device)
+    limits = _cache_limits(options, needs, reserved, target, params)
+    size = cache_size(target, drafting.found.values(), device, limits, kernels=options.allows_kernels)
     _loads.note(threads.number)
-    runner, *models = make_runners(options, (target, *drafting.models), device)
+    whole = [replace(model, length=size.positions) for model in (target, *drafting.models)]
+    runner, *models = make_runners(options, whole, device)
     engine = _engine(options, target, drafting, runner, models, size)
     settle_threads(threads, runner)
     profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
@@ -122,6 +125,7 @@ def _assembled(options: LoadOptions, needs: Needs | None) -> LLM:
         tokenizer=target.tokenizer,
         model="demo" if options.model == demo.target_path() else str(options.model),
         weights=target.weights,
+        lora=target.loras,
         max_length=size.positions,
         default_drafter=None if drafting.drafter == "none" else drafting.drafter,
         default_params=params,
@@ -136,20 +140,14 @@ def _profile(engine: Engine, options: LoadOptions) -> float:
     return use_profile(engine, lambda done, total: options.report("profile", done, total))
 
 
-def _cache_size(
-    options: LoadOptions,
-    needs: Needs | None,
-    target: Checkpoint,
-    drafting: ChosenDrafting,
-    params: SamplingParams,
-    device: torch.device,
-) -> CacheSize:
-    """Return the size of the target's cache; `params` are the model's default parameters."""
+def _cache_limits(
+    options: LoadOptions, needs: Needs | None, reserved: int, target: Checkpoint, params: SamplingParams
+) -> CacheLimits:
+    """Return what bounds the target's cache; `params` are the model's default parameters."""
     rows = positions = None
     if needs is not None:
         rows, positions = needs(target.tokenizer, params)
-    limits = CacheLimits(options.max_batch, options.max_length, rows, positions)
-    return cache_size(target, drafting.found.values(), device, limits, kernels=options.allows_kernels)
+    return CacheLimits(options.max_batch, options.max_length, rows, positions, reserved)
 
 
 def _engine(

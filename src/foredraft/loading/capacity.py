@@ -37,6 +37,10 @@ _SHARE = {"cpu": 0.5, "cuda": 0.8}
 # Most rows unless the user asks for more. More rows seldom pay, and a new cache is zeroed, which takes its
 # memory at once.
 _ROWS = {"cpu": 8, "cuda": 32}
+# Float32 tensors of the logits' size that a sampled round holds at once, at most: the logits, and what the
+# transforms, the residual and the draw make of them by PyTorch's operators. On a CPU the kernels make none.
+_LOGITS = {"cpu": 0, "cuda": 11}
+_COLUMNS = 9  # of a verifying pass, as most policies draft
 # Models with many positions give up positions, down to this many, until this many rows fit.
 _ENOUGH_ROWS, _ENOUGH_POSITIONS = 8, 4096
 # They give up more, down to this many positions, until one row fits.
@@ -53,12 +57,14 @@ class CacheLimits:
         max_length: Positions that the user asks for.
         rows_needed: Rows that the requests to come use at most.
         positions_needed: Positions that the requests to come use at most.
+        reserved: Bytes that the caller will take, such as a server for beginnings of prompts.
     """
 
     max_batch: int | None = None
     max_length: int | None = None
     rows_needed: int | None = None
     positions_needed: int | None = None
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,8 @@ def cache_size(
             f"but the model has {most} positions", option="max_length", value=limits.max_length,
             remedy=f"give {most} or less",
         )  # fmt: skip
-    budget = _cache_budget(target, assets, device, kernels)
-    row_bytes = partial(_row_bytes, target, assets)
+    budget = _cache_budget(target, assets, device, kernels, limits.reserved)
+    row_bytes = partial(_row_bytes, target, assets, device)
     positions = limits.max_length or _positions(limits, most, budget, row_bytes)
     most_rows = (
         _ROWS[device.type] if limits.rows_needed is None else min(_ROWS[device.type], limits.rows_needed)
@@ -126,20 +132,25 @@ def longest_sequence(
     """
     budget = _cache_budget(target, assets, device, kernels)
     fits = range(1, target.spec.max_positions + 1)
-    return bisect_right(fits, budget, key=partial(_row_bytes, target, assets))
+    return bisect_right(fits, budget, key=partial(_row_bytes, target, assets, device))
 
 
-def _cache_budget(target: Checkpoint, assets: Collection[Found], device: torch.device, kernels: bool) -> int:
+def _cache_budget(
+    target: Checkpoint, assets: Collection[Found], device: torch.device, kernels: bool, reserved: int = 0
+) -> int:
     """Return the bytes that all caches together may take; raise ConfigError where the weights do not fit."""
     models = [target, *(model for found in assets for model in found.models)]
     free = _free_beside_weights(models, device, kernels) - sum(found.bytes for found in assets)
+    if device.type == "cuda":  # a CPU's memory has room for it in the half that the caches leave
+        free -= reserved
     return int(max(0, free) * _SHARE[device.type])
 
 
-def _row_bytes(target: Checkpoint, assets: Collection[Found], positions: int) -> int:
-    """Return the bytes of one row of all caches, of which the target's has so many positions."""
+def _row_bytes(target: Checkpoint, assets: Collection[Found], device: torch.device, positions: int) -> int:
+    """Return the bytes that a row takes: in all caches, the target's of so many positions, and in rounds."""
+    logits = _LOGITS[device.type] * _COLUMNS * target.spec.vocab_size * torch.float32.itemsize
     own = KVCache.bytes_per_row(target.spec, min(positions, target.spec.max_positions), target.dtype)
-    return own + sum(found.row_bytes(positions) for found in assets)
+    return own + logits + sum(found.row_bytes(positions) for found in assets)
 
 
 def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[[int], int]) -> int:

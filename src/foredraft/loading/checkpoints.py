@@ -20,6 +20,8 @@ from foredraft.model.generation import generation_defaults
 from foredraft.model.gguf.folder import check_vocabulary
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import existing, resolve
+from foredraft.model.lora.folder import with_loras
+from foredraft.model.lora.record import base_of
 from foredraft.model.quantisation import BITS
 from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER, Tokenizer
@@ -31,17 +33,20 @@ logger = logging.getLogger(__name__)
 
 
 def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
-    """Resolve the target's folder, fetching a hub id, and read its spec and its tokenizer.
+    """Resolve the target's folder and its LoRAs, fetching hub ids, and read its spec and its tokenizer.
 
     Args:
         options: The options of `load`.
         weights: Fetch the weights of a hub id too.
 
     Raises:
-        CheckpointError: The folder is not a checkpoint, or its tokenizer is another model's.
+        CheckpointError: The folder is not a checkpoint, its tokenizer is another model's, or a LoRA cannot be
+            used.
         ConfigError: A revision does not apply, or the weights are quantised already.
     """
     folder = resolve(str(options.model), options.revision, options.report, weights=weights)
+    assert isinstance(options.lora, tuple)  # as its declaration keeps it
+    folder = with_loras(folder, options.lora, options.report)
     target = _read(folder, _dtype(options), _tokenizer_folder(options.tokenizer))
     if options.weights is None:
         return target
@@ -71,7 +76,7 @@ def find_draft(options: LoadOptions, *, weights: bool = True) -> Path | None:
     local = existing(options.draft)
     if local is not None and options.draft_revision is None:
         return local
-    return resolve(str(options.draft), options.draft_revision, options.report, weights=weights)
+    return resolve(str(options.draft), options.draft_revision, options.report, weights=weights, drafter=True)
 
 
 def read_draft(options: LoadOptions, draft: Path, target: Checkpoint) -> Checkpoint:
@@ -126,7 +131,7 @@ def _read(
         logger.info("%s: ignored, because transformers does not read it: %s", _named(folder, CONFIG), ignored)
     tokenizer = Tokenizer.from_folder(tokenizer_folder or folder, spec.vocab_size, like=like)
     if tokenizer is None:
-        check_vocabulary(folder)
+        check_vocabulary(base_of(folder))
     else:
         _check_tokenizer(tokenizer_folder or folder, folder, spec, tokenizer)
     return Checkpoint(folder, spec, tokenizer, DTYPES[spec.dtype] if dtype is None else dtype)
@@ -148,7 +153,7 @@ def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, toke
             if not found and not tokenizer.has(id):
                 found = f"no token {id}, which is the model's {name}"
     if found:
-        if tokenizer_folder == folder != source_of(folder):
+        if tokenizer_folder == folder and source_of(folder) != base_of(folder):
             raise CheckpointError(
                 f"{source_of(folder)} has a vocabulary that is not its model's: it has {found}",
                 remedy=GIVE_TOKENIZER,
@@ -162,8 +167,8 @@ def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, toke
 
 def _named(folder: Path, file: str) -> Path:
     """Return the path of a checkpoint's file, or the GGUF file that the folder was made from."""
-    source = source_of(folder)
-    return folder / file if source == folder else source
+    base, source = base_of(folder), source_of(folder)
+    return base / file if source == base else source
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:

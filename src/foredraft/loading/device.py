@@ -19,13 +19,15 @@ NATIVE_BFLOAT16 = (8, 0)  # the compute capability from which GPUs compute in bf
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device of a name; None is the first GPU, or the CPU where there is none.
+    """Return the device of a name; None is the current GPU, or the CPU where there is none.
+
+    A GPU has its index: the current one belongs to a thread, and other threads decode.
 
     Raises:
         ConfigError: The name means no device, or one that is not there.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _indexed(torch.device("cuda")) if torch.cuda.is_available() else torch.device("cpu")
     unknown = ConfigError(option="device", value=name, remedy="give 'cpu', 'cuda' or 'cuda:N'")
     try:
         device = torch.device(name)
@@ -38,7 +40,13 @@ def find_device(name: str | None) -> torch.device:
         raise ConfigError("but there is one CPU", option="device", value=name, remedy="give 'cpu'")
     if kind == "cuda":
         _check_gpu(name, int(index or 0))
+        return _indexed(device)
     return device
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return a GPU with its index."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def _check_gpu(name: str, index: int) -> None:
@@ -60,16 +68,19 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     """Run the operators of a layer in a dtype once; log a warning where a GPU emulates bfloat16.
 
     Raises:
-        ConfigError: An operator fails or computes wrong values.
+        ConfigError: An operator fails or computes wrong values in the dtype, or this PyTorch computes nothing
+            on the device.
     """
     name = dtype_name(dtype)
     try:
-        x = torch.ones(1, 1, 8, 64, device=device, dtype=dtype)
-        mask = torch.zeros(1, 1, 8, 8, device=device, dtype=dtype)
-        x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-        found = F.silu(F.rms_norm(F.linear(x[0, 0], x[0, 0]), (8,))).float().cpu()
+        found = _layer_of_ones(device, dtype)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
+        if device.type == "cuda" and (dtype == torch.float32 or not _computes(device)):
+            raise ConfigError(
+                f"on which this PyTorch cannot compute ({reason})", option="device", value=str(device),
+                remedy=("install a PyTorch that is built for this GPU, or give ", Option("device", "cpu")),
+            ) from None  # fmt: skip
         raise ConfigError(
             f"which {device} cannot compute in ({reason})",
             option="dtype",
@@ -82,6 +93,23 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
         )
     if device.type == "cuda":
         _warn_of_emulation(device, dtype)
+
+
+def _layer_of_ones(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return what the operators of a layer make of ones, on the CPU."""
+    x = torch.ones(1, 1, 8, 64, device=device, dtype=dtype)
+    mask = torch.zeros(1, 1, 8, 8, device=device, dtype=dtype)
+    x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    return F.silu(F.rms_norm(F.linear(x[0, 0], x[0, 0]), (8,))).float().cpu()
+
+
+def _computes(device: torch.device) -> bool:
+    """Return whether a device computes in float32, which every GPU can."""
+    try:
+        _layer_of_ones(device, torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _warn_of_emulation(device: torch.device, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading.checkpoints import find_draft, read_draft
 from foredraft.loading.free_memory import free_memory
 from foredraft.loading.options import LoadOptions
+from foredraft.model.lora.record import base_of
 from foredraft.model.unread import Checkpoint
 
 __all__ = ["ChosenDrafting", "choose_drafting"]
@@ -100,7 +101,7 @@ def choose_drafting(
             weights_here=weights_here,
             draft=draft if owner in (None, name) else None,
             read_draft=read,
-            shipped=(demo.adapter_path(),) if target.folder == demo.target_path() else (),
+            shipped=(demo.adapter_path(),) if base_of(target.folder) == demo.target_path() else (),
             free_memory=partial(free_memory, device),
             found=tuple(found.values()),
         )

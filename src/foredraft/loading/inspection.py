@@ -8,7 +8,9 @@ are always checked. Too little memory is no refusal but part of the answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ from foredraft.loading.free_memory import free_memory
 from foredraft.loading.threads import choose_threads
 from foredraft.model.cache import KVCache
 from foredraft.model.hub import weights_to_come
+from foredraft.model.lora.lora_tensors import Replacement
+from foredraft.model.lora.opening import open_lora
+from foredraft.model.lora.record import loras_of
 from foredraft.model.quantisation import BITS
 from foredraft.model.transfers import dtype_name
 from foredraft.model.unread import Checkpoint
@@ -44,6 +49,7 @@ __all__ = [
     "Context",
     "DrafterInfo",
     "Inspection",
+    "LoraInfo",
     "ModelInfo",
     "PairInfo",
     "ThreadsInfo",
@@ -51,6 +57,29 @@ __all__ = [
 ]
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
+
+
+@dataclass(frozen=True, slots=True)
+class LoraInfo:
+    """A LoRA that is merged into the target.
+
+    Attributes:
+        name: Its folder or hub id as given.
+        ranks: The ranks of its changes, from the least.
+        alphas: Their α, from the least.
+        scaled_by: What α is divided by: "r" or "sqrt(r)".
+        modules: How many modules it changes, by the last part of their names.
+        replaced: How many tensors it replaces.
+        base: The model that it was trained for, as it says; None where it does not.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    alphas: tuple[float, ...]
+    scaled_by: str
+    modules: Mapping[str, int]
+    replaced: int
+    base: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +107,7 @@ class ModelInfo:
         larger_bytes: The same for the bits with which it would save none.
         expanded_bytes: Format -> bytes of its weights, of formats whose weights are expanded to the dtype.
         cache_bytes: Bytes of the keys and values of `CACHED_TOKENS` tokens.
+        loras: The LoRAs that are merged into it.
     """
 
     role: str
@@ -97,6 +127,7 @@ class ModelInfo:
     larger_bytes: Mapping[int, int]
     expanded_bytes: Mapping[str, int]
     cache_bytes: int
+    loras: tuple[LoraInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +225,7 @@ def inspect_models(
         path: As `load` takes it.
         progress: As `load` takes it.
         spelling: How a note spells an option; by default as the Python API does.
-        **options: Of the other arguments of `load`: draft, revision, draft_revision, tokenizer, dtype,
+        **options: Of the other arguments of `load`: draft, revision, lora, draft_revision, tokenizer, dtype,
                 device, threads.
 
     Raises:
@@ -258,7 +289,7 @@ def _model_info(
         role=role,
         name=None if name is None else str(name),
         folder=str(checkpoint.source),
-        architecture=spec.architecture,
+        architecture=spec.wrapper or spec.architecture,
         parameters=parameters,
         layers=spec.layers,
         hidden_size=spec.hidden_size,
@@ -272,6 +303,22 @@ def _model_info(
         larger_bytes=larger,
         expanded_bytes=expanded_memory(checkpoint, device),
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
+        loras=tuple(_lora_info(name, folder) for name, folder in loras_of(checkpoint.folder)),
+    )
+
+
+def _lora_info(name: str, folder: Path) -> LoraInfo:
+    with ExitStack() as stack:
+        lora = open_lora(name, folder, stack)
+    config, changed = lora.config, {c.module for c in lora.changes if not isinstance(c.what, Replacement)}
+    return LoraInfo(
+        name=name,
+        ranks=tuple(sorted(set(map(config.rank_of, changed)))),
+        alphas=tuple(sorted(set(map(config.alpha_of, changed)))),
+        scaled_by="sqrt(r)" if config.root else "r",
+        modules=dict(sorted(Counter(module.rpartition(".")[2] for module in changed).items())),
+        replaced=sum(isinstance(change.what, Replacement) for change in lora.changes),
+        base=config.base,
     )
 
 

@@ -71,7 +71,8 @@ def make_runner(
     once.
     """
     folder, dtype = checkpoint.folder, checkpoint.dtype
-    outline = load_decoder(folder, "meta", dtype)  # checks names and shapes, and reads no value
+    length = checkpoint.length
+    outline = load_decoder(folder, "meta", dtype, length=length)  # checks names and shapes, reads no value
     reason = "compile is on" if compile else "they are off" if kernels is False else None
     reason = reason or unserved_because(outline.spec, device, dtype)
     if kernels and reason is not None:
@@ -82,12 +83,16 @@ def make_runner(
             remedy="leave it out",
         )
     if reason is None:
-        runner = Runner(load_decoder(folder, device, dtype, native=True, bits=checkpoint.bits))
+        runner = Runner(load_decoder(folder, device, dtype, native=True, bits=checkpoint.bits, length=length))
     else:
         probed = cached_shapes(outline, device, probe_shapes) if deterministic else None
-        decoder = load_decoder(folder, device, dtype, bits=checkpoint.bits)
+        decoder = load_decoder(folder, device, dtype, bits=checkpoint.bits, length=length)
         runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
     logger.info("%s: %s%s", folder, runner.choices, f"; no kernels: {reason}" if reason else "")
+    rope = checkpoint.spec.rope
+    if rope.long_factors:
+        kind = "short" if runner.decoder.spec.rope.factors == rope.factors else "long"
+        logger.info("%s: the %s factors of longrope, for texts up to %s tokens", folder, kind, length)
     for format, size in expanded_bytes(outline.spec, device, dtype, native=reason is None).items():
         logger.info("%s: weights of %s are expanded and take %s", folder, format, as_gib(size))
     return runner

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.forward_context import ForwardContext, at_columns
+from foredraft.model.forward_context import ForwardContext, Rotation, at_columns
 from foredraft.model.layers import soft_cap
 from foredraft.model.spec import ModelSpec
 
@@ -29,19 +29,25 @@ def attend(spec: ModelSpec, layer: int, qkv: Tensor, context: ForwardContext) ->
     Args:
         spec: The model.
         layer: The index of the layer.
-        qkv: Queries, keys and values, [N, H + 2 * Hk, D]; queries and keys are rotated in place.
+        qkv: Queries, keys and values, [N, H + 2 * Hk, D], or the queries alone of a layer that reads the keys
+            and values of another; queries and keys are rotated in place.
         context: What all layers of the pass share.
 
     Returns:
         The output of all heads, [N, H * D].
     """
-    heads, kv_heads, dim, groups = spec.heads, spec.kv_heads, spec.head_dim, spec.groups
     shape, window = context.shape, spec.windows[layer]
-    batch, queries = shape.batch, shape.queries
-    cos, sin = context.rotary[window]
-    qk = qkv[:, : heads + kv_heads]
-    torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin, out=qk)
-    _store(qkv[:, heads:], layer, kv_heads, context)
+    heads, kv_heads, dim = spec.heads, spec.kv_heads_of(window), spec.head_dim_of(window)
+    batch, queries, groups = shape.batch, shape.queries, spec.groups_of(window)
+    if layer not in spec.unrotated:
+        rotation = context.rotary[window]
+        if context.query_rotary is None:
+            _rotate(qkv[:, : heads + kv_heads], rotation)
+        else:
+            _rotate(qkv[:, :heads], context.query_rotary)
+            _rotate(qkv[:, heads : heads + kv_heads], rotation)
+    if spec.stores(layer):
+        _store(qkv[:, heads:], layer, kv_heads, context, context.write[window])
     q = at_columns(qkv[:, :heads], context.real, batch * queries)
     q = q.view(batch, queries, kv_heads, groups, dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(batch, kv_heads, queries * groups, dim)  # [B, Hk, T * G, D]
@@ -52,9 +58,33 @@ def attend(spec: ModelSpec, layer: int, qkv: Tensor, context: ForwardContext) ->
     return out if context.real is None else out[context.real]
 
 
-def _store(kv: Tensor, layer: int, kv_heads: int, context: ForwardContext) -> None:
+def inject(spec: ModelSpec, layer: int, kv: Tensor, context: ForwardContext) -> None:
+    """Rotate keys and store them and their values in the cache, for later passes to attend to.
+
+    Args:
+        spec: The model.
+        layer: The index of the layer.
+        kv: Keys and values, [N, 2 * Hk, D]; keys are rotated in place.
+        context: What all layers of the pass share.
+    """
+    window = spec.windows[layer]
+    kv_heads = spec.kv_heads_of(window)
+    if layer not in spec.unrotated:
+        _rotate(kv[:, :kv_heads], context.rotary[window])
+    _store(kv, layer, kv_heads, context, context.write[window])
+
+
+def _rotate(x: Tensor, rotation: Rotation) -> None:
+    """Rotate the first channels of heads [N, H, D] in place."""
+    cos, sin = rotation  # [N, 1, R]
+    rotated = cos.shape[-1]
+    x = x[..., :rotated]
+    torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin, out=x)
+
+
+def _store(kv: Tensor, layer: int, kv_heads: int, context: ForwardContext, write: Tensor | slice) -> None:
     """Store keys and values [N, 2 * Hk, D] in the cache."""
-    store, write = context.cache.layer(layer), context.write  # [2, R, Hk, P, D]
+    store = context.cache.layer(layer)  # [2, R, Hk, P, D]
     if isinstance(write, slice):
         target = store[:, context.shape.first_row, :, write]  # [2, Hk, T, D]
         target.copy_(kv.view(context.shape.queries, 2, kv_heads, -1).permute(1, 2, 0, 3))

@@ -5,6 +5,9 @@ Contract: rollback sets a length, on models with sliding windows too, because wi
 the memory starts zeroed, and a caller that meets non-finite values calls `wipe` or `zero_row`. The owner of
 the sequences sets `lengths`, at commit only; neither this module nor a forward does.
 
+Layers whose heads have the same number and size lie in one tensor. A layer that reads the keys and values of
+another has none of its own, and is that layer here.
+
 Layout: values are stored position after position. Keys are stored the same way for PyTorch's operators; the
 C kernels need them in blocks of 32 positions, [D / word, 32, word] each, where a word is one float32 or two
 bfloat16. Only this module and the kernels know the layout; other modules read, write, copy and wipe
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels import huge_pages
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import OUTSIDE, ModelSpec
 
 # A row stores a multiple of this many positions, so that every attended length can be padded to its bucket.
 STORED_MULTIPLE = 1024
@@ -78,6 +81,7 @@ class CacheLayers:
 
     def __init__(self, layers: Sequence[Tensor], positions: int, slack: int, *, blocked: bool) -> None:
         _, self.rows, _, self.stored, _ = layers[0].shape
+        assert all(layer.shape[1] == self.rows and layer.shape[3] == self.stored for layer in layers)
         self.positions, self.slack, self.scratch = positions, slack, positions + slack
         self.device, self.dtype, self.blocked = layers[0].device, layers[0].dtype, blocked
         self._layers = tuple(layers)
@@ -88,6 +92,21 @@ class CacheLayers:
         """Return the first `depth` layers of this cache and, after them, those of another with equal rows."""
         layers = (*self._layers[:depth], *other._layers)
         return CacheLayers(layers, self.positions, self.slack, blocked=self.blocked)
+
+    def chosen(self, layers: Sequence[int]) -> CacheLayers:
+        """Return the given layers of this cache, in the given order."""
+        chosen = [self._layers[layer] for layer in layers]
+        return CacheLayers(chosen, self.positions, self.slack, blocked=self.blocked)
+
+    def beside(self, spec: ModelSpec, *, blocked: bool = False) -> KVCache:
+        """Return a zeroed cache of another model, of as many rows and positions, on the same device.
+
+        Its keys are stored in blocks only where `blocked` says so.
+        """
+        return KVCache(
+            spec, self.rows, self.positions,
+            device=self.device, dtype=self.dtype, slack=self.slack, blocked=blocked,
+        )  # fmt: skip
 
     @property
     def pointers(self) -> int:
@@ -124,7 +143,7 @@ class KVCache(CacheLayers):
 
     Attributes:
         lengths: The valid positions of each row; the owner of the sequences sets them.
-        memory: All keys and values, [layers, 2, R, H, P, D].
+        planes: All keys and values: [layers, 2, R, H, P, D] of the layers with heads of one shape.
     """
 
     def __init__(
@@ -149,31 +168,54 @@ class KVCache(CacheLayers):
             slack: Positions that the padding of a pass may overwrite; at least the longest padding.
             blocked: Store keys in blocks, as the C kernels need them.
         """
-        shape = (spec.layers, 2, rows, spec.kv_heads, _stored(positions, slack), spec.head_dim)
-        self.memory = huge_pages.zeros(shape, dtype, device)
-        super().__init__(self.memory.unbind(), positions, slack, blocked=blocked)
+        own: dict[tuple[int, int], list[int]] = {}  # (H, D) -> the layers that store so many
+        for layer, window in enumerate(spec.windows[: spec.layers]):
+            if spec.stores(layer) or spec.source_of(layer) == OUTSIDE:  # what is outside is not: to be timed
+                own.setdefault((spec.kv_heads_of(window), spec.head_dim_of(window)), []).append(layer)
+        stored, places = _stored(positions, slack), dict[int, Tensor]()
+        self.planes: list[Tensor] = []
+        for (heads, dim), layers in own.items():
+            self.planes.append(huge_pages.zeros((len(layers), 2, rows, heads, stored, dim), dtype, device))
+            places |= zip(layers, self.planes[-1].unbind(), strict=True)
+        all_layers = [
+            places[layer if layer in places else spec.source_of(layer)] for layer in range(spec.layers)
+        ]
+        super().__init__(all_layers, positions, slack, blocked=blocked)
         self.lengths = [0] * rows
-        self._keys, self._values = self.memory.unbind(1)  # [layers, R, H, P, D] each
-        if blocked:
-            self._keys = _in_blocks(self._keys)
+        # keys and values [layers, R, H, P, D] of every plane
+        self._pairs = [
+            (_in_blocks(keys) if blocked else keys, values)
+            for keys, values in (plane.unbind(1) for plane in self.planes)
+        ]
+
+    @property
+    def memory(self) -> Tensor:
+        """All keys and values [layers, 2, R, H, P, D]; only where all heads have one shape."""
+        [plane] = self.planes
+        return plane
 
     @property
     def data(self) -> Tensor:
-        """Keys and values [layers, 2, R, H, P, D]; only for a cache that is not `blocked`."""
+        """As `memory`; only for a cache that is not `blocked`."""
         assert not self.blocked, NO_VIEW
         return self.memory
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of all keys and values, in bytes."""
+        return sum(plane.nbytes for plane in self.planes)
+
     def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [H, T, D] of one row at the positions from `start` on."""
-        stop = start + keys.shape[1]
-        self._values[layer, row, :, start:stop] = values
+        stop, own = start + keys.shape[1], self._layer_keys[layer]
+        self._layers[layer][1, row, :, start:stop] = values
         if not self.blocked:
-            self._keys[layer, row, :, start:stop] = keys
+            own[row, :, start:stop] = keys
             return
         positions = torch.arange(start, stop, device=self.device)
-        word = self._keys.shape[-1]
+        word = own.shape[-1]
         words = keys.to(self.dtype).reshape(*keys.shape[:2], -1, word)  # [H, T, D / word, word]
-        self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
+        own[row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to row `target`, and set the target's length."""
@@ -198,11 +240,15 @@ class KVCache(CacheLayers):
             part.zero_()
 
     def _views(self, row: int, start: int, stop: int) -> list[Tensor]:
-        """Return views of a row's values and keys at the positions `start` up to, not including, `stop`.
+        """Return views of a row's values and keys at the positions `start` up to, not including, `stop`."""
+        return [view for pair in self._pairs for view in self._views_of(*pair, row, start, stop)]
+
+    def _views_of(self, keys: Tensor, values: Tensor, row: int, start: int, stop: int) -> list[Tensor]:
+        """Return the views of one plane.
 
         Keys in blocks come as several views: the whole blocks, and a partial block before and after them.
         """
-        keys, values = self._keys[:, row], self._values[:, row, :, start:stop]
+        keys, values = keys[:, row], values[:, row, :, start:stop]
         if not self.blocked:
             return [values, keys[:, :, start:stop]]
         first, last = math.ceil(start / BLOCK), stop // BLOCK  # the whole blocks are [first, last)
@@ -228,4 +274,4 @@ class KVCache(CacheLayers):
     @staticmethod
     def bytes_of(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
         """Return the memory of the keys and values of `positions` positions, in bytes, without slack."""
-        return 2 * spec.layers * spec.kv_heads * spec.head_dim * positions * dtype.itemsize
+        return spec.cached_values * positions * dtype.itemsize

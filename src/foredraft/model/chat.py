@@ -4,7 +4,8 @@ Contract: the text equals that of transformers' `apply_chat_template` for the sa
 same place where the last message is to be continued. It already holds
 the special tokens, so it is encoded without adding any. A template (`template.py`) receives copies of plain
 values only (text, numbers, lists, objects), and decides itself which keys a message must have. A message that
-spells out a special token contains that token.
+spells out a special token contains that token. A template that reads texts as lists of parts alone gets them
+so (`chat_parts.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean
+from foredraft.model.chat_parts import as_parts, takes_parts_alone
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.model.template import Refusal, render, variables_of
 from foredraft.unicode import invalid_at
@@ -65,6 +67,7 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         self.templates = dict(templates)
         self.special_tokens = dict(special_tokens or {})
+        self._in_parts: dict[str, bool] = {}  # template -> whether it takes texts as parts alone
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
@@ -113,11 +116,13 @@ class ChatTemplate:
         given = variables | {"tools": tools, "documents": documents}
         values = {name: _plain(value, name) for name, value in given.items()}
         plain, begun = _checked(messages), ""
+        source = self.source(with_tools=tools is not None)
+        if self._takes_parts_alone(source):
+            plain = as_parts(plain)
         if continue_final_message:
             plain, begun = _marked(plain)
         append = bool(add_generation_prompt) and not continue_final_message
         values |= {"messages": plain, "add_generation_prompt": append}
-        source = self.source(with_tools=tools is not None)
         try:
             read = variables_of(source)
             text = render(source, self.special_tokens | values)
@@ -137,6 +142,17 @@ class ChatTemplate:
                 "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
             )
         return _cut(text, begun, source) if continue_final_message else text
+
+    def _takes_parts_alone(self, source: str) -> bool:
+        """Return whether a template shows a text only where it is given as a list of parts."""
+        if "text" not in source:  # the key of a part
+            return False
+        if source not in self._in_parts:
+            values = self.special_tokens | {"add_generation_prompt": True, "tools": None, "documents": None}
+            self._in_parts[source] = takes_parts_alone(
+                lambda messages: render(source, values | {"messages": messages})
+            )
+        return self._in_parts[source]
 
     @property
     def reads_tools(self) -> bool:

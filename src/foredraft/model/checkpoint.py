@@ -1,6 +1,7 @@
 """The tensors of a checkpoint by name: safetensors files of a folder, or a GGUF file.
 
-The folder of a GGUF file (`model.gguf`) gives its tensors under Hugging Face's names.
+The folder of a GGUF file (`model.gguf`) gives its tensors under Hugging Face's names. A family that names or
+arranges its tensors unlike Llama has a layout (`tensor_layouts.py`), which is undone here.
 
 Contract: reading is strict. A tensor must be present in the wanted shape and dtype, and `reject_unused`
 allows no others, except a few that are known to carry no information. An error names the tensor or the file.
@@ -26,10 +27,16 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
-from foredraft.model.gguf.tensors import RECORD, open_tensors
+from foredraft.model.further_tokens import predicts_further
+from foredraft.model.gguf.tensors import RECORD, open_tensors, source_of
+from foredraft.model.lora.opening import merge_loras
+from foredraft.model.lora.record import RECORD as LORAS
+from foredraft.model.lora.record import base_of
 from foredraft.model.quantisation import ActivationFormat, Codes, Coding, Quantisation, WeightFormat, pieces
-from foredraft.model.safetensors_file import SafetensorsFile
+from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
 from foredraft.model.spec import ModelSpec
+from foredraft.model.tensor_layouts import EMBEDDING, HEAD, POSITIONS
+from foredraft.model.tensor_names import AS_STORED, LINEAR, Naming
 from foredraft.model.transfers import dtype_name
 
 __all__ = [
@@ -50,25 +57,34 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
+TABLES = (EMBEDDING, POSITIONS)  # no linear layers, which the rules of most schemes are about
 FLOATS = ("BF16", "F16", "F32", "F64")  # the dtypes of unquantised weights, as safetensors names them
 PIECE = 2**24  # values that are compared at a time
 # buffers that old versions of transformers saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def weight_headers(folder: Path, naming: Naming | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values.
+
+    Args:
+        folder: The folder of the checkpoint.
+        naming: How its tensors are named; None: as its config says, which is a supported model's.
 
     Raises:
         CheckpointError: The files of the checkpoint are broken or incomplete.
     """
     with ExitStack() as stack:
-        files = CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32).files
+        files = _named_tensors(folder, stack, naming)
         slices = {name: file.get_slice(name) for name, file in files.items()}
         return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+
+
+def _named_tensors(folder: Path, stack: ExitStack, naming: Naming | None = None) -> dict[str, Any]:
+    """Return the open files of a model's tensors by the decoder's names."""
+    naming = naming or ModelSpec.from_folder(folder).naming
+    return CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32, naming=naming).files
 
 
 def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -78,7 +94,7 @@ def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
         CheckpointError: The files of the checkpoint are broken or incomplete.
     """
     with ExitStack() as stack:
-        files = CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32).files
+        files = _named_tensors(folder, stack)
         for name in sorted(files):
             found = files[name].get_slice(name)
             first = (found[:1] if found.get_shape() else files[name].get_tensor(name)).contiguous().flatten()
@@ -95,13 +111,35 @@ class CheckpointTensors:
         device: torch.device,
         dtype: torch.dtype,
         quantisation: Quantisation | None = None,
+        naming: Naming = AS_STORED,
     ) -> None:
         self.device, self.dtype, self.quantisation = device, dtype, quantisation
         self.files: dict[str, Any] = {}  # tensor name -> open file
         self.used: set[str] = set()  # tensor names that were read
         self.shards: dict[str, str] = {}  # tensor name -> file name
         self.buffer = torch.empty(0)  # of `load_temporary`
+        self.further: list[str] = []  # unread tensors that predict further tokens
         self.disordered: list[Shapes] = []  # weights that `codes` leaves to be expanded
+        base = base_of(folder)
+        self._open(base, stack)
+        if base != folder:  # with LoRAs, which are merged while tensors are read
+            merged = merge_loras(folder, self.files, stack, dtype, str(source_of(base)))
+            for name in merged.keys():  # noqa: SIM118 - no mapping
+                self.files[name], self.shards[name] = merged, self.shards.get(name, LORAS)
+        in_gguf = (base / RECORD).is_file() and not (base / SINGLE).is_file()
+        self._rename(AS_STORED if in_gguf else naming)  # a GGUF file's tensors have the decoder's names
+
+    def _rename(self, naming: Naming) -> None:
+        """Give the open tensors the decoder's names."""
+        self.naming = naming
+        files, shards, plain = self.files, self.shards, naming.plain(self.files)
+        self.files = naming.combined(
+            {name: naming.opened(files[stored], stored, name) for stored, name in plain.items()}
+        )
+        self.shards = {name: shards[stored] for stored, name in plain.items()}
+
+    def _open(self, folder: Path, stack: ExitStack) -> None:
+        """Open the files of a folder."""
         index = folder / INDEX
         if (folder / SINGLE).is_file():
             file = stack.enter_context(SafetensorsFile(folder / SINGLE))
@@ -110,7 +148,7 @@ class CheckpointTensors:
         elif index.is_file():
             self._open_shards(folder, index, stack)
         elif (folder / RECORD).is_file():
-            source = open_tensors(folder, device)
+            source = open_tensors(folder, self.device)
             for name, info in source.infos.items():
                 self.files[name], self.shards[name] = source, source.model.holder(info).path.name
         else:
@@ -186,7 +224,12 @@ class CheckpointTensors:
         return (Codes.joined(each) for each in chain([first], joins))
 
     def report(self) -> None:
-        """Say in one line which weights are expanded though the format has a coding."""
+        """Say in a line each which weights are expanded though they have a coding, and what stays unread."""
+        if self.further and self.device.type != "meta":
+            logger.info(
+                "%d tensors that predict further tokens stay unread (the first: %s)",
+                len(self.further), self.further[0],
+            )  # fmt: skip
         if self.disordered:
             values = sum(math.prod(joined_shape(shapes)) for shapes in self.disordered)
             logger.warning(
@@ -228,7 +271,14 @@ class CheckpointTensors:
         """Return a quantised weight in pieces; on "meta" there are none, its tensors are only checked."""
         module, tensors, format = name.removesuffix(".weight"), dict[str, Tensor](), self._format(name)
         assert format is not None
-        for suffix, part in format.parts(module, shape).items():
+        parts = format.parts(module, shape)
+        if "weight" in parts and self.naming.layer_class(module) != LINEAR:
+            raise CheckpointError(
+                f"{self.naming.stored_module(module)} is stored transposed, and no program defines"
+                f" {format} of such a weight",
+                remedy="give the 16-bit model that it was made from, or a checkpoint in GPTQ's format",
+            )
+        for suffix, part in parts.items():
             if not part.optional or f"{module}.{suffix}" in self.files:
                 tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
         format.check(module, shape, tensors)
@@ -246,7 +296,8 @@ class CheckpointTensors:
     def _checked(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Any:
         """Return a tensor whose values are not read yet, after checking its shape and its stored dtype."""
         if name not in self.files:
-            raise CheckpointError(f"tensor {name} is missing from the checkpoint", remedy=DOWNLOAD_AGAIN)
+            stored = self.naming.stored_name(name)
+            raise CheckpointError(f"tensor {stored} is missing from the checkpoint", remedy=DOWNLOAD_AGAIN)
         found = self.files[name].get_slice(name)
         if tuple(found.get_shape()) != shape:
             raise CheckpointError(
@@ -277,9 +328,14 @@ class CheckpointTensors:
         for name in sorted(set(self.files) - self.used):
             if IGNORED.fullmatch(name) or self._is_zero_bias(name):
                 continue
+            if spec.leaves_unread(name):
+                if predicts_further(name, spec.layers, spec.further_layers):
+                    self.further.append(name)
+                continue
             if name != f"{HEAD}.weight" or not spec.tied:
+                stored, model = getattr(self.files[name], "stored", name), spec.wrapper or spec.architecture
                 raise CheckpointError(
-                    f"tensor {name} in {self.shards[name]} is not part of a {spec.architecture}",
+                    f"tensor {stored} in {self.shards[name]} is not part of a {model}",
                     remedy="use a checkpoint without it",
                 )
             if not self._equals_embedding(name, (spec.vocab_size, spec.hidden_size)):
@@ -299,7 +355,7 @@ class CheckpointTensors:
 def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
     """Return the format of the weight of a tensor's module; None if it is not quantised."""
     module = name.rpartition(".")[0]
-    if quantisation is None or (module == EMBEDDING and not quantisation.embedding):
+    if quantisation is None or (module in TABLES and not quantisation.embedding):
         return None
     return quantisation.format_of(module)
 

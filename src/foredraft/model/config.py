@@ -1,7 +1,7 @@
 """Read a JSON object of a checkpoint strictly: no key is overlooked.
 
 Contract: `ConfigReader` records the keys that its caller reads, and gives the others. `reject_unknown_keys`
-refuses them by name and value; for a `config.json`, `reference.py` decides. Only `spec.py`, `families.py`,
+refuses them by name and value; for a `config.json`, `reference.py` decides. Only `spec.py`, `families/`,
 `rope_config.py` and the files of `quantisation` know what a key means.
 """
 
@@ -94,23 +94,45 @@ class ConfigReader:
         config: The JSON object.
         where: Its name in error messages.
         harmless: Keys that need not be read.
+        spelled: Keys that the object may spell otherwise, as `transformers` reads it too -> that spelling.
         seen: Keys that were read.
         ignored: Keys that were found to change nothing, with their values.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], where: str = "config.json", harmless: frozenset[str] = frozenset()
+        self,
+        config: Mapping[str, Any],
+        where: str = "config.json",
+        harmless: frozenset[str] = frozenset(),
+        spelled: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.where = where
         self.harmless = harmless
+        self.spelled = spelled or {}
         self.seen: set[str] = set()
         self.ignored: dict[str, object] = {}
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, unchecked, and record the key as read."""
-        self.seen.add(key)
-        return self.config.get(key, default)
+        own = self.key(key)
+        self.seen |= {key, own}
+        if own != key and key in self.config and self.config[key] != self.config[own]:
+            raise CheckpointError(
+                f"{self.where}: {key} is {shortened(self.config[key])}",
+                remedy=f"{own} is {shortened(self.config[own])}; keep one of them",
+            )
+        return self.config.get(own, default)
+
+    def key(self, key: str) -> str:
+        """Return a key as the object spells it."""
+        own = self.spelled.get(key, key)
+        return own if own in self.config else key
+
+    def set_default(self, key: str, default: Any) -> None:
+        """Give a key a value if it is absent, in both spellings."""
+        if self.key(key) not in self.config:
+            self.config = {**self.config, key: default}
 
     def section(self, key: str) -> ConfigReader | None:
         """Return a reader of the JSON object under a key; None if it is absent, null or empty."""
@@ -172,8 +194,9 @@ class ConfigReader:
 
     def error(self, key: str, remedy: str) -> CheckpointError:
         """Return the error of a key with a wrong value; `remedy` says which values are accepted."""
-        found = f"is {shortened(self.config[key])}" if key in self.config else "is missing"
-        return CheckpointError(f"{self.where}: {key} {found}", remedy=remedy)
+        own = self.key(key)
+        found = f"is {shortened(self.config[own])}" if own in self.config else "is missing"
+        return CheckpointError(f"{self.where}: {own} {found}", remedy=remedy)
 
     def unread(self) -> dict[str, Any]:
         """Return the keys that are neither read nor harmless nor null, with their values."""

@@ -9,7 +9,7 @@ gives the early exits of LayerSkip (arXiv:2404.16710) and Kangaroo (arXiv:2404.1
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from foredraft.model.attention import attend
 from foredraft.model.forward_context import ForwardContext
-from foredraft.model.layers import Product, RMSNorm, RowSource, RowSpan, gate, product, soft_cap
+from foredraft.model.layer_inputs import LayerInput, LayerInputs
+from foredraft.model.layers import Norm, Product, RowSource, RowSpan, activate, gate, product, soft_cap
 from foredraft.model.spec import ModelSpec
 
 
@@ -25,22 +26,24 @@ from foredraft.model.spec import ModelSpec
 class Attention:
     """The weights of one attention sub-layer."""
 
-    norm: RMSNorm
-    qkv: Product  # queries, keys and values fused
+    norm: Norm | None
+    qkv: Product  # queries, keys and values fused; without what the layer takes from elsewhere
     output: Product
-    post_norm: RMSNorm | None = None
-    q_norm: RMSNorm | None = None  # applied to each head's query
-    k_norm: RMSNorm | None = None  # applied to each head's key
+    post_norm: Norm | None = None  # of the output, or of what entered plus the output
+    q_norm: Norm | None = None  # applied to each head's query, or to all heads' together
+    k_norm: Norm | None = None  # applied to each head's key, or to all heads' together
+    v_norm: Norm | None = None  # applied to each head's value
+    window: int | None = None  # of its layer, by which the spec knows its heads
 
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """The weights of one gated MLP sub-layer."""
+    """The weights of one MLP sub-layer."""
 
-    norm: RMSNorm
-    gate_up: Product  # gate and up projections fused
+    norm: Norm | None
+    gate_up: Product  # gate and up projections fused; the up projection alone in an MLP without a gate
     down: Product
-    post_norm: RMSNorm | None = None
+    post_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,25 @@ class Layer:
 
     attention: Attention
     mlp: MLP | None
+    input: LayerInput | None = None  # takes what the layer gets of the tokens themselves
+    scalar: float | Tensor = 1.0  # the factor on what leaves the layer; a tensor, [1], where it is trained
 
     @property
     def products(self) -> list[Product]:
         """Its linear layers, in the order in which they run."""
         mlp = [] if self.mlp is None else [self.mlp.gate_up, self.mlp.down]
-        return [self.attention.qkv, self.attention.output, *mlp]
+        inputs = [] if self.input is None else [self.input.gate, self.input.output]
+        return [self.attention.qkv, self.attention.output, *mlp, *inputs]
+
+    def changed(self, change: Callable[[Product], Product]) -> Layer:
+        """Return the layer with other linear layers."""
+        attention, mlp, own = self.attention, self.mlp, self.input
+        attention = replace(attention, qkv=change(attention.qkv), output=change(attention.output))
+        if mlp is not None:
+            mlp = replace(mlp, gate_up=change(mlp.gate_up), down=change(mlp.down))
+        if own is not None:
+            own = replace(own, gate=change(own.gate), output=change(own.output))
+        return replace(self, attention=attention, mlp=mlp, input=own)
 
 
 def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None) -> Tensor:
@@ -67,18 +83,33 @@ def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None
         span: The row counts at which products are batch-invariant.
 
     Returns:
-        Queries, keys and values side by side, [N, H + 2 * Hk, D].
+        Queries, keys and values side by side, [N, H + 2 * Hk, D]; queries alone, [N, H, D], where the layer
+        reads the keys and values of another.
     """
-    qkv = product(weights.qkv, weights.norm(x), span)
-    qkv = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        q, k = qkv[:, : spec.heads], qkv[:, spec.heads : spec.heads + spec.kv_heads]
-        qkv = torch.cat([weights.q_norm(q), weights.k_norm(k), qkv[:, spec.heads + spec.kv_heads :]], 1)
-    return qkv
+    window, heads = weights.window, spec.heads
+    qkv = product(weights.qkv, x if weights.norm is None else weights.norm(x), span)
+    qkv = qkv.view(x.shape[0], -1, spec.head_dim_of(window))
+    if weights.q_norm is None:
+        return qkv
+    q, k = qkv[:, :heads], qkv[:, heads : heads + spec.kv_heads_of(window)]
+    if not k.shape[1]:
+        return weights.q_norm(q)
+    v = k if spec.joins_values(window) else qkv[:, heads + k.shape[1] :]
+    if spec.projection_norms and weights.k_norm is not None:
+        q, k = weights.q_norm(q.flatten(1)).view_as(q), weights.k_norm(k.flatten(1)).view_as(k)
+    else:
+        q, k = weights.q_norm(q), k if weights.k_norm is None else weights.k_norm(k)
+    return torch.cat([q, k, v if weights.v_norm is None else weights.v_norm(v)], 1)
 
 
 def finish(
-    spec: ModelSpec, layer: Layer, x: Tensor, attended: Tensor | None, mlp: bool, span: RowSpan | None
+    spec: ModelSpec,
+    layer: Layer,
+    x: Tensor,
+    attended: Tensor | None,
+    mlp: bool,
+    span: RowSpan | None,
+    given: Tensor | None = None,
 ) -> Tensor:
     """Return the hidden states that leave a layer: the rest of its work after attention.
 
@@ -89,18 +120,31 @@ def finish(
         attended: The output of the attention heads, [N, H * D]; None skips the attention sub-layer.
         mlp: Whether the MLP sub-layer runs.
         span: The row counts at which products are batch-invariant.
+        given: What the layer takes of the tokens themselves, [N, I]; None in models without.
 
     Returns:
         Hidden states, [N, hidden].
     """
+    entering = x
     if attended is not None:
         y = product(layer.attention.output, attended, span)
-        x = x + (y if layer.attention.post_norm is None else layer.attention.post_norm(y))
+        x = _added(spec, x, y, layer.attention.post_norm)
     if mlp and layer.mlp is not None:
-        gated = gate(spec.activation, product(layer.mlp.gate_up, layer.mlp.norm(x), span))
-        y = product(layer.mlp.down, gated, span)
-        x = x + (y if layer.mlp.post_norm is None else layer.mlp.post_norm(y))
-    return x
+        read = entering if spec.parallel_residual else x
+        inner = product(layer.mlp.gate_up, read if layer.mlp.norm is None else layer.mlp.norm(read), span)
+        inner = gate(spec.activation, inner) if spec.gated else activate(spec.activation, inner)
+        x = _added(spec, x, product(layer.mlp.down, inner, span), layer.mlp.post_norm)
+    if layer.input is not None and given is not None:
+        x = layer.input.add(x, given, spec.activation, span)
+    return x if layer.scalar == 1 else x * layer.scalar
+
+
+def _added(spec: ModelSpec, x: Tensor, y: Tensor, post_norm: Norm | None) -> Tensor:
+    """Return hidden states x plus the output y of a sub-layer."""
+    if spec.sum_norms:
+        return x + y if post_norm is None else post_norm(x + y)
+    y = y if post_norm is None else post_norm(y)
+    return x + (y if spec.residual_scale is None else y * spec.residual_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +152,7 @@ class LayerParts:
     """The two position-wise parts of a layer, before and after its attention, eager or compiled."""
 
     project: Callable[[ModelSpec, Attention, Tensor, RowSpan | None], Tensor]
-    finish: Callable[[ModelSpec, Layer, Tensor, Tensor | None, bool, RowSpan | None], Tensor]
+    finish: Callable[..., Tensor]
 
 
 EAGER_PARTS = LayerParts(project, finish)  # the eager implementation
@@ -127,6 +171,8 @@ class Decoder:
         norm: The final norm.
         output: The linear layer of the head.
         embedding_scale: The factor on embeddings, rounded to `dtype`; None for no factor.
+        learned_positions: What each position adds to its embedding, [positions, hidden]; None for nothing.
+        inputs: Makes what layers take of the tokens themselves; None in models without.
     """
 
     def __init__(
@@ -134,14 +180,18 @@ class Decoder:
         spec: ModelSpec,
         embedding: Tensor | RowSource,
         layers: tuple[Layer, ...],
-        norm: RMSNorm,
+        norm: Norm,
         head: Product,
+        learned_positions: Tensor | None = None,
+        inputs: LayerInputs | None = None,
     ) -> None:
         self.spec = spec
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.output = head
+        self.learned_positions = learned_positions
+        self.inputs = inputs
         self.device = norm.weight.device
         self.dtype = embedding.dtype
         # transformers rounds the factor to the model's dtype before it multiplies
@@ -152,17 +202,40 @@ class Decoder:
     @property
     def products(self) -> list[Product]:
         """Its linear layers, the head last."""
-        return [*(product for layer in self.layers for product in layer.products), self.output]
+        inputs = [] if self.inputs is None else [self.inputs.projection]
+        return [*inputs, *(product for layer in self.layers for product in layer.products), self.output]
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows [..., hidden] of the embedding, without the factor, for token ids [...]."""
         rows = self.embedding
         return F.embedding(tokens, rows) if isinstance(rows, Tensor) else rows.rows(tokens)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states [B, T, hidden] that enter layer 0, for token ids [B, T]."""
+    def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the hidden states that enter layer 0.
+
+        Args:
+            tokens: Token ids, [...].
+            positions: Their positions, [...]; None where the model has no learned positions.
+
+        Returns:
+            Hidden states, [..., hidden].
+        """
         hidden = self.embedding_rows(tokens)
-        return hidden if self._scale is None else hidden.mul_(self._scale)
+        if self._scale is not None:
+            hidden = hidden.mul_(self._scale)
+        learned = self.learned_positions
+        if learned is None:
+            return hidden
+        assert positions is not None
+        # padding may lie past the last position
+        return hidden + F.embedding(positions.clamp(max=len(learned) - 1), learned)
+
+    def layer_inputs(self, tokens: Tensor, span: RowSpan | None = None) -> Tensor | None:
+        """Return what each layer takes of tokens [...] themselves, [N, layers, I]; None in models without."""
+        if self.inputs is None:
+            return None
+        flat = tokens.flatten()
+        return self.inputs.of(flat, self.embed(flat), span)
 
     def run(
         self,
@@ -187,11 +260,14 @@ class Decoder:
         spec, span, plan = self.spec, context.shape.span, context.shape.plan
         x = hidden.reshape(-1, hidden.shape[-1])  # [N, hidden]
         for index in range(start, stop):
+            if not (plan.attention[index] or plan.mlp[index]):
+                continue  # nothing of the layer runs
             layer = self.layers[index]
             attended = None
             if plan.attention[index]:
                 attended = attend(spec, index, parts.project(spec, layer.attention, x, span), context)
-            x = parts.finish(spec, layer, x, attended, plan.mlp[index], span)
+            given = () if layer.input is None else (_input_of(context, index),)
+            x = parts.finish(spec, layer, x, attended, plan.mlp[index], span, *given)
         return x.view(hidden.shape)
 
     def head(self, hidden: Tensor, span: RowSpan | None = None) -> Tensor:
@@ -202,10 +278,18 @@ class Decoder:
             span: The row counts at which products are batch-invariant.
 
         Returns:
-            Logits [..., V] in float32, soft-capped where the model is.
+            Logits [..., V] in float32, scaled and soft-capped where the model's are.
         """
         x = self.norm(hidden.reshape(-1, hidden.shape[-1]))  # [N, hidden]
         logits = product(self.output, x, span).float()  # [N, V]
+        if self.spec.logit_scale is not None:
+            logits = logits * self.spec.logit_scale
         if self.spec.logit_softcap is not None:
             logits = soft_cap(logits, self.spec.logit_softcap)
         return logits if hidden.dim() == 2 else logits.view(*hidden.shape[:-1], -1)
+
+
+def _input_of(context: ForwardContext, layer: int) -> Tensor:
+    """Return what a layer takes of the tokens themselves, [N, I]."""
+    assert context.layer_inputs is not None, "the pass has its tokens"
+    return context.layer_inputs[:, layer]

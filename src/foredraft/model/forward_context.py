@@ -29,13 +29,14 @@ __all__ = [
     "ForwardContext",
     "PassInputs",
     "PassShape",
+    "additive_mask",
     "at_columns",
     "build_context",
     "causal_masks",
     "rope_tables",
 ]
 
-Rotation = tuple[Tensor, ...]  # cosines and signed sines of every column, [N, 1, D] each
+Rotation = tuple[Tensor, ...]  # cosines and signed sines of every column, [N, 1, R] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +91,6 @@ class PassInputs:
     real: Tensor | None = None
     at: Tensor | None = None
 
-    def signature(self) -> tuple[object, ...]:
-        """Return what a captured graph fixes: which inputs there are, of which shapes and dtypes."""
-        return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in self._all())
-
-    def copied(self) -> PassInputs:
-        """Return inputs with tensors of their own."""
-
-        def copy(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.clone()
-
-        starts = self.starts.clone() if isinstance(self.starts, Tensor) else self.starts
-        return PassInputs(starts, copy(self.tokens), copy(self.hidden), copy(self.real), copy(self.at))
-
-    def fill(self, other: PassInputs) -> None:
-        """Copy the values of inputs of the same signature into these tensors."""
-        for mine, theirs in zip(self._all(), other._all(), strict=True):
-            if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-                mine.copy_(theirs, non_blocking=True)
-
-    def _all(self) -> tuple[Tensor | int | None, ...]:
-        return self.starts, self.tokens, self.hidden, self.real, self.at
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
@@ -121,17 +100,22 @@ class ForwardContext:
         shape: The shape of the pass.
         cache: The keys and values.
         rotary: The rotation of every column, by the window of the layer.
+        query_rotary: That of queries; None: they are rotated as keys are.
         masks: The additive mask [B, 1, T' * G, L] of 0 and -inf, by the window of the layer.
-        write: Where a layer stores keys and values: flat indices, or the slice of positions of a single row.
+        write: Where a layer stores keys and values, by its window: flat indices, or the slice of positions of
+            a single row.
         real: The columns b * T' + t that a ragged pass computes, [N]; None computes all.
+        layer_inputs: What each layer takes of the tokens themselves, [N, layers, I]; None in models without.
     """
 
     shape: PassShape
     cache: CacheLayers
     rotary: Mapping[int | None, Rotation]
     masks: Mapping[int | None, Tensor]
-    write: Tensor | slice
+    write: Mapping[int | None, Tensor | slice]
     real: Tensor | None
+    query_rotary: Rotation | None = None
+    layer_inputs: Tensor | None = None
 
 
 def build_context(
@@ -146,28 +130,33 @@ def build_context(
 
     Args:
         spec: The model.
-        tables: The rotary tables, [P, 2, D] each.
+        tables: The rotary tables, [P, 2, R] each.
         cache: The KV cache.
         shape: The shape of the pass.
         starts: The position of each row's first column, [B], or the number of a single row.
         real: The columns b * T' + t that a ragged pass computes, [N]; None computes all.
     """
-    columns = torch.arange(shape.queries, device=cache.device)
+    columns, windows = torch.arange(shape.queries, device=cache.device), dict.fromkeys(spec.windows)
+    write: dict[int | None, Tensor | slice] = {}
     if isinstance(starts, int):
         positions = (columns + starts)[None]  # [1, T']
         rows: Tensor | slice = slice(starts, starts + shape.queries)  # of the rotary tables
-        write: Tensor | slice = rows
+        write = dict.fromkeys(windows, rows)
     else:
         positions = starts[:, None] + columns  # [B, T']
         rows = positions.view(-1)
-        lanes = _lanes(cache, spec.kv_heads, positions, shape.first_row)
+        lanes = {
+            heads: _lanes(cache, heads, positions, shape.first_row)
+            for heads in dict.fromkeys(spec.kv_heads_of(window) for window in windows)
+        }
         if real is not None:
-            rows, lanes = rows[real], lanes[real]
-        write = lanes.view(-1)
+            rows, lanes = rows[real], {heads: own[real] for heads, own in lanes.items()}
+        write = {window: lanes[spec.kv_heads_of(window)].view(-1) for window in windows}
     rotations = {rope: table[rows].chunk(2, 1) for rope, table in tables.items()}
-    rotary = {window: rotations[spec.rope_of(window)] for window in dict.fromkeys(spec.windows)}
+    rotary = {window: rotations[spec.rope_of(window)] for window in windows}
     masks = causal_masks(spec, positions, shape.length, cache.dtype)
-    return ForwardContext(shape, cache, rotary, masks, write, real)
+    query_rotary = None if spec.query_rope is None else rotations[spec.query_rope]
+    return ForwardContext(shape, cache, rotary, masks, write, real, query_rotary)
 
 
 def at_columns(computed: Tensor, real: Tensor | None, count: int) -> Tensor:
@@ -200,18 +189,19 @@ def causal_masks(
     keys = torch.arange(length, device=positions.device)
     last = positions.clamp(max=length - 1)[:, :, None]  # [B, T, 1]
     causal = keys <= last  # [B, T, L]
-    built: dict[int | None, Tensor] = {}
+    built: dict[tuple[int | None, int], Tensor] = {}
     masks: dict[int | None, Tensor] = {}
     for window in dict.fromkeys(spec.windows):
         reach = None if window is None or window >= length else window  # a window that hides no key is none
-        if reach not in built:
+        kind = reach, spec.groups_of(window)
+        if kind not in built:
             visible = causal if reach is None else causal & (keys > last - reach)
-            built[reach] = _additive(visible, spec.groups, dtype)
-        masks[window] = built[reach]
+            built[kind] = additive_mask(visible, spec.groups_of(window), dtype)
+        masks[window] = built[kind]
     return masks
 
 
-def _additive(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Turn visibility [B, T, L] into an additive mask for folded query heads."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
         ~visible, float("-inf")
@@ -224,9 +214,12 @@ def _additive(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 def rope_tables(
     spec: ModelSpec, positions: int, device: torch.device, dtype: torch.dtype
 ) -> dict[Rope, Tensor]:
-    """Return the rotary table [P, 2, D] of every rope that a layer of the model uses."""
-    ropes = dict.fromkeys(spec.rope_of(window) for window in spec.windows)
-    return {rope: rope_table(rope, spec.head_dim, positions, device, dtype) for rope in ropes}
+    """Return the rotary table [P, 2, R] of every rope that a layer of the model uses."""
+    ahead = spec.rotated_ahead
+    return {
+        rope: rope_table(rope, dim, positions + ahead, device, dtype)[ahead:]
+        for rope, dim in spec.ropes.items()
+    }
 
 
 def _lanes(cache: CacheLayers, kv_heads: int, positions: Tensor, first_row: int) -> Tensor:

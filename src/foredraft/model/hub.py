@@ -28,8 +28,9 @@ from foredraft.model.gguf.choice import choose, models_among, shown_types
 from foredraft.model.gguf.file import is_gguf
 from foredraft.model.gguf.folder import checkpoint_folder
 from foredraft.model.gguf.parts import part_names
+from foredraft.model.lora.record import base_of
 
-__all__ = ["resolve", "weights_to_come"]
+__all__ = ["REPOSITORY", "Download", "existing", "resolve", "weights_to_come"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def resolve(
     report: OnProgress | None = None,
     *,
     weights: bool = True,
+    drafter: bool = False,
 ) -> Path:
     """Return the local folder of a model, downloading it if necessary.
 
@@ -70,6 +72,8 @@ def resolve(
         report: Progress callback, called as ("download", done, total) in megabytes.
         weights: Download the weights too. Otherwise the hub is only asked whether it has them; a GGUF file is
             downloaded all the same, because all that is known of its model lies in it.
+        drafter: It may be a head, too, whose only safetensors file has any name. Of a GGUF file on the hub
+            the file itself is returned.
 
     Raises:
         ConfigError: A local folder is given with a revision, or two different revisions are given.
@@ -98,13 +102,14 @@ def resolve(
     repository, type, named = match.groups()
     if named is not None and revision not in (None, named):
         raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
-    return _Download(repository, type, named or revision, report or _silent).run(weights)
+    return Download(repository, type, named or revision, report, drafter=drafter).run(weights)
 
 
 def weights_to_come(folder: Path) -> bool:
     """Return whether a folder of the hub's cache lacks weights, as after `resolve` with weights=False."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    folder = base_of(folder)
     return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in _missing(folder))
 
 
@@ -139,11 +144,20 @@ def _silent(stage: str, done: int, total: int) -> None:
     return None
 
 
-class _Download:
+class Download:
     """The download of one repository at one revision."""
 
-    def __init__(self, repository: str, type: str | None, revision: str | None, report: OnProgress) -> None:
-        self.repository, self.type, self.revision, self.report = repository, type, revision, report
+    def __init__(
+        self,
+        repository: str,
+        type: str | None,
+        revision: str | None,
+        report: OnProgress | None,
+        *,
+        drafter: bool = False,
+    ) -> None:
+        self.repository, self.type, self.revision = repository, type, revision
+        self.report, self.drafter = report or _silent, drafter
         self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
     def run(self, weights: bool) -> Path:
@@ -156,20 +170,43 @@ class _Download:
         present = self._files_of(commit)
         file = self._gguf_file(folder, present)
         if file is not None:
-            return checkpoint_folder(folder / file)
-        if present is None:
+            return folder / file if self.drafter else checkpoint_folder(folder / file)
+        other = self._other_name(folder, present)
+        if other is not None:
+            missing = [name for name in (CONFIG, other) if not (folder / name).is_file()]
+        if present is None and missing:
             raise self._incomplete_error(missing[0])
-        if SINGLE in present:
+        if present is not None and SINGLE in present:
             missing = [*({CONFIG} & {*missing}), SINGLE]
         for name in missing:
-            if name not in present:
+            if present is not None and name not in present:
                 raise self._file_error(name)
         wanted = missing if weights else [*({CONFIG} & {*missing})]
         if wanted:
             self._fetch(commit, map(glob.escape, wanted))
-        for name in _missing(folder):
-            if weights or name == CONFIG:
+        for name in wanted:
+            if not (folder / name).is_file():
                 raise self._incomplete_error(name)
+        return folder
+
+    def _other_name(self, folder: Path, present: set[str] | None) -> str | None:
+        """Return the name of a drafter's only safetensors file, where that is no model's; None elsewhere."""
+        names = {file.name for file in folder.glob("*.safetensors")} if present is None else present
+        files = [name for name in names if name.endswith(".safetensors") and is_file_name(name)]
+        other = self.drafter and len(files) == 1 and files[0] != SINGLE and not (folder / INDEX).is_file()
+        return files[0] if other else None
+
+    def run_files(self, names: Sequence[str]) -> Path:
+        """Download files that must be there, and return their folder."""
+        folder = self._fetch(self.revision, (*map(glob.escape, names), ".gitattributes"))
+        for name in names:
+            if not (folder / name).is_file():
+                present = self._files_of(folder.name)
+                if present is None or name in present:
+                    raise self._incomplete_error(name)
+                raise CheckpointError(
+                    f"{self.name} has no {name} on the hub", remedy="choose a repository that has it"
+                )
         return folder
 
     def _gguf_file(self, folder: Path, present: set[str] | None) -> str | None:
@@ -187,6 +224,8 @@ class _Download:
         if self.type is None and ({SINGLE, INDEX} & names or (folder / INDEX).is_file()):
             return None
         models = models_among(sorted(names))
+        if self.drafter and (not models or self.type is not None):
+            models += models_among(sorted(names), heads=True)
         chosen = choose(models, self.type)
         if chosen is None:
             if self.type is not None:

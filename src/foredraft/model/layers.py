@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -138,11 +138,11 @@ def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:
 class RMSNorm:
     """Root mean square norm with statistics in float32 (arXiv:1910.07467).
 
-    Llama rounds to the model's dtype before it multiplies by the weight. Gemma (`offset`) multiplies by
-    1 + weight in float32 and rounds last.
+    Llama rounds to the model's dtype before it multiplies by the weight. Gemma and OLMo (`offset`) multiply
+    in float32 and round last, Gemma before its fourth version by 1 + weight.
     """
 
-    weight: Tensor  # [D] of a hidden state or of one head; with `offset`, 1 + weight in float32
+    weight: Tensor  # [D] of a hidden state, of one head or of all; with `offset`, in float32, the 1 added
     eps: float
     offset: bool = False
 
@@ -155,12 +155,43 @@ class RMSNorm:
         return F.rms_norm(x, shape, None, self.eps) * self.weight
 
 
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Layer norm in float32, rounded last (arXiv:1607.06450)."""
+
+    weight: Tensor  # [D] float32, of a hidden state or of one head; [H, D] of heads that differ
+    bias: Tensor | None  # [D] float32
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 2:
+            return (F.layer_norm(x.float(), self.weight.shape[1:], eps=self.eps) * self.weight).to(x.dtype)
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+
+Norm: TypeAlias = RMSNorm | LayerNorm
+
+
+def activate(activation: str, x: Tensor) -> Tensor:
+    """Return the activation of every value.
+
+    Args:
+        activation: "silu", "relu", "gelu", or "gelu_tanh", GELU in its tanh approximation.
+        x: The values.
+    """
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
 def gate(activation: str, gate_up: Tensor) -> Tensor:
     """Return act(gate) * up, [N, I], from both projections side by side, [N, 2 * I]."""
     gate_half, up_half = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return F.silu(gate_half).mul_(up_half)
-    return F.gelu(gate_half, approximate="tanh").mul_(up_half)
+    gated = activate(activation, gate_half)
+    # where ReLU is trained through, its result stays, because its gradient needs it
+    return gated * up_half if activation == "relu" else gated.mul_(up_half)
 
 
 def soft_cap(x: Tensor, cap: float, scale: float = 1.0) -> Tensor:

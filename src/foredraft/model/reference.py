@@ -21,16 +21,22 @@ __all__ = ["ELSEWHERE", "ELSEWHERE_IN_ROPE", "HARMLESS", "NEUTRAL", "check_unrea
 HARMLESS = GENERATION | frozenset(
     """
     _attn_implementation _attn_implementation_internal _commit_hash _experts_implementation
-    _experts_implementation_internal _name_or_path _output_attentions architectures attention_dropout
-    attn_implementation base_model_ep_plan base_model_fsdp_plan base_model_pp_plan base_model_tp_plan
-    chunk_size_feed_forward experts_implementation gradient_checkpointing id2label initializer_range label2id
-    model_type name_or_path num_labels pretraining_tp problem_type return_dict
+    _experts_implementation_internal _name_or_path _output_attentions
+    allow_global_per_layer_attribute_access architectures attention_dropout attn_implementation attn_pdrop
+    base_model_ep_plan base_model_fsdp_plan base_model_pp_plan
+    base_model_tp_plan chunk_size_feed_forward classifier_dropout dropout embd_pdrop embedding_dropout
+    experts_implementation gradient_checkpointing hidden_dropout id2label init_std initializer_range
+    is_decoder label2id layerdrop model_type name_or_path num_labels output_cross_attentions pretraining_tp
+    problem_type reorder_and_upcast_attn resid_pdrop residual_dropout return_dict
+    serialize_explicit_per_layer_config summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """.split()
 )
 # Values, besides null, that switch off what transformers reads a key for.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "output_router_logits": (False,),
     "partial_rotary_factor": (1.0,),
     "per_layer_config": ({},),
     "use_bidirectional_attention": (False,),

@@ -9,12 +9,18 @@ history. Scaling types:
               the base of a text that ends with it, as in decoding token by token
     yarn      frequencies are interpolated by channel (YaRN, arXiv:2309.00071)
     llama3    frequencies are interpolated by wavelength (arXiv:2407.21783)
+    proportional  a share of the channels rotates, with the frequencies that they have among all (Gemma 4)
+    longrope  each frequency is divided by a factor of its own: a short one, or a long one in models that are
+              loaded for texts past the trained length (LongRoPE, arXiv:2402.13753)
+
+A head may be rotated in part: its first channels are, and the others stay as they are. What is rotated may
+grow with its position (`Rope.growth`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +41,13 @@ class Rope:
         original_positions: The trained length before scaling, in positions.
         attention_factor: The factor on cosines and sines.
         truncate: Whether YaRN rounds the bounds of its interpolation to whole channels.
+        share: The share of a head's channels that is rotated.
+        factors: Of longrope, the divisor of each frequency.
+        long_factors: The same for models that are loaded for texts past `original_positions`; `at_length`
+            chooses.
+        growth: What is rotated is multiplied by 1 + growth * ln(1 + floor(position / period)).
+        period: The positions of one step of this growth.
+        turning: Of proportional, the share of the frequencies that are not 0.
     """
 
     kind: str
@@ -45,6 +58,23 @@ class Rope:
     original_positions: int = 0
     attention_factor: float = 1.0
     truncate: bool = True
+    share: float = 1.0
+    factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    growth: float = 0.0
+    period: int = 1
+    turning: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """Return R, the channels of a head that are rotated."""
+        return int(head_dim * self.share)
+
+    def at_length(self, positions: int) -> Rope:
+        """Return the parameters of a model that is loaded for texts of so many positions."""
+        if not self.long_factors:
+            return self
+        chosen = self.long_factors if positions > self.original_positions else self.factors
+        return replace(self, factors=chosen, long_factors=())
 
     def usable_positions(self, trained: int) -> int:
         """Return how many positions a request may use.
@@ -61,50 +91,63 @@ class Rope:
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the angle per position of each pair of channels, [D/2] in float32; unscaled for "dynamic"."""
-    inverse = _inverse_frequencies(rope.theta, head_dim)
+    """Return the angle per position of each pair of channels, [R/2] in float32; unscaled for "dynamic"."""
+    inverse = _inverse_frequencies(rope.theta, rope.rotated(head_dim))
     if rope.kind == "linear":
         return inverse / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, inverse)
     if rope.kind == "yarn":
         return _yarn(rope, inverse)
+    if rope.kind == "proportional":
+        rotates = torch.arange(len(inverse)) < int(rope.turning * head_dim // 2)
+        return torch.where(rotates, inverse / rope.factor, 0.0)
+    if rope.kind == "longrope":
+        return inverse / torch.tensor(rope.long_factors or rope.factors, dtype=torch.float32)
     return inverse
 
 
 def rope_table(rope: Rope, head_dim: int, positions: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the rotation of every position, to be used as x * cos + roll(x, D/2) * sin.
+    """Return the rotation of every position, to be used as x * cos + roll(x, R/2) * sin.
 
     Args:
         rope: The rotary parameters.
-        head_dim: D.
+        head_dim: D; the first R channels of a head are rotated.
         positions: P, the positions of the table.
         device: The device of the table.
         dtype: The dtype of the table; angles are computed in float32.
 
     Returns:
-        Cosines and signed sines, [P, 2, D].
+        Cosines and signed sines, [P, 2, R].
     """
     position = torch.arange(positions, dtype=torch.float32)[:, None]
     if rope.kind == "dynamic":
-        angles = position * _inverse_frequencies(_dynamic_theta(rope, head_dim, positions), head_dim)
+        rotated = rope.rotated(head_dim)
+        angles = position * _inverse_frequencies(_dynamic_theta(rope, rotated, positions), rotated)
     else:
         angles = position * frequencies(rope, head_dim)
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor  # [P, D/2]
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor  # [P, R/2]
     table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
-    return table.to(device=device, dtype=dtype)  # [P, 2, D]
+    if rope.growth:
+        table *= _grown(rope, positions)[:, None, None]
+    return table.to(device=device, dtype=dtype)  # [P, 2, R]
 
 
-def _inverse_frequencies(theta: float | Tensor, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D/2]
+def _grown(rope: Rope, positions: int) -> Tensor:
+    """Return the factor on what is rotated at every position, [P] in float32."""
+    return 1 + rope.growth * torch.log(1 + torch.arange(positions) // rope.period)
+
+
+def _inverse_frequencies(theta: float | Tensor, rotated: int) -> Tensor:
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated  # [R/2]
     return 1.0 / theta**exponents
 
 
-def _dynamic_theta(rope: Rope, head_dim: int, positions: int) -> Tensor:
+def _dynamic_theta(rope: Rope, rotated: int, positions: int) -> Tensor:
     """Return the base of each position, [P, 1]: the base of a text that ends with it."""
     length = torch.arange(1, positions + 1).clamp(min=rope.original_positions)[:, None]
     stretch = rope.factor * length / rope.original_positions - (rope.factor - 1)
-    return rope.theta * stretch ** (head_dim / (head_dim - 2))
+    return rope.theta * stretch ** (rotated / (rotated - 2))
 
 
 def _llama3(rope: Rope, inverse: Tensor) -> Tensor:
@@ -124,16 +167,16 @@ def _llama3(rope: Rope, inverse: Tensor) -> Tensor:
 def _yarn(rope: Rope, inverse: Tensor) -> Tensor:
     """Divide low frequencies by the factor; interpolate between the bounds by channel."""
     pairs = len(inverse)
-    head_dim = 2 * pairs
+    rotated = 2 * pairs
 
     def channel_pair(turns: float) -> float:
         length = rope.original_positions / (turns * 2 * math.pi)
-        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+        return rotated * math.log(length) / (2 * math.log(rope.theta))
 
     first, last = channel_pair(rope.high_frequency), channel_pair(rope.low_frequency)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotated - 1)
     width = last - first or 0.001  # transformers widens an empty ramp by 0.001 too
     stretched = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
     return inverse / rope.factor * stretched + inverse * (1 - stretched)

@@ -2,14 +2,17 @@
 
 Contract: the keys are `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it. Gemma 3 has
 one set of parameters for layers with full attention and one for windowed layers. If both spellings are
-present they must agree. Each scaling type reads its own keys; `reference.py` decides about the others.
+present they must agree. A family that may rotate a part of each head says so; in all others
+`partial_rotary_factor` is refused. Each scaling type reads its own keys; `reference.py` decides about the
+others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
@@ -20,24 +23,88 @@ from foredraft.model.rope import Rope
 # the default rotary bases of Gemma 3's full-attention and windowed layers; all other families have the latter
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 ORIGINAL = "original_max_position_embeddings"
-OVERRIDDEN = ("llama3", "yarn")  # types that take ORIGINAL from the whole config, where it has one
+# types that take ORIGINAL from the whole config, where it has one
+OVERRIDDEN = ("llama3", "longrope", "yarn")
 LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers with parameters of their own, in Gemma 3
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
+GROWTH = "llama_4_scaling_beta"
+PARTIAL = "partial_rotary_factor"
+SAME_KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}
 KEEP_TRAINED = "keep the one that the model was trained with"
 
 
-def read_rope(read: ConfigReader) -> Rope:
+def read_rope(
+    read: ConfigReader,
+    theta: float = LOCAL_THETA,
+    *,
+    head_dim: int | None = None,
+    share: float = 1.0,
+    original: int | None = None,
+    kinds: Mapping[str, str] = SAME_KINDS,
+    theta_key: str = "rope_theta",
+    share_key: str = PARTIAL,
+) -> Rope:
     """Return the rotary parameters of a family that rotates all layers alike.
+
+    Args:
+        read: The whole config.
+        theta: The base where the config has none.
+        head_dim: The size of a head in a family that may rotate a part of it; None in all others.
+        share: The share of a head that is rotated where the config has none.
+        original: `original_max_position_embeddings` where the whole config has none.
+        kinds: The scaling types that the family takes -> what they are in it.
+        theta_key: The key of the whole config that holds the base.
+        share_key: The key of the whole config that holds the share.
 
     Raises:
         CheckpointError: A key is missing, has a wrong value, is not supported, or contradicts another.
     """
-    sections = [section for key in ("rope_parameters", "rope_scaling") if (section := read.section(key))]
+    sections = rope_sections(read)
+    original = original if read.take(ORIGINAL) is None else read.count(ORIGINAL)
+    share = 1.0 if head_dim is None else _share(read, sections, head_dim, share, share_key)
+    return replace(_read_all(read, sections, theta_key, theta, original, kinds), share=share)
+
+
+def read_growing_rope(read: ConfigReader) -> tuple[Rope, Rope | None]:
+    """Return the rotary parameters of a family whose queries grow with their position, and those of queries.
+
+    Raises:
+        CheckpointError: As in `read_rope`.
+    """
+    sections = rope_sections(read)
+    periods = {
+        (section.optional_number(GROWTH, zero_is_null=True), section.count(ORIGINAL)) for section in sections
+    }
+    for section in sections:
+        section.seen.add("max_position_embeddings")  # the length of the whole config counts
+        if GROWTH not in section.config or len(periods) > 1:
+            raise section.error(GROWTH, KEEP_TRAINED)
     original = None if read.take(ORIGINAL) is None else read.count(ORIGINAL)
-    return _read_all(read, sections, "rope_theta", LOCAL_THETA, original)
+    rope = _read_all(read, sections, "rope_theta", LOCAL_THETA, original)
+    if not periods or (period := periods.pop())[0] is None:
+        return rope, None
+    return rope, replace(rope, growth=period[0], period=period[1])
 
 
-def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
-    """Return Gemma 3's rotary parameters: of layers with full attention, and of windowed layers.
+def rope_sections(read: ConfigReader) -> list[ConfigReader]:
+    """Return readers of the JSON objects with rotary parameters."""
+    return [section for key in ROPE_KEYS if (section := read.section(key))]
+
+
+def read_ropes(
+    read: ConfigReader,
+    theta: float = GLOBAL_THETA,
+    window_theta: float = LOCAL_THETA,
+    *,
+    window_key: str | None = "rope_local_base_freq",
+) -> tuple[Rope, Rope]:
+    """Return the rotary parameters of layers with full attention, and of windowed layers.
+
+    Args:
+        read: The whole config.
+        theta: The base in layers with full attention where the config has none.
+        window_theta: The same in windowed layers.
+        window_key: The key of the whole config that holds the latter; None: there is none.
 
     Raises:
         CheckpointError: As in `read_rope`.
@@ -52,8 +119,8 @@ def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
     if scaling and "rope_type" not in scaling.config and "type" in scaling.config:
         raise scaling.error("type", "spell it rope_type, because transformers ignores type in this family")
     ropes = (
-        _read_all(read, [section for section in (full, scaling) if section], "rope_theta", GLOBAL_THETA),
-        _read_all(read, [windowed] if windowed else [], "rope_local_base_freq", LOCAL_THETA),
+        _read_all(read, [section for section in (full, scaling) if section], "rope_theta", theta),
+        _read_all(read, [windowed] if windowed else [], window_key, window_theta),
     )
     # transformers reads truncate beside the two sets, not in them
     for section in filter(None, (full, windowed, scaling)):
@@ -63,24 +130,48 @@ def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
     return first, second
 
 
+def read_full_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
+    """Return Gemma 4's rotary parameters: of layers with full attention, and of windowed layers.
+
+    Either both sets are given, each with its base, or both have their defaults.
+
+    Raises:
+        CheckpointError: As in `read_rope`.
+    """
+    nested = read.section("rope_parameters")
+    if nested is None:
+        return Rope("proportional", GLOBAL_THETA, turning=0.25), Rope("default", LOCAL_THETA)
+    ropes = []
+    for kind in ("full_attention", "sliding_attention"):
+        if (section := nested.section(kind)) is None:
+            raise nested.error(kind, "it must hold the rotary parameters of these layers")
+        kinds = {**SAME_KINDS, "proportional": "proportional"}
+        ropes.append(_read_one(read, section, section.number("rope_theta"), None, kinds))
+    # the keys of one set are not read here, so they are misplaced
+    read.ignored |= check_unread(nested, frozenset().union(*REFERENCE.values()), ELSEWHERE_IN_ROPE)
+    return ropes[0], ropes[1]
+
+
 def _read_all(
     read: ConfigReader,
     sections: list[ConfigReader],
-    theta_key: str,
+    theta_key: str | None,
     theta: float,
     original: int | None = None,
+    kinds: Mapping[str, str] = SAME_KINDS,
 ) -> Rope:
     """Read every spelling that is present, and check that they agree.
 
     Args:
         read: The whole config.
         sections: The JSON objects with rotary parameters; none means the default type.
-        theta_key: The key of the whole config that holds the base where a section does not.
+        theta_key: The key of the whole config that holds the base where a section does not; None: no key.
         theta: The default base.
         original: `original_max_position_embeddings` of the whole config.
+        kinds: As `read_rope` takes them.
     """
     ropes = [
-        _read_one(read, section, _theta(read, section, theta_key, theta), original)
+        _read_one(read, section, _theta(read, section, theta_key, theta), original, kinds)
         for section in sections or [ConfigReader({})]
     ]
     if ropes[0] != ropes[-1]:
@@ -92,15 +183,39 @@ def _read_all(
     return ropes[0]
 
 
-def _read_one(read: ConfigReader, section: ConfigReader, theta: float, original: int | None) -> Rope:
+def _share(
+    read: ConfigReader, sections: list[ConfigReader], head_dim: int, default: float, key: str
+) -> float:
+    """Return the share of each head that is rotated: of a section, or else of `key` of the whole config."""
+    places = [*((section, PARTIAL) for section in sections), (read, key)]
+    given = [(each, name) for each, name in places if each.take(name) is not None]
+    for (first, name), (second, other) in pairwise(given):
+        if first.number(name) != second.number(other):
+            raise first.error(name, f"{second.where} has {second.take(other)}; {KEEP_TRAINED}")
+    holder, name = given[0] if given else (read, key)
+    share = holder.number(name, default)
+    rotated = int(head_dim * share)
+    if share > 1 or rotated < 2 or rotated % 2:
+        raise holder.error(name, f"it must rotate an even number of the {head_dim} channels of a head")
+    return share
+
+
+def _read_one(
+    read: ConfigReader,
+    section: ConfigReader,
+    theta: float,
+    original: int | None,
+    kinds: Mapping[str, str] = SAME_KINDS,
+) -> Rope:
     kind = section.take("rope_type", section.take("type", "default"))
     if section.take("type") not in (None, kind):
         raise section.error("type", f"rope_type is {shortened(kind)}; keep one of them")
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or kind not in kinds:
         raise CheckpointError(
             f"{section.where}: rope type {shortened(kind)} is not supported",
-            remedy=f"supported are {', '.join(KINDS)}",
+            remedy=f"supported are {', '.join(kinds)}",
         )
+    kind = kinds[kind]
     trained = read.count("max_position_embeddings")
     if original is not None and kind in OVERRIDDEN:
         if section.take(ORIGINAL) not in (None, original):
@@ -111,8 +226,10 @@ def _read_one(read: ConfigReader, section: ConfigReader, theta: float, original:
     return rope
 
 
-def _theta(read: ConfigReader, section: ConfigReader, key: str, default: float) -> float:
+def _theta(read: ConfigReader, section: ConfigReader, key: str | None, default: float) -> float:
     """Return the rotary base, from the section or else from `key` of the whole config."""
+    if key is None:
+        return section.number("rope_theta", default)
     if "rope_theta" not in section.config:
         return read.number(key, default)
     theta = section.number("rope_theta")
@@ -148,6 +265,39 @@ def _llama3(section: ConfigReader, theta: float, trained: int) -> Rope:
             "low_freq_factor", f"it must be less than high_freq_factor, {rope.high_frequency}"
         )
     return rope
+
+
+def _proportional(section: ConfigReader, theta: float, trained: int) -> Rope:
+    turning = section.number("partial_rotary_factor", 1.0)
+    if turning > 1:
+        raise section.error("partial_rotary_factor", "it must be 1 at most")
+    return Rope("proportional", theta, factor=section.number("factor", 1.0), turning=turning)
+
+
+def _longrope(section: ConfigReader, theta: float, trained: int) -> Rope:
+    original = section.count(ORIGINAL, trained)
+    if original < 2:
+        raise section.error(ORIGINAL, "longrope needs 2 positions or more")
+    factor = section.optional_number("factor") or trained / original
+    attention = section.optional_number("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (_factors(section, key) for key in ("short_factor", "long_factor"))
+    if len(short) != len(long):
+        raise section.error("long_factor", f"it must have {len(short)} numbers, as short_factor has")
+    return Rope(
+        "longrope", theta, original_positions=original, attention_factor=attention, factors=short,
+        long_factors=long,
+    )  # fmt: skip
+
+
+def _factors(section: ConfigReader, key: str) -> tuple[float, ...]:
+    """Return a list of finite numbers above 0."""
+    listed = section.take(key)
+    if not isinstance(listed, list) or not listed:
+        raise section.error(key, "it must be a list of numbers")
+    numbers = ConfigReader({str(at): value for at, value in enumerate(listed)}, f"{section.where}, {key}")
+    return tuple(numbers.number(at) for at in numbers.config)
 
 
 def _yarn(section: ConfigReader, theta: float, trained: int) -> Rope:
@@ -196,5 +346,7 @@ KINDS: dict[str, Callable[[ConfigReader, float, int], Rope]] = {
     "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
+    "proportional": _proportional,
     "yarn": _yarn,
 }

@@ -30,8 +30,9 @@ from foredraft.files import NO_FILE, is_no_file
 from foredraft.model.config import DOWNLOAD_AGAIN, parse_json
 from foredraft.model.mapping import mapped_bytes
 
-__all__ = ["SafetensorsFile", "SafetensorsSlice", "write_tensors"]
+__all__ = ["INDEX", "SINGLE", "SafetensorsFile", "SafetensorsSlice", "write_tensors"]
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a checkpoint
 LENGTH = 8  # bytes of the header's length
 MOST = 100_000_000  # bytes of a header, as the format's own library allows
 MAX_DIMENSIONS = 8  # of a tensor; weights have at most 4

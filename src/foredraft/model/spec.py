@@ -3,30 +3,36 @@
 Contract: `model_type` decides which keys `transformers` reads. Each of them is read here too, or changes no
 text, or is a `CheckpointError` that names it, because a model that ignores a key is another model.
 `reference.py` decides about the keys that are left. An absent key has the default that `transformers` gives
-it in that family; the sizes have no default. `families.py` and `rope_config.py` read the keys of each
+it in that family; the sizes have no default. `families/` and `rope_config.py` read the keys of each
 architecture, and `quantisation` those of quantised weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foredraft.errors import CheckpointError, shortened
+from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.families import FAMILIES, Family
+from foredraft.model.further_tokens import predicts_further, read_further_layers
 from foredraft.model.generation import FILE as GENERATION
+from foredraft.model.layer_geometry import OUTSIDE, LayerGeometry
+from foredraft.model.lora.record import is_lora
 from foredraft.model.quantisation import Quantisation, read_quantisation
 from foredraft.model.reference import HARMLESS, check_unread
 from foredraft.model.reference_keys import CONFIG as REFERENCE
 from foredraft.model.rope import Rope
+from foredraft.model.tensor_names import AS_STORED, Naming
 from foredraft.model.transfers import dtype_name
+from foredraft.model.unsupported import refusal
+from foredraft.model.wrappers import TextPart, text_part_of, with_tie
 
-__all__ = ["ModelSpec", "Rope", "with_dtype"]
+__all__ = ["OUTSIDE", "ModelSpec", "Rope", "with_dtype"]
 
 CONFIG = "config.json"
 # Keys of checkpoints that `foredraft quantise` writes, and wrote before it coded embeddings, too; other
@@ -35,16 +41,16 @@ EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(LayerGeometry):
     """Everything that determines a model's shapes and arithmetic, except its weights."""
 
-    architecture: str  # a key of `FAMILIES`
+    architecture: str  # a key of `FAMILIES`; of a multimodal checkpoint, that of its text model
     vocab_size: int
     hidden_size: int
     layers: int
     heads: int  # query heads
-    kv_heads: int  # key and value heads
-    head_dim: int
+    kv_heads: int  # key and value heads; of windowed layers, where `full_kv_heads` gives others
+    head_dim: int  # of windowed layers, where `full_head_dim` gives another
     intermediate_size: int
     norm_eps: float
     max_positions: int  # the most positions that a request may use
@@ -54,31 +60,83 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]  # every id that ends a text
     bos_token_id: int | None
     rope: Rope  # of layers with full attention, and of all layers if `window_rope` is None
-    activation: str  # "silu" or "gelu_tanh"
+    activation: str  # a name that `layers.activate` knows
     attention_scale: float  # the factor on attention scores
     attention_softcap: float | None = None  # the soft-cap on attention scores
     logit_softcap: float | None = None  # the soft-cap on logits
     embedding_scale: float | None = None  # the factor on embeddings
+    logit_scale: float | None = None  # the factor on logits, before their soft-cap
+    residual_scale: float | None = None  # the factor on what each sub-layer adds
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    gated: bool = True  # the MLP multiplies the activation of a gate by another projection
+    parallel_residual: bool = False  # the MLP reads what enters the layer, as attention does
+    shared_norm: bool = False  # and attention's norm of it
+    layer_norms: bool = False  # norms subtract the mean
+    norm_bias: bool = False  # and have a bias
+    norm_float32: bool = False  # RMS norms multiply by their weight in float32
     norm_offset: bool = False  # norms multiply by 1 + weight, in float32
+    pre_norms: bool = True  # the input of each sub-layer has a norm of its own
     post_norms: bool = False  # the output of each sub-layer has a norm of its own
+    sum_norms: bool = False  # what enters a sub-layer plus its output has a norm; the last is the final norm
     head_norms: bool = False  # queries and keys are normed per head before rotation
+    projection_norms: bool = False  # and so over all heads together
+    own_head_norms: bool = False  # each head has a norm of its own, without a bias
+    learned_positions: int = 0  # rows of the table that is added to embeddings by position; 0 is no table
+    position_offset: int = 0  # the row of position 0
     window_rope: Rope | None = None  # of windowed layers
+    full_kv_heads: int | None = None  # key and value heads of layers with full attention; None: `kv_heads`
+    full_head_dim: int | None = None  # the size of a head there; None: `head_dim`
+    # the layer whose keys and values each layer reads; (): its own. -1 (`OUTSIDE`): those of another model
+    sources: tuple[int, ...] = ()
+    shared_intermediate_size: int | None = None  # in layers that read keys of another; None: as elsewhere
+    value_norms: bool = False  # values are normed per head, without a weight
+    keys_are_values: bool = False  # layers with full attention project keys alone, which are their values too
+    layer_scalars: bool = False  # what leaves a layer is multiplied by a number of the layer's own
+    layer_input_size: int = 0  # of the embedding that each token has in every layer; 0: there is none
+    layer_input_rows: int = 0  # tokens with such embeddings
+    rotated_ahead: int = 0  # queries are rotated by so many positions past the last one that they see
+    interleaved: bool = False  # channels 2i and 2i + 1 of a stored head rotate together (`row_orders`)
+    fused_qkv: bool = False  # queries, keys and values are stored as one weight
+    grouped_qkv: bool = False  # in it, those of each key head lie together
+    fused_gate_up: bool = False  # the gate and the up projection are stored as one weight
+    naming: Naming = AS_STORED  # how the checkpoint names its tensors
+    query_rope: Rope | None = None  # of queries, where they are rotated otherwise than keys
+    unrotated: tuple[int, ...] = ()  # the layers whose queries and keys are not rotated
     head_copies: bool = False  # the head is a coded copy of the embedding, so its weights are no further ones
     embedding_copies: bool = False  # and the embedding holds what the head's codes stand for
     quantisation: Quantisation | None = None  # how the checkpoint stores the weights of linear layers
+    further_layers: int = 0  # layers behind these that predict further tokens, and stay unread
+    wrapper: str | None = None  # the multimodal architecture whose text model this is
+    media_tokens: tuple[tuple[str, int], ...] = ()  # config keys and ids of tokens for images and sounds
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that change nothing, as "key = value"
-
-    @property
-    def groups(self) -> int:
-        """G, the query heads that share one key head."""
-        return self.heads // self.kv_heads
 
     def rope_of(self, window: int | None) -> Rope:
         """Return the rotary parameters of layers with the given window."""
         return self.rope if window is None or self.window_rope is None else self.window_rope
+
+    @property
+    def ropes(self) -> dict[Rope, int]:
+        """Every set of rotary parameters that a layer uses -> the size of a head that they rotate."""
+        ropes = {self.rope_of(window): self.head_dim_of(window) for window in self.windows}
+        return ropes if self.query_rope is None else ropes | {self.query_rope: self.head_dim}
+
+    def at_length(self, positions: int | None) -> ModelSpec:
+        """Return the spec of a model that is loaded for texts of so many positions; None is its longest."""
+        length = self.max_positions if positions is None else positions
+        changed = {
+            name: own.at_length(length)
+            for name in ("rope", "window_rope", "query_rope")
+            if (own := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
+
+    def leaves_unread(self, name: str) -> bool:
+        """Return whether a checkpoint may hold a tensor of this name that the decoder does not need."""
+        further = predicts_further(name, self.layers, self.further_layers)
+        return further or self.naming.is_ignored(name) or self.makes_unread_keys(name)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
@@ -90,11 +148,16 @@ class ModelSpec:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder", remedy="give the folder of a checkpoint")
         if not (folder / CONFIG).is_file():
+            if is_lora(folder):
+                raise CheckpointError(
+                    f"{folder} is a LoRA, which changes another model",
+                    remedy=("give that one, and this as ", Option("lora", str(folder))),
+                )
             raise CheckpointError(
                 f"{folder} has no config.json", remedy="give the folder of a Hugging Face checkpoint"
             )
         generation = folder / GENERATION
-        config = read_json(folder / CONFIG)
+        config = with_tie(read_json(folder / CONFIG), folder)
         return cls.from_hf(config, read_json(generation) if generation.is_file() else None)
 
     @classmethod
@@ -110,9 +173,14 @@ class ModelSpec:
         Raises:
             CheckpointError: A key is missing, has a wrong value, or is not supported.
         """
+        part = text_part_of(config)
+        if part is not None:
+            return cls._of_text_part(part, generation_config)
         architecture, family = _family(config)
-        read = ConfigReader({"max_position_embeddings": family.positions, **config}, harmless=HARMLESS)
-        fields = _sizes(read) | family.fields(read)
+        read = ConfigReader(config, harmless=HARMLESS, spelled=family.spelled)
+        read.set_default("max_position_embeddings", family.positions)
+        fields = family.fields(read)
+        fields = _sizes(read, fields) | fields
         if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
             raise read.error("attention_multiplier", f"only {fields['attention_scale']} is supported")
         positions = _positions(read, fields["rope"])
@@ -125,12 +193,45 @@ class ModelSpec:
             bos_token_id=_bos(read, generation_config, family.bos),
             head_copies=copies or read.flag(HEAD_COPIES, default=False),
             embedding_copies=copies,
-            quantisation=read_quantisation(read),
+            quantisation=read_quantisation(read, fields.get("naming", AS_STORED)),
+            further_layers=read_further_layers(read),
         )
-        if spec.head_dim == 2 and any(spec.rope_of(window).kind == "dynamic" for window in spec.windows):
-            raise CheckpointError("config.json: head_dim is 2", remedy="rope type 'dynamic' needs 4 or more")
-        ignored = check_unread(read, REFERENCE[family.model_type]) | read.ignored
-        return replace(spec, ignored=tuple(f"{key} = {shortened(value)}" for key, value in ignored.items()))
+        _check_ropes(spec)
+        ignored = check_unread(read, family.keys or REFERENCE[family.model_type]) | read.ignored
+        return replace(spec, ignored=_listed(ignored))
+
+    @classmethod
+    def _of_text_part(cls, part: TextPart, generation_config: Mapping[str, Any] | None) -> ModelSpec:
+        """Return the spec of the text model of a multimodal checkpoint."""
+        spec = cls.from_hf(part.config, generation_config)
+        media = tuple((key, id) for key, id in part.media if id < spec.vocab_size)
+        return replace(
+            spec,
+            wrapper=part.architecture,
+            media_tokens=media,
+            naming=replace(spec.naming, nested=True),
+            ignored=(*_listed(part.ignored), *spec.ignored),
+        )
+
+
+def _listed(ignored: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(f"{key} = {shortened(value)}" for key, value in ignored.items())
+
+
+def _check_ropes(spec: ModelSpec) -> None:
+    """Check that the rotary parameters fit the size of a head."""
+    for rope, head_dim in spec.ropes.items():
+        rotated = rope.rotated(head_dim)
+        if rope.kind == "dynamic" and rotated == 2:
+            raise CheckpointError(
+                f"config.json: head_dim is {head_dim}",
+                remedy="rope type 'dynamic' needs 4 rotated channels or more",
+            )
+        if rope.factors and 2 * len(rope.factors) != rotated:
+            raise CheckpointError(
+                f"config.json: short_factor and long_factor have {len(rope.factors)} numbers",
+                remedy=f"{rotated} channels of a head are rotated, so they must have {rotated // 2}",
+            )
 
 
 def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
@@ -142,29 +243,21 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
     for name, family in FAMILIES.items():
         if kind == family.model_type or (kind is None and names == [name]):
             return name, family
-    found = f"model_type {shortened(kind)}" if kind is not None else f"architecture {shortened(_only(names))}"
-    remedy = f"supported are {', '.join(sorted(family.model_type for family in FAMILIES.values()))}"
-    if "text_config" in config:  # a multimodal model
-        remedy = f"give a checkpoint of its language model alone ({remedy})"
-    raise CheckpointError(f"config.json: {found} is not supported", remedy=remedy)
+    raise refusal(config, [family.model_type for family in FAMILIES.values()])
 
 
-def _only(names: Any) -> Any:
-    """Return the element of a list of one, and anything else as it is."""
-    return names[0] if isinstance(names, list) and len(names) == 1 else names
-
-
-def _sizes(read: ConfigReader) -> dict[str, Any]:
-    """Return the fields whose keys are the same in every family."""
-    return {
-        "vocab_size": read.count("vocab_size"),
-        "hidden_size": read.count("hidden_size"),
-        "layers": read.count("num_hidden_layers"),
-        "heads": read.count("num_attention_heads"),
-        "intermediate_size": read.count("intermediate_size"),
-        "norm_eps": read.number("rms_norm_eps", 1e-6),
-        "dtype": _dtype(read),
+def _sizes(read: ConfigReader, given: Collection[str]) -> dict[str, Any]:
+    """Return the fields whose keys are the same in every family, but for those that the family gives."""
+    sizes: dict[str, Callable[[], Any]] = {
+        "vocab_size": lambda: read.count("vocab_size"),
+        "hidden_size": lambda: read.count("hidden_size"),
+        "layers": lambda: read.count("num_hidden_layers"),
+        "heads": lambda: read.count("num_attention_heads"),
+        "intermediate_size": lambda: read.count("intermediate_size"),
+        "norm_eps": lambda: read.number("rms_norm_eps", 1e-6),
+        "dtype": lambda: _dtype(read),
     }
+    return {name: value() for name, value in sizes.items() if name not in given}
 
 
 def _positions(read: ConfigReader, rope: Rope) -> int:
@@ -199,27 +292,32 @@ def _dtype(read: ConfigReader) -> str:
     return names[0]
 
 
-def _eos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> tuple[int, ...]:
+def _eos(
+    read: ConfigReader, generation: Mapping[str, Any] | None, default: int | list[int] | None
+) -> tuple[int, ...]:
     """Return every end-of-text id: those of config.json, then those that generation_config.json adds."""
     own = read.take("eos_token_id", default if generation is None else None)
     added = (generation or {}).get("eos_token_id")
-    ids = [*_ids(read, "eos_token_id", own), *_ids(read, "eos_token_id", added, GENERATION)]
+    ids = [*_ids(read, "eos_token_id", own, default), *_ids(read, "eos_token_id", added, file=GENERATION)]
     return tuple(dict.fromkeys(ids))
 
 
 def _bos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> int | None:
     """Return the beginning-of-text id of config.json, or else of generation_config.json."""
     own = read.take("bos_token_id", default if generation is None else None)
-    ids = _ids(read, "bos_token_id", own)
+    ids = _ids(read, "bos_token_id", own, default)
     if "bos_token_id" not in read.config:
-        ids = ids or _ids(read, "bos_token_id", (generation or {}).get("bos_token_id"), GENERATION)
+        ids = ids or _ids(read, "bos_token_id", (generation or {}).get("bos_token_id"), file=GENERATION)
     return next(iter(ids), None)
 
 
-def _ids(read: ConfigReader, key: str, value: Any, file: str = CONFIG) -> list[int]:
+def _ids(
+    read: ConfigReader, key: str, value: Any, default: int | list[int] | None = None, file: str = CONFIG
+) -> list[int]:
     """Return the token ids under a key; null and negative values stand for no id.
 
-    config.json contradicts itself with an id beyond its vocabulary, so that is an error.
+    config.json contradicts itself with an id beyond its vocabulary, so that is an error, unless it is the
+    default of the class: StarCoder 2's lies beyond the default of its vocabulary.
     generation_config.json may come from a model with a larger vocabulary, so such an id is left out;
     `generation_defaults` logs a warning.
     """
@@ -234,7 +332,7 @@ def _ids(read: ConfigReader, key: str, value: Any, file: str = CONFIG) -> list[i
             continue
         if token < vocab_size:
             ids.append(token)
-        elif file == CONFIG:
+        elif file == CONFIG and value != default:
             raise CheckpointError(
                 f"{file}: {key} is {shortened(value)}, but vocab_size is {vocab_size}",
                 remedy="give an id below it",

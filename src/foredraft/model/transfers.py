@@ -20,6 +20,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Return whether the host reads a tensor without waiting for a device."""
+    return tensor.device.type in HOST
+
+
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy values to a device without blocking the host.
 
@@ -48,7 +53,7 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
         The same values on the host, in the same shapes; the tensors themselves if they are there already.
         Integers may arrive in a wider dtype.
     """
-    if tensors[0].device.type in HOST:
+    if on_host(tensors[0]):
         return list(tensors)
     # float32 travels as int32 bits, so that one concatenation holds all dtypes without rounding
     integers = [bits(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]

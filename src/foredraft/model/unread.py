@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from foredraft.model.gguf.tensors import source_of
+from foredraft.model.lora.record import loras_of
 from foredraft.model.quantisation import BITS
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
@@ -20,11 +21,12 @@ class Checkpoint:
     """One model before its weights are read.
 
     Attributes:
-        folder: The local folder; of a GGUF file, the one that was made from it.
+        folder: The local folder; of a GGUF file or a model with LoRAs, the one that was made from it.
         spec: The model's shape, from config.json.
         tokenizer: None where the folder has none.
         dtype: The dtype to run it in.
         bits: Of the codes that its weights are quantised to; None leaves them as they are.
+        length: The positions of the longest text to come; None: as many as the model takes.
     """
 
     folder: Path
@@ -32,6 +34,7 @@ class Checkpoint:
     tokenizer: Tokenizer | None
     dtype: torch.dtype
     bits: int | None = None
+    length: int | None = None
 
     @property
     def coded_bits(self) -> int | None:
@@ -45,6 +48,16 @@ class Checkpoint:
         if self.bits is not None:
             return next(name for name, bits in BITS.items() if bits == self.bits)
         return None if self.spec.quantisation is None else self.spec.quantisation.described
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """The LoRAs that are merged into it, in order, by the names that the user gave."""
+        return tuple(name for name, _ in loras_of(self.folder))
+
+    @property
+    def shown(self) -> str:
+        """What messages call it: its folder or GGUF file, and its LoRAs."""
+        return " + ".join([str(self.source), *self.loras])
 
     @property
     def source(self) -> Path:

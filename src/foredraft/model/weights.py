@@ -27,8 +27,6 @@ from torch import Tensor
 
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.checkpoint import (
-    EMBEDDING,
-    HEAD,
     CheckpointTensors,
     Shapes,
     coding_of,
@@ -37,8 +35,10 @@ from foredraft.model.checkpoint import (
     joined_shape,
 )
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
-from foredraft.model.layers import Linear, Product, QuantisedInputs, RMSNorm, RowSource
-from foredraft.model.quantisation import Coding, quantise
+from foredraft.model.layer_inputs import LayerInput, LayerInputs
+from foredraft.model.layers import LayerNorm, Linear, Norm, Product, QuantisedInputs, RMSNorm, RowSource
+from foredraft.model.quantisation import Codes, Coding, quantise
+from foredraft.model.row_orders import channel_order, qkv_order
 from foredraft.model.runner.native import (
     NativeCodes,
     coded_bytes,
@@ -49,11 +49,13 @@ from foredraft.model.runner.native import (
 )
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
+from foredraft.model.tensor_layouts import EMBEDDING, HEAD, LAST_NORM, LAYERS, POSITIONS
 
 __all__ = [
     "Source",
     "build_decoder",
     "build_layer",
+    "build_linear",
     "build_norm",
     "coded_copy_bytes",
     "expanded_bytes",
@@ -66,7 +68,7 @@ __all__ = [
     "weight_bytes",
 ]
 
-LAST_NORM, LAYERS = "model.norm", "model.layers"
+LAYER_EMBEDDING, LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
 
 
 class Source(Protocol):
@@ -98,6 +100,7 @@ def load_decoder(
     *,
     native: bool = False,
     bits: int | None = None,
+    length: int | None = None,
 ) -> Decoder:
     """Return the decoder of a checkpoint folder.
 
@@ -108,14 +111,17 @@ def load_decoder(
         native: Arrange the linear layers for the C kernels (`runner.native`).
         bits: Quantise the linear layers to codes of so many bits; without the kernels the decoder has what
             the codes stand for, rounded to the dtype. None leaves the weights as they are.
+        length: The positions of the longest text to come; None: as many as the model takes.
 
     Raises:
         CheckpointError: The checkpoint is broken, incomplete or not supported.
     """
-    spec = ModelSpec.from_folder(folder)
+    spec = ModelSpec.from_folder(folder).at_length(length)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        tensors = CheckpointTensors(folder, stack, torch.device(device), chosen, spec.quantisation)
+        tensors = CheckpointTensors(
+            folder, stack, torch.device(device), chosen, spec.quantisation, spec.naming
+        )
         decoder = build_decoder(spec, tensors, native, bits)
         if spec.embedding_copies:
             tensors.used.add(f"{EMBEDDING}.weight")  # the head may give its rows
@@ -133,7 +139,7 @@ def load_layer(
     mlp: bool,
     native: bool = False,
     besides: Collection[str] = (),
-) -> tuple[Layer, RMSNorm]:
+) -> tuple[Layer, Norm]:
     """Return the one layer, and the norm after it, of a folder that holds nothing else: an adapter's.
 
     Args:
@@ -239,9 +245,9 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tenso
     build_decoder(spec, counter)
     with ExitStack() as stack:
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype, spec.quantisation)
+        tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype, spec.quantisation, spec.naming)
         return {
-            name: tensors.tensor(name, shape).clone()
+            name: tensors.tensor(name, shape).clone(memory_format=torch.contiguous_format)
             for name, shape in counter.shapes.items()
             if wanted(name)
         }
@@ -269,11 +275,13 @@ def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False, bits: 
     """
     builder = _Builder(spec, tensors, native, bits)
     hidden = spec.hidden_size
-    head = builder.linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
+    head = builder.linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden, spec.head_bias)
     layers = tuple(builder.layer(index) for index in range(spec.layers))
+    inputs = builder.inputs()
     tensors.free_temporary()
     embedding = builder.embedding(head)  # loaded last, it can take the memory that the temporary buffer had
-    return Decoder(spec, embedding, layers, builder.norm(LAST_NORM), head)
+    parts = builder.norm(LAST_NORM), head, builder.learned_positions(), inputs
+    return Decoder(spec, embedding, layers, *parts)
 
 
 def build_layer(spec: ModelSpec, tensors: Source, index: int = 0, *, mlp: bool = True) -> Layer:
@@ -281,7 +289,15 @@ def build_layer(spec: ModelSpec, tensors: Source, index: int = 0, *, mlp: bool =
     return _Builder(spec, tensors, pack=False).layer(index, mlp=mlp)
 
 
-def build_norm(spec: ModelSpec, tensors: Source) -> RMSNorm:
+def build_linear(
+    spec: ModelSpec, tensors: Source, name: str, shape: tuple[int, int], *, native: bool = False
+) -> Product:
+    """Return a linear layer of a checkpoint that is no part of its decoder."""
+    rows, columns = shape
+    return _Builder(spec, tensors, native).linear({name: rows}, columns)
+
+
+def build_norm(spec: ModelSpec, tensors: Source) -> Norm:
     """Return the norm after the last layer."""
     return _Builder(spec, tensors, pack=False).norm(LAST_NORM)
 
@@ -302,16 +318,46 @@ class _Builder:
         # linear layers copy their weight
         self.packs = native or (pack and packs(tensors.device, tensors.dtype))
         self.arena = Arena()
+        self.channels, self.qkv_order = channel_order(spec), qkv_order(spec)
 
-    def norm(self, name: str, size: int | None = None) -> RMSNorm:
-        """Return the norm `name` of `size` values, by default those of a hidden state."""
-        weight = self.tensors.load({f"{name}.weight": (size or self.spec.hidden_size,)})
-        offset = self.spec.norm_offset
-        if offset:
+    def norm(self, name: str, size: int | None = None, heads: int = 0) -> Norm:
+        """Return the norm `name` of `size` values: those of heads, or by default of a hidden state.
+
+        With a number of heads, each has a layer norm of its own.
+        """
+        if heads:
+            assert size is not None
+            weights = self.tensors.load({f"{name}.{head}.weight": (size,) for head in range(heads)})
+            return LayerNorm(weights.float().view(heads, size), None, self.spec.norm_eps)
+        spec, shape = self.spec, (size or self.spec.hidden_size,)
+
+        def load(kind: str) -> Tensor:
+            values = self.tensors.load({f"{name}.{kind}": shape})
+            if size is None or self.channels is None or values.is_meta:
+                return values
+            return values.view(-1, spec.head_dim)[:, self.channels.to(values.device)].flatten()
+
+        weight = load("weight")
+        if spec.layer_norms:
+            bias = load("bias").float() if spec.norm_bias else None
+            return LayerNorm(weight.float(), bias, spec.norm_eps)
+        if spec.norm_offset or spec.norm_float32:
             weight = weight.float()
-            if not weight.is_meta:  # there a sum would import PyTorch's compiler, which takes seconds
-                weight = weight + 1.0
-        return RMSNorm(weight, self.spec.norm_eps, offset)
+        if spec.norm_offset and not weight.is_meta:  # there a sum would import PyTorch's compiler for seconds
+            weight = weight + 1.0
+        return RMSNorm(weight, spec.norm_eps, spec.norm_offset or spec.norm_float32)
+
+    def plain_norm(self, size: int) -> Norm:
+        """Return a norm of `size` values without a weight."""
+        return RMSNorm(torch.ones(size, device=self.tensors.device), self.spec.norm_eps, offset=True)
+
+    def learned_positions(self) -> Tensor | None:
+        """Return what each position adds to its embedding, [positions, hidden]; None for nothing."""
+        spec = self.spec
+        if not spec.learned_positions:
+            return None
+        table = self.tensors.load({f"{POSITIONS}.weight": (spec.learned_positions, spec.hidden_size)})
+        return table[spec.position_offset :]
 
     def embedding(self, head: Product) -> Tensor | RowSource:
         """Return the embedding: the head itself, where they are equal and the head can give its rows."""
@@ -333,9 +379,18 @@ class _Builder:
             return quantise(weight, self.bits).expand(weight.dtype)
         return weight
 
-    def linear(self, names: dict[str, int], columns: int, has_bias: bool = False) -> Product:
-        """Return one linear layer, fused from the named ones with their numbers of rows."""
-        product = self._product(names, columns, has_bias)
+    def linear(
+        self, names: dict[str, int], columns: int, has_bias: bool = False, order: Tensor | None = None
+    ) -> Product:
+        """Return one linear layer, fused from the named ones with their numbers of rows.
+
+        Args:
+            names: The layers, with their numbers of rows.
+            columns: Of their inputs.
+            has_bias: They have biases.
+            order: Where the rows of the product lie in what is stored, [M]; None: they are in order.
+        """
+        product = self._product(names, columns, has_bias, order)
         inputs = inputs_of(names, columns, self.spec.quantisation)
         if inputs is None:
             return product
@@ -343,15 +398,20 @@ class _Builder:
             return replace(product, inputs=inputs)
         return QuantisedInputs(product, inputs)
 
-    def _product(self, names: dict[str, int], columns: int, has_bias: bool) -> Product:
+    def _product(self, names: dict[str, int], columns: int, has_bias: bool, order: Tensor | None) -> Product:
         tensors = self.tensors
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
-        biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
+        # a head that is tied to the embedding has a bias of its own
+        biases: Shapes = {f"{HEAD if name == EMBEDDING else name}.bias": (n,) for name, n in names.items()}
         bias = tensors.load(biases) if has_bias else None
+        bias = None if bias is None else _in_order(bias, order)
         stored = tensors.codes(weights) if self.native and isinstance(tensors, CheckpointTensors) else None
         if stored is not None:
+            if order is not None:
+                stored = iter([Codes.gathered(len(order), stored).in_order(order)])
             return pack_pieces((sum(names.values()), columns), stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
+        weight = _in_order(weight, order)
         if self.bits is not None and Coding(self.bits).holds(columns) and not weight.is_meta:
             codes = quantise(weight, self.bits)
             if self.native:
@@ -364,34 +424,85 @@ class _Builder:
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
         """Return a layer of the model."""
         prefix = f"{LAYERS}.{index}"
-        return Layer(self._attention(prefix), self._mlp(prefix) if mlp else None)
+        attention = self._attention(prefix, index)
+        made = self._mlp(prefix, index, attention) if mlp else None
+        return Layer(attention, made, self._input(prefix), self._scalar(prefix))
 
-    def _attention(self, prefix: str) -> Attention:
-        spec, norm = self.spec, self.norm
-        q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    def _attention(self, prefix: str, index: int) -> Attention:
+        spec, norm, window = self.spec, self.norm, self.spec.windows[index]
+        dim, stores = spec.head_dim_of(window), spec.stores(index)
+        q_rows, kv_rows = spec.heads * dim, spec.kv_heads_of(window) * dim
+        own = "" if not stores else "k" if spec.joins_values(window) else "kv"
         projections = {f"{prefix}.self_attn.q_proj": q_rows}
-        projections |= {f"{prefix}.self_attn.{name}_proj": kv_rows for name in "kv"}
+        projections |= {f"{prefix}.self_attn.{name}_proj": kv_rows for name in own}
+        if spec.fused_qkv:
+            projections = {f"{prefix}.self_attn.qkv_proj": q_rows + 2 * kv_rows}
         output = {f"{prefix}.self_attn.o_proj": spec.hidden_size}
+        normed, after = spec.head_norms or spec.projection_norms, spec.post_norms or spec.sum_norms
+        q_size, k_size = (q_rows, kv_rows) if spec.projection_norms else (dim, dim)
+        q_heads, k_heads = (spec.heads, spec.kv_heads_of(window)) if spec.own_head_norms else (0, 0)
         return Attention(
-            norm=norm(f"{prefix}.input_layernorm"),
-            qkv=self.linear(projections, spec.hidden_size, spec.qkv_bias),
+            norm=norm(f"{prefix}.input_layernorm") if spec.pre_norms else None,
+            qkv=self.linear(projections, spec.hidden_size, spec.qkv_bias, self.qkv_order),
             output=self.linear(output, q_rows, spec.output_bias),
-            post_norm=norm(f"{prefix}.post_attention_layernorm") if spec.post_norms else None,
-            q_norm=norm(f"{prefix}.self_attn.q_norm", spec.head_dim) if spec.head_norms else None,
-            k_norm=norm(f"{prefix}.self_attn.k_norm", spec.head_dim) if spec.head_norms else None,
+            post_norm=norm(f"{prefix}.post_attention_layernorm") if after else None,
+            q_norm=norm(f"{prefix}.self_attn.q_norm", q_size, q_heads) if normed else None,
+            k_norm=norm(f"{prefix}.self_attn.k_norm", k_size, k_heads) if normed and stores else None,
+            v_norm=self.plain_norm(dim) if spec.value_norms and stores else None,
+            window=window,
         )
 
-    def _mlp(self, prefix: str) -> MLP:
-        spec, norm, inner = self.spec, self.norm, self.spec.intermediate_size
+    def _input(self, prefix: str) -> LayerInput | None:
+        hidden, size = self.spec.hidden_size, self.spec.layer_input_size
+        if not size:
+            return None
+        gate, output = f"{prefix}.per_layer_input_gate", f"{prefix}.per_layer_projection"
+        norm = self.norm(f"{prefix}.post_per_layer_input_norm")
+        return LayerInput(self.linear({gate: size}, hidden), self.linear({output: hidden}, size), norm)
+
+    def _scalar(self, prefix: str) -> float | Tensor:
+        if not self.spec.layer_scalars:
+            return 1.0
+        scalar = self.tensors.load({f"{prefix}.layer_scalar": (1,)})
+        if scalar.is_meta:
+            return 1.0
+        return scalar if scalar.requires_grad else float(scalar)
+
+    def inputs(self) -> LayerInputs | None:
+        """Return what makes the inputs that layers take of the tokens themselves; None in models without."""
+        spec, size = self.spec, self.spec.layer_input_size
+        if not size:
+            return None
+        width, dtype = spec.layers * size, self.tensors.dtype
+        return LayerInputs(
+            self.tensors.load({f"{LAYER_EMBEDDING}.weight": (spec.layer_input_rows, width)}),
+            float(torch.tensor(size**0.5).to(dtype)),
+            self.linear({LAYER_PROJECTION: width}, spec.hidden_size),
+            spec.hidden_size**-0.5,
+            self.norm("model.per_layer_projection_norm", size),
+        )
+
+    def _mlp(self, prefix: str, index: int, attention: Attention) -> MLP:
+        spec, norm, inner = self.spec, self.norm, self.spec.inner_of(index)
         # without norms after sub-layers, Hugging Face calls the norm before the MLP "post attention"
         before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
-        gate_up = {f"{prefix}.mlp.{name}_proj": inner for name in ("gate", "up")}
+        gate_up = {f"{prefix}.mlp.{name}_proj": inner for name in (("gate", "up") if spec.gated else ("up",))}
+        if spec.fused_gate_up:
+            gate_up = {f"{prefix}.mlp.gate_up_proj": 2 * inner}
+        own = norm(f"{prefix}.{before}") if spec.pre_norms and not spec.shared_norm else None
+        # the norm of the last sum is the final norm
+        after = spec.post_norms or (spec.sum_norms and index < spec.layers - 1)
         return MLP(
-            norm=norm(f"{prefix}.{before}"),
+            norm=attention.norm if spec.shared_norm else own,
             gate_up=self.linear(gate_up, spec.hidden_size, spec.mlp_bias),
             down=self.linear({f"{prefix}.mlp.down_proj": spec.hidden_size}, inner, spec.mlp_bias),
-            post_norm=norm(f"{prefix}.post_feedforward_layernorm") if spec.post_norms else None,
+            post_norm=norm(f"{prefix}.post_feedforward_layernorm") if after else None,
         )
+
+
+def _in_order(stored: Tensor, order: Tensor | None) -> Tensor:
+    """Return the rows of a stored tensor [M, ...] in another order; a copy, where there is one."""
+    return stored if order is None or stored.is_meta else stored[order.to(stored.device)]
 
 
 class _SizeCounter:

@@ -189,6 +189,7 @@ def _speed_columns(rows: Sequence[Row]) -> Columns:
         "others, CPUs": lambda row: _spread(row.others, ".2f"),
         "identical": _identical,
         "counted prompts": lambda row: Cell(f"{row.counted} of {row.prompts}"),
+        "log p of a token, nats": lambda row: _spread(row.log_probability, ".3f"),
         "repeated 4-grams": lambda row: _spread(row.repeated, ".0%"),
         **{f"over {peer}": _over(peer) for peer in peers},
         "over batch 1": lambda row: Cell(_number(row.over_single, ".2f")),

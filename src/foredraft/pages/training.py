@@ -12,6 +12,7 @@ from foredraft.train.result import Result
 __all__ = ["training_page"]
 
 Entries = Sequence[Mapping[str, Any]]
+TITLES = {"adapter": "an adapter", "eagle3": "an EAGLE-3 head", "draft": "a draft model"}
 COLUMNS = {"predicted": "predicted speed-up", "alpha": "α", "tau": "τ", "agreement": "same argmax"}
 REMARK = (
     "Figures on held-out documents. Predicted speed-up: τ / (γ c + 1) at the best draft length γ, with the"
@@ -23,7 +24,7 @@ def training_page(what: str, result: Result, journal: Entries, options: Mapping[
     """Return the whole HTML document.
 
     Args:
-        what: "adapter" or "draft".
+        what: A key of TITLES.
         result: The result.
         journal: The entries of the run's metrics.jsonl.
         options: The options of the training.
@@ -34,7 +35,7 @@ def training_page(what: str, result: Result, journal: Entries, options: Mapping[
     table = Table("Validations", "step", [*COLUMNS.values(), "draft length"], {"": _lines(validations)})
     return render(
         ReportPage(
-            title=f"Foredraft training of {'an adapter' if what == 'adapter' else 'a draft model'}",
+            title=f"Foredraft training of {TITLES[what]}",
             verdicts=[
                 Verdict(
                     "good" if result.predicted > 1 else "bad",

@@ -62,7 +62,7 @@ def measure_quality(
     gap = 0.0  # of the summed log-probabilities of the text
     for group in range(len(batches)):
         packed = Packed.of(batches.documents_of(group), device)
-        p, q, half = (target.log_probs(target.states(packed, None).last) for target in targets)
+        p, q, half = (target.log_probs(target.states(packed, ()).last) for target in targets)
         divergences.append(_kl(p, q))
         of_embedding.append(_kl(p, half))
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
@@ -83,7 +83,8 @@ def measure_quality(
 def _with_embedding(original: FrozenTarget, quantised: FrozenTarget) -> FrozenTarget:
     """Return the original with the quantised embedding, which shares all other weights."""
     found, own = copy(original), original.decoder
-    found.decoder = Decoder(own.spec, quantised.decoder.embedding, own.layers, own.norm, own.output)
+    embedding, parts = quantised.decoder.embedding, (own.learned_positions, own.inputs)
+    found.decoder = Decoder(own.spec, embedding, own.layers, own.norm, own.output, *parts)
     return found
 
 

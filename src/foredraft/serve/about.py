@@ -45,6 +45,7 @@ class Capabilities(TypedDict, closed=True):
     max_batch: int
     deterministic: bool
     weights: str | None
+    lora: list[str]
     drafters: dict[str, DrafterTraits]
     default_drafter: str | None
     policy: str
@@ -69,7 +70,7 @@ def capabilities(model: Model) -> Capabilities:
     llm = model.llm
     return {
         "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
-        "deterministic": llm.deterministic, "weights": llm.weights,
+        "deterministic": llm.deterministic, "weights": llm.weights, "lora": [*llm.lora],
         "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
         "default_drafter": llm.default_drafter,
         "policy": llm.loaded.engine.policy.name, "policies": list(POLICIES),

@@ -86,7 +86,11 @@ def text_of(content: object, name: str, param: str) -> str:
             isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         )
         if not is_text:
-            raise Problem(400, f"{name} has a part that is no text", param=param)
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise Problem(
+                400, f"{name} has a part of type {shortened(kind)}, but only text is read; leave it out",
+                param=param,
+            )  # fmt: skip
         texts.append(part["text"])
     return "".join(texts)
 

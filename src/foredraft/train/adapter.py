@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from foredraft.drafters.adapter_files import (
 )
 from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.errors import ConfigError, Option
-from foredraft.loading.device import find_device
+from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_parameters, layer_tensors
 from foredraft.train.batches import Batches
+from foredraft.train.frequent_words import frequent_words
 from foredraft.train.loop import OnProgress, TrainingRun
 from foredraft.train.losses import overlap
-from foredraft.train.packed_documents import Document, Packed
+from foredraft.train.packed_documents import Packed
 from foredraft.train.preparation import Prepared, check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
@@ -34,6 +35,7 @@ from foredraft.train.students import AdapterStudent
 from foredraft.train.training_checkpoints import TrainingProgress
 from foredraft.train.training_options import AdapterOptions
 from foredraft.train.validation import Validation
+from foredraft.train.written_drafter import write_drafter
 from foredraft.user_cache import make_folder
 
 __all__ = ["train_adapter"]
@@ -61,7 +63,7 @@ def train_adapter(
         ConfigError: An option or a file of data cannot be used, or a file cannot be written.
         CheckpointError: The target cannot be loaded.
     """
-    with joined(find_device(load.get("device"))) as processes:
+    with joined(load.get("device")) as processes:
         return _trained(options, model, processes, report, load)
 
 
@@ -81,12 +83,8 @@ def _trained(
 
     def keep(validation: Validation, progress: TrainingProgress) -> None:
         config = _config(prepared, options, student, validation, progress)
-        tensors = processes.whole(student.tensors())
-        if processes.first:
-            dtype = prepared.checkpoint.dtype
-            halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-            _write(place, config, halves)
-        processes.wait()
+        write = partial(_write, place, config)
+        write_drafter(student, processes, prepared.checkpoint.dtype, place, write)
 
     run = TrainingRun(
         student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
@@ -120,20 +118,30 @@ def _student(prepared: Prepared, options: AdapterOptions, processes: Processes) 
         raise ConfigError(
             f"but the target has {spec.layers} layers", option="depth", value=depth, remedy="give fewer"
         )
-    vocabulary = _vocabulary(prepared.batches.documents, options.draft_vocabulary, prepared)
+    vocabulary = frequent_words(prepared.batches.documents, options.draft_vocabulary, spec)
 
     def started(layer: int) -> AdapterStudent:
         start = layer_tensors(prepared.checkpoint.folder, layer)
         return AdapterStudent(
             spec, prepared.target.head_weight, start, depth, mlp=options.kind == WITH_MLP,
-            vocabulary=vocabulary,
+            vocabulary=vocabulary, bias=prepared.target.head_bias,
         )  # fmt: skip
 
-    layers = range(depth, spec.layers)
+    layers = [layer for layer in _alike(spec) if layer >= depth] or _alike(spec)
     shares = torch.tensor(
         _shares(map(started, layers), prepared, depth), device=prepared.target.decoder.device
     )
     return started(layers[int(processes.sum(shares).argmax())])  # the sum, so that all processes choose alike
+
+
+def _alike(spec: ModelSpec) -> list[int]:
+    """Return the layers whose weights have the shapes of an adapter's."""
+    own = spec.kv_heads_of(None), spec.head_dim_of(None)
+    return [
+        layer
+        for layer, window in enumerate(spec.windows)
+        if spec.stores(layer) and (spec.kv_heads_of(window), spec.head_dim_of(window)) == own
+    ]
 
 
 @torch.no_grad()
@@ -142,7 +150,7 @@ def _shares(students: Iterable[AdapterStudent], prepared: Prepared, depth: int) 
     target = prepared.target
     held_out = Batches(prepared.held_out, prepared.batches.tokens, 0)
     packed = Packed.of(held_out.documents_of(0), target.decoder.device)
-    states = target.states(packed, depth)
+    states = target.states(packed, (depth,))
     log_p = target.log_probs(states.last)
     shares = []
     for student in students:
@@ -153,20 +161,6 @@ def _shares(students: Iterable[AdapterStudent], prepared: Prepared, depth: int) 
             log_q = student(packed, states.tapped).float().log_softmax(-1)
         shares.append(float(overlap(known, log_q).mean()))
     return shares
-
-
-def _vocabulary(documents: Sequence[Document], size: int | None, prepared: Prepared) -> Sequence[int] | None:
-    """Return the tokens that are learned most often, those that end a text among them, in ascending order."""
-    spec = prepared.target.spec
-    if size is None or size >= spec.vocab_size:
-        return None
-    counts: Counter[int] = Counter()
-    for document in documents:
-        pairs = zip(document.ids[1:], document.counts[1:], strict=True)
-        counts.update(id for id, is_counted in pairs if is_counted)
-    ends = list(spec.eos_token_ids)
-    words = dict.fromkeys([*ends, *(id for id, _ in counts.most_common()), *range(spec.vocab_size)])
-    return sorted(list(words)[:size])
 
 
 def _cost(prepared: Prepared, student: AdapterStudent) -> float:
@@ -207,11 +201,5 @@ def _config(
 
 
 def _write(place: Path, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    try:
-        make_folder(place.absolute().parent)
-        write_adapter(place, config, tensors)
-    except OSError as error:
-        raise ConfigError(
-            f"which cannot be written ({error.strerror})", option="out", value=str(place),
-            remedy="give a folder that can be",
-        ) from error  # fmt: skip
+    make_folder(place.absolute().parent)
+    write_adapter(place, config, tensors)

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "Compare", "by_chunks"]
+__all__ = ["CHUNK", "Compare", "Rows", "by_chunks"]
 
 CHUNK = 256  # positions: few enough for a processor's caches, and enough that products are efficient
-# (logits or states of positions, these positions) -> float32 [2]: the loss, and a figure without gradient
-Compare = Callable[[Tensor, slice], Tensor]
+Rows = slice | Tensor  # some of the predictions
+# (logits of predictions, which ones) -> float32 [2]: the loss, and a figure without gradient
+Compare = Callable[[Tensor, Rows], Tensor]
 
 
-def by_chunks(compare: Compare, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def by_chunks(compare: Callable[[Tensor, slice], Tensor], x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return the sum of `compare` over all chunks of x, [2]; its first value has a gradient.
 
     Args:
@@ -37,7 +38,9 @@ class _ByChunks(torch.autograd.Function):
     """The gradients are computed with the loss, while its logits are there."""
 
     @staticmethod
-    def forward(ctx: Any, compare: Compare, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, compare: Callable[[Tensor, slice], Tensor], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         learned = [
             value for value, needed in zip(parameters, ctx.needs_input_grad[2:], strict=True) if needed
         ]

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,24 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
-from foredraft.loading.device import find_device
 from foredraft.model.config import read_json
+from foredraft.model.families import FAMILIES
 from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
 from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
+from foredraft.model.tensor_layouts import LAST_NORM, LAYERS, written
 from foredraft.model.unread import Checkpoint
-from foredraft.model.weights import parameter_count, read_tensors
+from foredraft.model.weights import read_tensors
+from foredraft.model.wrappers import text_config_of
 from foredraft.train.loop import OnProgress, TrainingRun
 from foredraft.train.preparation import check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import DraftStudent
+from foredraft.train.target import step_weights
 from foredraft.train.training_checkpoints import TrainingProgress
 from foredraft.train.training_options import DraftOptions
 from foredraft.train.validation import Validation
+from foredraft.train.written_drafter import write_drafter
 
 __all__ = ["draft_config", "train_draft"]
 
@@ -55,7 +60,7 @@ def train_draft(
 
     Arguments, result and errors as `adapter.train_adapter`.
     """
-    with joined(find_device(load.get("device"))) as processes:
+    with joined(load.get("device")) as processes:
         return _trained(options, model, processes, report, load)
 
 
@@ -69,7 +74,8 @@ def _trained(
     place = options.out
 
     def config_for(checkpoint: Checkpoint) -> dict[str, Any]:
-        config = draft_config(read_json(checkpoint.folder / CONFIG), checkpoint.spec, options)
+        whole = text_config_of(read_json(checkpoint.folder / CONFIG))
+        config = draft_config(whole, checkpoint.spec, options)
         return with_dtype(config, checkpoint.dtype)
 
     def check_place(checkpoint: Checkpoint, hash: str) -> None:
@@ -89,13 +95,10 @@ def _trained(
     )
 
     def keep(validation: Validation, progress: TrainingProgress) -> None:
-        tensors = processes.whole(student.tensors())
-        if processes.first:
-            halves = {name: t.to(prepared.checkpoint.dtype) for name, t in tensors.items()}
-            _write(place, folder, config, halves)
-        processes.wait()
+        write = partial(_write, place, folder, config)
+        write_drafter(student, processes, prepared.checkpoint.dtype, place, write)
 
-    cost = _reads(spec) / _reads(target.spec)
+    cost = step_weights(spec) / step_weights(target.spec)
     run = TrainingRun(
         student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder,
         prepared.digest, processes, keep, place.exists, report,
@@ -111,11 +114,16 @@ def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOpt
         target: The target.
         options: Of the training.
     """
-    made = dict(config)
+    if target.full_head_dim is not None or target.layer_input_size or target.sources:
+        raise ConfigError(
+            f"cannot train a draft model of the form of a {target.architecture}",
+            remedy="train an adapter with `foredraft train adapter`",
+        )
+    made, family = dict(config), FAMILIES[target.architecture]
     for option, key in SIZES.items():
         value = getattr(options, option)
         if value is not None:
-            made[key] = value
+            made[family.size_key(key, config)] = value
     if options.heads is not None and options.kv_heads is None:
         made["num_key_value_heads"] = options.heads
     chosen = options.from_layers or [at % target.layers for at in range(options.layers)]
@@ -127,8 +135,11 @@ def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOpt
     if any(window is not None for window in target.windows) or "layer_types" in made:
         windows = [target.windows[layer] for layer in chosen]
         made["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    if target.unrotated or "no_rope_layers" in made:
+        made["no_rope_layers"] = [int(layer not in target.unrotated) for layer in chosen]
     for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):
         made.pop(pattern, None)  # the list of layers says it
+    made |= target.naming.written_keys
     for key in QUANTISATION_KEYS:
         made.pop(key, None)  # a draft model's own weights are not quantised
     return made
@@ -139,7 +150,15 @@ def _start(folder: Path, layers: tuple[int, ...]) -> dict[str, Tensor] | None:
     if not layers:
         return None
     found: dict[str, Tensor] = {}
-    for name, value in read_tensors(folder, lambda name: True).items():
+    tensors, spec = read_tensors(folder, lambda name: True), ModelSpec.from_folder(folder)
+    if spec.sum_norms:  # the last norm is that of the last layer's last sum, whose layer may come first here
+        own = f"{LAYERS}.{spec.layers - 1}.post_feedforward_layernorm."
+        tensors |= {
+            name.replace(f"{LAST_NORM}.", own): value
+            for name, value in tensors.items()
+            if name.startswith(f"{LAST_NORM}.")
+        }
+    for name, value in tensors.items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if match is None:
             found[name] = value
@@ -158,25 +177,14 @@ def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
     return CONFIG in names and read_json(folder / CONFIG) == dict(config)
 
 
-def _reads(spec: ModelSpec) -> int:
-    """Return the weights that a step reads: all but an embedding that is not the head, too."""
-    once = spec.tied or spec.head_copies
-    return parameter_count(spec) - (0 if once else spec.vocab_size * spec.hidden_size)
-
-
 def _write(place: Path, target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write the checkpoint whole or not at all; an existing one is replaced."""
-    try:
-        place.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with replacing_folder(place) as new:
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            (new / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
-            (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            for file in target.iterdir():
-                if file.is_file() and file.name.startswith(SHARED):
-                    shutil.copyfile(file, new / file.name)
-    except OSError as error:
-        raise ConfigError(
-            f"which cannot be written ({error.strerror})", option="out", value=str(place),
-            remedy="give a folder that can be",
-        ) from error  # fmt: skip
+    place.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with replacing_folder(place) as new:
+        stored = written(ModelSpec.from_hf(config).naming, tensors)
+        whole = {name: tensor.contiguous() for name, tensor in stored.items()}
+        (new / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        for file in target.iterdir():
+            if file.is_file() and file.name.startswith(SHARED):
+                shutil.copyfile(file, new / file.name)

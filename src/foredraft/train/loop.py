@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foredraft.errors import ConfigError
 from foredraft.train.batches import Batches
+from foredraft.train.chunks import Rows
 from foredraft.train.journal import Journal
 from foredraft.train.losses import mixture, overlap
 from foredraft.train.packed_documents import Document, Packed
@@ -84,7 +85,7 @@ class TrainingRun:
             betas=BETAS,
         )
         self._kept = KeptStates(
-            self.target, self.student.depth, self.folder / "states", int(options.kept_states * GIB)
+            self.target, self.student.taps, self.folder / "states", int(options.kept_states * GIB)
         )
         self._checkpoints = TrainingCheckpoints(self.folder / "checkpoints", self.processes, self.digest)
         tokens = self.batches.tokens
@@ -154,10 +155,12 @@ class TrainingRun:
         packed = Packed.of(self.batches.documents_of(group), self._device)
         states = self._kept.states(group, packed)
 
-        def compare(logits: Tensor, rows: slice) -> Tensor:
-            log_p, log_q = self.target.log_probs(states.last[rows]), logits.float().log_softmax(-1)
-            if self.student.vocabulary is not None:
-                log_p = log_p[:, self.student.vocabulary]
+        # steps that make the same predictions share p; without them it is made chunk by chunk
+        whole = self._log_p(states.last) if self.student.steps > 1 else None
+
+        def compare(logits: Tensor, rows: Rows) -> Tensor:
+            log_q = logits.float().log_softmax(-1)
+            log_p = self._log_p(states.last[rows]) if whole is None else whole[rows]
             return torch.stack([self._loss(log_p, log_q).sum(), overlap(log_p, log_q.detach()).sum()])
 
         with self.target.autocast():
@@ -165,6 +168,11 @@ class TrainingRun:
         # The gradients are averaged over the processes, but the loss is a mean over what all of them count.
         torch.autograd.backward(sums[0] * (self.processes.count / counted))
         return sums.detach()
+
+    def _log_p(self, last: Tensor) -> Tensor:
+        """Return log p of the student's words, [n, words], of the target's last states."""
+        log_p, words = self.target.log_probs(last), self.student.vocabulary
+        return log_p if words is None else log_p[:, words]
 
     def _validate(self, progress: TrainingProgress, journal: Journal | None) -> None:
         """Validate, keep the student where it is the best so far, and stop where it has long not been."""

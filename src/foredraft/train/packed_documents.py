@@ -7,7 +7,7 @@ over all columns, without padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -73,6 +73,13 @@ class Packed:
         """The position of every column in its document, [N]."""
         return torch.cat([torch.arange(length) for length in self.lengths]).to(self.tokens.device)
 
+    def groups(self) -> Iterator[tuple[int, int, slice]]:
+        """Yield documents of one length that attend in one call: how many, their length, their columns."""
+        start = 0
+        for length, group in groupby(self.lengths):
+            count = len(list(group))
+            yield count, length, slice(start, start := start + count * length)
+
 
 class PackedPass:
     """What all layers of a pass over packed documents share.
@@ -81,13 +88,24 @@ class PackedPass:
         spec: The model.
         packed: The documents.
         dtype: Of the rotary tables.
+        inputs: What layers take of the tokens themselves, [N, layers, I]; None in models without.
+        shift: Added to the position of every column.
     """
 
-    def __init__(self, spec: ModelSpec, packed: Packed, dtype: torch.dtype) -> None:
-        self.spec, self.packed = spec, packed
-        device, longest = packed.tokens.device, max(packed.lengths)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        packed: Packed,
+        dtype: torch.dtype,
+        inputs: Tensor | None = None,
+        *,
+        shift: int = 0,
+    ) -> None:
+        self.spec, self.packed, self.inputs = spec, packed, inputs
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read
+        device, longest = packed.tokens.device, max(packed.lengths) + shift
         tables: Mapping[Rope, Tensor] = rope_tables(spec, longest, device, dtype)
-        positions = packed.positions
+        positions = packed.positions + shift
         self._rotations = {rope: table[positions].chunk(2, 1) for rope, table in tables.items()}
 
     def run(self, layers: Sequence[Layer], x: Tensor, first: int = 0) -> Tensor:
@@ -103,30 +121,43 @@ class PackedPass:
         """
         for index, layer in enumerate(layers, first):
             qkv = project(self.spec, layer.attention, x, None)
-            x = finish(self.spec, layer, x, self._attend(index, qkv), True, None)
+            given = () if layer.input is None or self.inputs is None else (self.inputs[:, index],)
+            x = finish(self.spec, layer, x, self._attend(index, qkv), True, None, *given)
         return x
 
     def _attend(self, index: int, qkv: Tensor) -> Tensor:
-        """Return the output of all heads, [N, H * D], of queries, keys and values [N, H + 2 * Hk, D]."""
-        spec = self.spec
-        heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        window = spec.windows[index]
-        cos, sin = self._rotations[spec.rope_of(window)]
-        qk = qkv[:, : heads + kv_heads]
-        qk = qk * cos + qk.roll(dim // 2, -1) * sin
-        parts = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
-        outputs, start = [], 0
-        for length, group in groupby(self.packed.lengths):  # documents of one length in one call
-            count = len(list(group))
-            columns = slice(start, start := start + count * length)
+        """Return the output of all heads, [N, H * D], of what `project` returned."""
+        spec, window = self.spec, self.spec.windows[index]
+        heads, kv_heads, dim = spec.heads, spec.kv_heads_of(window), spec.head_dim_of(window)
+        rope, rotates = spec.rope_of(window), index not in spec.unrotated
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q = self.rotated(q, spec.query_rope or rope) if rotates else q
+        if spec.stores(index):
+            k = self.rotated(k, rope) if rotates else k
+        else:
+            k, v = self._held[spec.source_of(index)]
+        if index in spec.producers:
+            self._held[index] = k, v
+        parts = q, k, v
+        outputs = []
+        for count, length, columns in self.packed.groups():
             q, k, v = (part[columns].view(count, length, -1, dim).transpose(1, 2) for part in parts)
             out = self._attention(q, k, v, window)  # [documents, H, T, D]
             outputs.append(out.transpose(1, 2).reshape(count * length, heads * dim))
         return torch.cat(outputs)
 
+    def rotated(self, x: Tensor, rope: Rope) -> Tensor:
+        """Return heads [N, H, D] with their first channels rotated."""
+        cos, sin = self._rotations[rope]  # [N, 1, R]
+        rotated = cos.shape[-1]
+        first, rest = x[..., :rotated], x[..., rotated:]
+        first = first * cos + first.roll(rotated // 2, -1) * sin
+        return first if not rest.shape[-1] else torch.cat([first, rest], -1)
+
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         spec, length = self.spec, q.shape[2]
-        grouped = spec.groups > 1
+        groups = q.shape[1] // k.shape[1]
+        grouped = groups > 1
         reach = None if window is None or window >= length else window
         if reach is None and spec.attention_softcap is None:
             return F.scaled_dot_product_attention(
@@ -140,7 +171,7 @@ class PackedPass:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen, scale=spec.attention_scale, enable_gqa=grouped
             )
-        k, v = (part.repeat_interleave(spec.groups, 1) for part in (k, v))
+        k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
         scores = soft_cap(q @ k.transpose(2, 3), spec.attention_softcap, spec.attention_scale)
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32)
         return weights.to(v.dtype) @ v

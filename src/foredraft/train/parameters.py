@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import Layer
-from foredraft.model.layers import RMSNorm
+from foredraft.model.layers import Norm
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import build_layer, build_norm
 from foredraft.train.packed_documents import PackedPass
@@ -49,13 +49,14 @@ class Parameters(nn.Module):
 
     @torch.no_grad()
     def draw(self, random: torch.Generator, *, norm: float) -> None:
-        """Draw matrices from a normal distribution, and set norms to `norm` and biases to 0."""
+        """Draw matrices from a normal distribution, and set norms to `norm`, scalars to 1 and biases to 0."""
         for name, value in self.by_name.items():
             if value.dim() > 1:
                 drawn = torch.randn(value.shape, generator=random) * DEVIATION
                 value.copy_(drawn)
             else:
-                value.fill_(norm if "norm" in name else 0.0)
+                is_norm = "norm" in name and not name.endswith(".bias")
+                value.fill_(norm if is_norm else float(name.endswith("layer_scalar")))
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -95,7 +96,7 @@ class TrainedNorm(Parameters):
         build_norm(spec, recorder)
         super().__init__(recorder.shapes, device)
 
-    def norm(self) -> RMSNorm:
+    def norm(self) -> Norm:
         """Return the norm over the parameter as it is now."""
         return build_norm(self._spec, self)
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from foredraft.errors import ConfigError
+from foredraft.loading.device import find_device
 from foredraft.train.students import Student
 
 __all__ = ["Processes", "joined"]
@@ -71,15 +73,45 @@ class Processes:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Processes]:
-    """Join the processes that `torchrun` started, if it did, until the block ends."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+def joined(name: str | None) -> Iterator[Processes]:
+    """Join the processes that `torchrun` started, if it did, until the block ends.
+
+    Each process on a GPU gets one of its own, which is its current one from then on.
+
+    Args:
+        name: The device, as `load` takes it.
+
+    Raises:
+        ConfigError: There is no such device, or there are more processes than GPUs.
+    """
+    count, device = int(os.environ.get("WORLD_SIZE", "1")), find_device(name)
     if count == 1:
         yield Processes()
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        device = _own_gpu(name)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     try:
         yield Processes(dist.get_rank(), count)
     finally:
         gc.collect()  # whatever refers to the processes keeps threads, which must end before Python does
         dist.destroy_process_group()
+
+
+def _own_gpu(name: str | None) -> torch.device:
+    """Return the GPU of this process among those of this machine."""
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if name not in (None, "cuda"):
+        raise ConfigError(
+            f"but {here} processes train here, each on a GPU of its own", option="device", value=name,
+            remedy="give 'cuda' or 'cpu'",
+        )  # fmt: skip
+    if here > gpus:
+        raise ConfigError(
+            f"but {here} processes train here, and PyTorch sees {gpus} GPUs", option="device", value="cuda",
+            remedy=f"start {gpus} processes, or give 'cpu'",
+        )  # fmt: skip
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

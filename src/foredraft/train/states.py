@@ -29,13 +29,13 @@ class KeptStates:
 
     Args:
         target: Computes them.
-        depth: The depth that the student reads.
+        taps: The depths that the student reads.
         folder: Holds the files.
         most_bytes: Of all files; 0 keeps none.
     """
 
-    def __init__(self, target: FrozenTarget, depth: int | None, folder: Path, most_bytes: int) -> None:
-        self.target, self.depth, self.folder, self.most_bytes = target, depth, folder, most_bytes
+    def __init__(self, target: FrozenTarget, taps: tuple[int, ...], folder: Path, most_bytes: int) -> None:
+        self.target, self.taps, self.folder, self.most_bytes = target, taps, folder, most_bytes
         if most_bytes:
             folder.mkdir(parents=True, exist_ok=True)
         self.bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if most_bytes else 0
@@ -48,19 +48,19 @@ class KeptStates:
             with suppress(CheckpointError, KeyError), SafetensorsFile(file) as kept:
                 device = packed.tokens.device
                 found = {name: kept.get_tensor(name).to(device) for name in kept.keys()}  # noqa: SIM118
-                tapped = found[TAPPED] if self.depth is not None else None
-                fits = tapped is None or self._are_states(tapped, len(packed.tokens))
-                if fits and self._are_states(found[LAST], len(packed.predicting)):
+                tapped = found[TAPPED] if self.taps else None
+                fits = tapped is None or self._are_states(tapped, len(packed.tokens), len(self.taps))
+                if fits and self._are_states(found[LAST], len(packed.predicting), 1):
                     return States(tapped, found[LAST])
-        states = self.target.states(packed, self.depth)
+        states = self.target.states(packed, self.taps)
         self.computed += 1
         self._keep(file, states)
         return states
 
-    def _are_states(self, values: Tensor, count: int) -> bool:
-        """Return whether values of a file can be states of this target, of so many columns."""
+    def _are_states(self, values: Tensor, count: int, taps: int) -> bool:
+        """Return whether values of a file can be states of this target, of so many columns and taps."""
         decoder = self.target.decoder
-        fits = values.shape == (count, decoder.spec.hidden_size) and values.dtype == decoder.dtype
+        fits = values.shape == (count, taps * decoder.spec.hidden_size) and values.dtype == decoder.dtype
         return fits and bool(torch.isfinite(values).all())
 
     def _keep(self, file: Path, states: States) -> None:

@@ -6,7 +6,8 @@ predictions. It starts from weights of the target, and is written under the name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +15,52 @@ from torch.utils.checkpoint import checkpoint
 
 from foredraft.drafters.adapter import adapter_spec
 from foredraft.drafters.adapter_files import VOCABULARY
-from foredraft.model.checkpoint import EMBEDDING, HEAD
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear
 from foredraft.model.spec import ModelSpec
-from foredraft.train.chunks import Compare, by_chunks
+from foredraft.model.tensor_layouts import EMBEDDING, HEAD, POSITIONS
+from foredraft.train.chunks import Compare, Rows, by_chunks
 from foredraft.train.packed_documents import Packed, PackedPass
 from foredraft.train.parameters import Parameters, TrainedLayer, TrainedNorm
 
-__all__ = ["AdapterStudent", "DraftStudent", "Student"]
+__all__ = ["Accept", "AdapterStudent", "DraftStudent", "Student"]
+
+# (logits of predictions, which ones) -> [n, 2]: the probability of acceptance, and whether both argmax agree
+Accept = Callable[[Tensor, Rows], Tensor]
 
 
 class Student(nn.Module):
     """Base class of what is trained.
 
     Attributes:
-        depth: The depth at which it reads the target's states; None: it reads tokens alone.
+        taps: The depths at which it reads the target's states; none: it reads tokens alone.
         vocabulary: The token ids that it has logits for, [n] int64; None is all.
+        steps: Tokens of a draft that are learned at every position.
     """
 
-    depth: int | None = None
+    taps: tuple[int, ...] = ()
+    steps: int = 1
     vocabulary: Tensor | None = None
 
-    def forward(self, packed: Packed, states: Tensor | None, compare: Compare | None = None) -> Tensor:
+    def forward(
+        self,
+        packed: Packed,
+        states: Tensor | None,
+        compare: Compare | None = None,
+        accept: Accept | None = None,
+    ) -> Tensor:
         """Return the logits of the predictions, or what comparing them gives.
 
         Args:
             packed: The documents.
-            states: The target's states that enter layer `depth`, [N, hidden].
-            compare: Compares the logits of some predictions; None returns the logits of all.
+            states: The target's states at the taps side by side, [N, taps * hidden].
+            compare: Compares the logits of some predictions with the target's.
+            accept: Says how they would be accepted; without `compare`.
 
         Returns:
-            The logits [M, V] float32, of the columns `packed.predicting`; or the sums of `compare`, [2].
+            The logits [M, V] float32, of the columns `packed.predicting`; or the sums of `compare`, [2]; or
+            what `accept` says of each token of a draft from each prediction on, [M, K, 2], where K is 1 for a
+            student whose logits do not depend on where a draft began.
         """
         raise NotImplementedError
 
@@ -70,9 +85,8 @@ class AdapterStudent(Student):
         depth: Layers of the target below the adapter.
         mlp: The adapter has an MLP.
         vocabulary: The token ids of a reduced head, ascending; None keeps all.
+        bias: The head's bias, [V]; None if it has none.
     """
-
-    depth: int
 
     def __init__(
         self,
@@ -83,23 +97,32 @@ class AdapterStudent(Student):
         *,
         mlp: bool,
         vocabulary: Sequence[int] | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.depth, self.spec = depth, adapter_spec(target)
+        self.depth, self.taps, self.spec = depth, (depth,), adapter_spec(target)
         device = head.device
         self.layer = TrainedLayer(self.spec, device, mlp=mlp)
         self.norm = TrainedNorm(self.spec, device)
         if vocabulary is not None:
             self.vocabulary = torch.tensor(vocabulary, device=device)
             head = head[self.vocabulary]
-        self.head = head
+            bias = None if bias is None else bias[self.vocabulary]
+        self.head, self.bias = head, bias
         for part in (self.layer, self.norm):
             part.fill(start)
 
-    def forward(self, packed: Packed, states: Tensor | None, compare: Compare | None = None) -> Tensor:
+    def forward(
+        self,
+        packed: Packed,
+        states: Tensor | None,
+        compare: Compare | None = None,
+        accept: Accept | None = None,
+    ) -> Tensor:
         assert states is not None
         x = self.layer(states, PackedPass(self.spec, packed, states.dtype))
-        return _predicted(self.spec, self.norm, self.head, x[packed.predicting], compare)
+        logits = _head(self.spec, self.norm, self.head, self.bias)
+        return _predicted(logits, x[packed.predicting], compare, accept)
 
     def tensors(self) -> dict[str, Tensor]:
         own = {} if self.vocabulary is None else {VOCABULARY: self.vocabulary}
@@ -132,7 +155,11 @@ class DraftStudent(Student):
         super().__init__()
         self.spec, self.checkpointed = spec, checkpointed
         size = (spec.vocab_size, spec.hidden_size)
-        names = {f"{EMBEDDING}.weight": size} | ({} if spec.tied else {f"{HEAD}.weight": size})
+        names: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": size}
+        names |= {} if spec.tied else {f"{HEAD}.weight": size}
+        names |= {f"{HEAD}.bias": size[:1]} if spec.head_bias else {}
+        if spec.learned_positions:
+            names[f"{POSITIONS}.weight"] = (spec.learned_positions, spec.hidden_size)
         self.ends = Parameters(names, device)
         self.layers = nn.ModuleList(TrainedLayer(spec, device, index=index) for index in range(spec.layers))
         self.norm = TrainedNorm(spec, device)
@@ -142,17 +169,27 @@ class DraftStudent(Student):
             if start is not None:
                 part.fill(start)
 
-    def forward(self, packed: Packed, states: Tensor | None, compare: Compare | None = None) -> Tensor:
+    def forward(
+        self,
+        packed: Packed,
+        states: Tensor | None,
+        compare: Compare | None = None,
+        accept: Accept | None = None,
+    ) -> Tensor:
         ends = self.ends.by_name
         embedding = ends[f"{EMBEDDING}.weight"]
         x = nn.functional.embedding(packed.tokens, embedding)
         if self.spec.embedding_scale is not None:
             x = x * self.spec.embedding_scale
+        if self.spec.learned_positions:
+            rows = packed.positions + self.spec.position_offset
+            x = x + nn.functional.embedding(rows, ends[f"{POSITIONS}.weight"])
         pass_ = PackedPass(self.spec, packed, x.dtype)
         for layer in self.layers:
             x = checkpoint(layer, x, pass_, use_reentrant=False) if self.checkpointed else layer(x, pass_)
         head = ends.get(f"{HEAD}.weight", embedding)
-        return _predicted(self.spec, self.norm, head, x[packed.predicting], compare)
+        bias = ends.get(f"{HEAD}.bias")
+        return _predicted(_head(self.spec, self.norm, head, bias), x[packed.predicting], compare, accept)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for part in self._parts() for name, value in part.by_name.items()}
@@ -165,14 +202,22 @@ class DraftStudent(Student):
         return [self.ends, *layers, self.norm]
 
 
-def _predicted(
-    spec: ModelSpec, norm: TrainedNorm, head: Tensor, x: Tensor, compare: Compare | None
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The norm and the head of a student, with the parameters among their weights."""
+
+    logits: Callable[[Tensor], Tensor]
+    parameters: list[Tensor]
+
+
+def _head(spec: ModelSpec, norm: TrainedNorm, head: Tensor, bias: Tensor | None) -> _Head:
+    decoder = Decoder(spec, head, (), norm.norm(), Linear(head, bias))
+    return _Head(decoder.head, [*norm.parameters(), head, *([] if bias is None else [bias])])
+
+
+def _predicted(head: _Head, x: Tensor, compare: Compare | None, accept: Accept | None) -> Tensor:
     """Return what `Student.forward` does, of states [M, hidden] that leave the last layer."""
-
-    def logits(x: Tensor) -> Tensor:
-        return Decoder(spec, head, (), norm.norm(), Linear(head)).head(x)
-
-    if compare is None:
-        return logits(x)
-    return by_chunks(lambda part, rows: compare(logits(part), rows), x, [*norm.parameters(), head])
+    if compare is not None:
+        return by_chunks(lambda part, rows: compare(head.logits(part), rows), x, head.parameters)
+    logits = head.logits(x)
+    return logits if accept is None else accept(logits, slice(None))[:, None]

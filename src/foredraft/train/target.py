@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -9,17 +10,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.model.weights import load_decoder
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import load_decoder, parameter_count
 from foredraft.train.packed_documents import Packed, PackedPass
 
-__all__ = ["FrozenTarget", "States"]
+__all__ = ["FrozenTarget", "States", "step_weights"]
 
 
 class States(NamedTuple):
     """The target's states on packed documents.
 
     Attributes:
-        tapped: Those that enter the tapped layer, [N, hidden]; None where none is tapped.
+        tapped: Those after each tapped number of layers side by side, [N, taps * hidden]; None where none is
+            tapped.
         last: Those that leave the last layer, of the predicting columns alone, [M, hidden].
     """
 
@@ -53,16 +56,33 @@ class FrozenTarget:
             return embedding
         return self.decoder.output.dense()
 
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The bias of the head, [V]; None if it has none."""
+        bias = self.decoder.output.bias
+        return None if bias is None else bias[: self.spec.vocab_size]
+
     @torch.no_grad()
-    def states(self, packed: Packed, depth: int | None) -> States:
-        """Return the states of one forward; the layers below `depth` run once for both."""
-        layers, cut = self.decoder.layers, depth or 0
-        pass_ = PackedPass(self.spec, packed, self.decoder.dtype)
-        x = pass_.run(layers[:cut], self.decoder.embed(packed.tokens))
-        tapped = None if depth is None else x
-        return States(tapped, pass_.run(layers[cut:], x, cut)[packed.predicting])
+    def states(self, packed: Packed, taps: Sequence[int]) -> States:
+        """Return the states of one forward, in which every layer runs once."""
+        layers, done = self.decoder.layers, 0
+        inputs = self.decoder.layer_inputs(packed.tokens)
+        pass_ = PackedPass(self.spec, packed, self.decoder.dtype, inputs)
+        x = self.decoder.embed(packed.tokens, packed.positions)
+        found: dict[int, Tensor] = {}
+        for cut in sorted(set(taps)):
+            x = found[cut] = pass_.run(layers[done:cut], x, done)
+            done = cut
+        tapped = torch.cat([found[tap] for tap in taps], -1) if taps else None
+        return States(tapped, pass_.run(layers[done:], x, done)[packed.predicting])
 
     @torch.no_grad()
     def log_probs(self, last: Tensor) -> Tensor:
         """Return log p, [M, V] float32, of the states that leave the last layer."""
         return self.decoder.head(last).log_softmax(-1)
+
+
+def step_weights(spec: ModelSpec) -> int:
+    """Return the weights that a step of a model reads: all but an embedding that is not the head, too."""
+    once = spec.tied or spec.head_copies
+    return parameter_count(spec) - (0 if once else spec.vocab_size * spec.hidden_size)

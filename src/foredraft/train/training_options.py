@@ -8,7 +8,7 @@ from pathlib import Path
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
 from foredraft.errors import ConfigError
 
-__all__ = ["LOSSES", "AdapterOptions", "DraftOptions", "TrainOptions", "parse_loss"]
+__all__ = ["LOSSES", "AdapterOptions", "DraftOptions", "Eagle3Options", "TrainOptions", "parse_loss"]
 
 LOSSES = {
     "ce": "soft cross-entropy",
@@ -21,7 +21,7 @@ LOSSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What both kinds of training take.
+    """What all kinds of training take.
 
     Attributes:
         data: Files to learn from.
@@ -152,6 +152,32 @@ class DraftOptions(TrainOptions):
                 "needs layers of the target's own sizes", option="from_layers",
                 remedy="leave it out, or leave the sizes as they are",
             )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Options(TrainOptions):
+    """What `foredraft train eagle3` takes.
+
+    Attributes:
+        out: Folder to write.
+        taps: Numbers of the target's layers after which the head reads its states; none is the usual three.
+        draft_vocabulary: Words that the head can draft, those most frequent in the data; None is all.
+        draft_length: Tokens of a draft that are learned, each after the first from the head's own states.
+        decay: Weight of each of them against the one before.
+    """
+
+    out: Path
+    taps: tuple[int, ...] = ()
+    draft_vocabulary: int | None = None
+    draft_length: int = 5
+    decay: float = 0.8
+
+    def check(self) -> None:
+        TrainOptions.check(self)
+        for name in ("draft_vocabulary", "draft_length"):
+            check_count(name, getattr(self, name))
+        if not 0 < self.decay <= 1:
+            raise ConfigError(option="decay", value=self.decay, remedy="give a number above 0, at most 1")
 
 
 def parse_loss(text: str) -> dict[str, float]:

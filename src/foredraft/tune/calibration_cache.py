@@ -14,6 +14,7 @@ import torch
 import foredraft
 from foredraft import user_cache
 from foredraft.llm.loaded import Loaded
+from foredraft.model.lora.record import base_of
 from foredraft.tune.calibration import MIN_TOKENS, CalibrationText, CalibrationTexts
 
 __all__ = ["CalibrationCache"]
@@ -89,6 +90,7 @@ class CalibrationCache:
 
 def _files(folder: Path) -> list[Any]:
     """Return the path of the folder, and the name, size and time of its weights and configuration files."""
+    folder = base_of(folder)  # its LoRAs are in the hash whole
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
     about = ((file.name, file.stat()) for file in files)
     return [str(folder.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]

@@ -84,7 +84,8 @@ def _timed(
     """Return the seconds of each turn, by "step", by ("verify", exit, rows) and by ("round", exit)."""
     runner = loaded.runner
     bare = BareForwards(runner, 1, context, longest + 1)
-    states = runner.decoder.embed(bare.tokens(longest + 1))
+    tokens = bare.tokens(longest + 1)
+    states = runner.decoder.embed(tokens, tokens)  # token 0 at position 0
     works: dict[object, Work] = {"step": bare.verify(1)}
     for exit in exits:
         for rows in range(2, longest + 2):  # all but the last drafted token were read

@@ -108,7 +108,8 @@ class _Sample:
         width = self.tokens.shape[1]
         device = self.tokens.device
         self.real = torch.arange(width, device=device) < torch.tensor(self.counts, device=device)[:, None]
-        self.embedded = self.runner.decoder.embed(self.tokens)  # [B, T, D]
+        positions = torch.tensor(self.starts, device=device)[:, None] + torch.arange(width, device=device)
+        self.embedded = self.runner.decoder.embed(self.tokens, positions)  # [B, T, D]
         teacher_forced.restore()
 
     def run(self, hidden: Tensor, start: int, stop: int, plan: Plan) -> Tensor:

@@ -20,8 +20,10 @@ from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.policy_choice import longest_draft
 from foredraft.model.hub import resolve
+from foredraft.model.lora.folder import with_loras
 from foredraft.model.prompt_form import AS_IT_IS, PromptForm
 from foredraft.model.runner import Runner
+from foredraft.model.spec import ModelSpec
 from foredraft.tune.calibration import (
     CalibrationTexts,
     calibration_prompt_count,
@@ -96,6 +98,7 @@ def tune(
     hash = model_hash(folder)
     with stages("load"):
         llm = _load(folder, prompts, form, options, loading, watch)
+    _check_layers(llm.loaded.spec)
     target = _Target(model or "demo", folder, hash, llm)
     run = _Run(target, options, form, storage, stages, watch)
     max_draft = longest_draft(options.max_draft, options.max_draft, target.runner)
@@ -109,6 +112,16 @@ def tune(
     result = run.search(calibration, teacher_forced, deadline)
     finalists, finished = run.decode(result, held_out)
     return run.report(result, finalists, finished, plan_out)
+
+
+def _check_layers(spec: ModelSpec) -> None:
+    """Raise ConfigError where the layers of a model cannot be skipped one by one."""
+    if spec.producers or spec.layer_input_size:
+        what = "read the keys and values of others" if spec.producers else "take inputs besides their states"
+        raise ConfigError(
+            f"cannot search for sub-layers to skip in a {spec.architecture} whose layers {what}",
+            remedy=("load it with ", Option("plan", "exit:LAYER")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +299,10 @@ class _Run:
 
 
 def _resolve(model: str | None, loading: dict[str, Any]) -> Path:
-    """Return the model's folder; take `revision` out of the loading options."""
-    revision = loading.pop("revision", None)
+    """Return the model's folder, with its LoRAs; take `revision` and `lora` out of the loading options."""
+    revision, loras = loading.pop("revision", None), loading.pop("lora", ())
     if model is not None:
-        return resolve(model, revision)
+        return with_loras(resolve(model, revision), loras)
     if revision is not None:
         raise ConfigError(
             "but the demo model has no revisions",
@@ -297,7 +310,7 @@ def _resolve(model: str | None, loading: dict[str, Any]) -> Path:
             value=revision,
             remedy="give the hub id of a model, or leave it out",
         )
-    return demo.target_path()
+    return with_loras(demo.target_path(), loras)
 
 
 def _load(

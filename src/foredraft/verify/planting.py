@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import SurpriseLimit, Verdict
+from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.engine import Engine
 from foredraft.decode.noise import RESIDUAL, DrawKeys, Noise, NoiseKeys
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.round_draft import Draft, RoundInputs
+from foredraft.decode.verdict import Verdict
 from foredraft.model.transfers import upload
 from foredraft.verify.defects import DEFECTS
 
@@ -66,8 +67,9 @@ def _spoilt_corrections(
             noise: Noise,
             is_coupled: list[bool],
             limit: SurpriseLimit | None,
+            is_block: list[bool],
         ) -> Verdict:
-            verdict = accept(draft, p, keys, noise, is_coupled, limit)
+            verdict = accept(draft, p, keys, noise, is_coupled, limit, is_block)
             if not draft.tokens.shape[1]:
                 return verdict
 

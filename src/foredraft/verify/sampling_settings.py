@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-__all__ = ["GREEDY", "GREEDY_PENALISED", "PENALISED", "RULES", "SETTINGS", "Rule", "Setting"]
+__all__ = ["DEFAULTS", "GREEDY", "GREEDY_PENALISED", "PENALISED", "RULES", "SETTINGS", "Rule", "Setting"]
 
-Rule: TypeAlias = Literal["speculative", "coupled"]
-RULES: tuple[Rule, ...] = ("speculative", "coupled")
+Rule: TypeAlias = Literal["speculative", "block", "coupled"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+DEFAULTS: tuple[Rule, ...] = ("speculative", "coupled")  # the rules of requests that name none
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ def _choose(task: _Task) -> list[SamplingCase]:
     ]
     found = choose_cases(*chosen, first, len(SETTINGS), partial(task.progress, "Choosing prompts"))
     cases = [found[number % len(found)] for number in range(len(SETTINGS))]
-    if "speculative" in rules:
+    if set(rules) != {"coupled"}:
         cases[-1] = choose_stand_in(*chosen, last) or cases[-1]
     return cases
 
@@ -199,7 +199,7 @@ def _checks(cases: Sequence[SamplingCase], drafter: str, options: VerifySettings
     level = FAMILY_LEVEL / (len(kinds) * len(SETTINGS) + positions)
     checks: list[DistributionCheck] = []
     for rule, is_control in kinds:
-        judged = rule == "speculative" and not is_control
+        judged = rule != "coupled" and not is_control
         for case, setting in zip(cases, SETTINGS, strict=True):
             # Where q has no part, there is no stand-in.
             name = "none" if is_control else case.params.drafter if judged else drafter
@@ -211,7 +211,7 @@ def _checks(cases: Sequence[SamplingCase], drafter: str, options: VerifySettings
                     rule,
                     setting,
                     full=rule == (options.acceptance or "speculative") and not is_control,
-                    by_position=judged,
+                    by_position=judged and rule == "speculative",
                     level=level,
                 )
             )
@@ -252,6 +252,7 @@ def _about(llm: LLM, drafter: str) -> dict[str, Any]:
         "greedy_drafts": engine.greedy_drafts,
         "dtype": dtype_name(engine.cache.dtype),
         "weights": llm.weights,
+        "lora": [*llm.lora],
         "device": str(engine.device),
         "deterministic": llm.deterministic,
         "max_batch": engine.cache.rows,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foredraft.errors import ConfigError, Option
 from foredraft.verify.defects import DEFECTS
-from foredraft.verify.sampling_settings import RULES, Rule
+from foredraft.verify.sampling_settings import DEFAULTS, RULES, Rule
 
 __all__ = ["DISTANCES", "VerifySettings", "no_drafter"]
 
@@ -23,7 +23,7 @@ class VerifySettings:
         detect: Total variation distance that each full test of the drafter must detect; None takes the
             smallest of `DISTANCES` whose samples take a few minutes here, and the largest on slow machines.
         seed: Random seed of the samples; None draws one.
-        acceptance: The acceptance rule to test; None tests both lossless rules.
+        acceptance: The acceptance rule to test; None tests those of requests that name none.
         self_test: Name of a defect to plant, which the checks must find; None plants none.
 
     Raises:
@@ -83,7 +83,7 @@ class VerifySettings:
     def rules(self) -> tuple[Rule, ...]:
         """The acceptance rules to test, the one that is tested in full first."""
         only = self.acceptance or (DEFECTS[self.self_test].rule if self.self_test else None)
-        return RULES if only is None else (only,)
+        return DEFAULTS if only is None else (only,)
 
 
 def no_drafter() -> ConfigError:

@@ -10,6 +10,7 @@ from torch import Tensor
 from foredraft.decode.policy.base import Policy, Signal
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
+from foredraft.decode.vocab_sums import log_softmax, softmax, sums
 
 __all__ = ["TargetConfidence", "target_confidence"]
 
@@ -24,9 +25,9 @@ def target_confidence(logits: Tensor, tokens: Tensor, signal: Signal) -> Tensor:
             V.
     """
     if signal == "entropy":
-        logs = logits.log_softmax(-1)
-        return 1 + (logs.exp() * logs).nan_to_num(0.0).sum(-1) / math.log(logits.shape[-1])
-    probs = logits.softmax(-1)
+        logs = log_softmax(logits)
+        return 1 + sums((logs.exp() * logs).nan_to_num(0.0)) / math.log(logits.shape[-1])
+    probs = softmax(logits)
     if signal == "margin":
         first, second = probs.topk(2, -1).values.unbind(-1)
         return first - second

@@ -10,6 +10,7 @@ config.py       metadata -> config.json
 vocabulary.py   metadata -> tokenizer.json and tokenizer_config.json
 words.py        how vocabularies cut text into words
 special.py      special tokens, and what ends a text
+llama_like.py   keys of architectures after llama
 names.py        tensor names -> the names of Hugging Face, and what the writer did to a tensor
 tensors.py      tensors by the names of Hugging Face
 folder.py       the folder of a file

@@ -19,7 +19,8 @@ from foredraft.model.gguf.parts import part_names
 __all__ = ["choose", "models_among", "shown_types"]
 
 PREFERRED = ("Q4_K_M", "Q8_0")
-NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # parts of names
+HEADS = ("eagle3-", "dflash-", "dspark-")  # parts of names: of drafters that are no whole models
+NO_MODELS = ("mmproj", "imatrix", "mtp-")  # of what is neither
 # the end of a name that is a type: Q4_K_M, UD-Q4_K_XL, IQ2_XXS, BF16, TQ1_0, MXFP4_MOE
 TYPE = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:[IT]?Q\d\w*|B?F16|F32|MXFP4\w*|NVFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf", re.I
@@ -27,14 +28,16 @@ TYPE = re.compile(
 MAX_SHOWN = 20  # names in a message
 
 
-def models_among(names: Iterable[str]) -> list[str]:
+def models_among(names: Iterable[str], *, heads: bool = False) -> list[str]:
     """Return the language models among files: each by its name, or by that of its first part.
 
     Args:
         names: Of all files, with their folders.
+        heads: Return the heads that draft for models instead.
     """
     files = (name for name in names if name.lower().endswith(".gguf"))
-    models = (name for name in files if not any(part in _base(name) for part in NO_MODELS))
+    whole = (name for name in files if not any(part in _base(name) for part in NO_MODELS))
+    models = (name for name in whole if any(part in _base(name) for part in HEADS) == heads)
     return [*dict.fromkeys(part_names(name)[0] for name in models)]
 
 

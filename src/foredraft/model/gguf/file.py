@@ -28,7 +28,7 @@ from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.mapping import mapped_bytes
 from foredraft.model.quantisation import blocks
 
-__all__ = ["BLOCKS", "GGUFFile", "GGUFTensor", "is_gguf"]
+__all__ = ["BLOCKS", "GGUFFile", "GGUFTensor", "architecture_of", "is_gguf"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1, of 2023, counts in 32 bits
@@ -40,6 +40,9 @@ MAX_VALUES = 2**24  # values of an array: as many as a vocabulary may have token
 MAX_TEXT = 2**24  # bytes of a text
 BUFFER = 2**20  # bytes that are read at a time
 LENGTH = struct.Struct("<Q")  # of a text, in front of it
+# a text under this key, as the file has it up to its length
+ARCHITECTURE = b"general.architecture" + struct.pack("<I", 8)
+FIRST_BYTES = 4096  # in which the key stands: it is the first one, or one of the first
 # kind of a tensor -> values in a block, bytes of a block
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
@@ -95,6 +98,25 @@ def is_gguf(path: Path) -> bool:
             return opened.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
+
+
+def architecture_of(path: Path) -> str | None:
+    """Return the architecture that a GGUF file names among its first values, as writers put it; None without.
+
+    What lies behind, a vocabulary say, is not read.
+    """
+    if not path.is_file() or not is_gguf(path):
+        return None
+    try:
+        with path.open("rb") as opened:
+            begin = opened.read(FIRST_BYTES)
+    except OSError:
+        return None
+    at = begin.find(ARCHITECTURE) + len(ARCHITECTURE)
+    if at < len(ARCHITECTURE) or len(begin) < at + LENGTH.size:
+        return None
+    [size] = LENGTH.unpack_from(begin, at)
+    return begin[at + LENGTH.size :][:size].decode("utf-8", "replace")
 
 
 class GGUFFile:

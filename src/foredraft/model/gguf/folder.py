@@ -10,13 +10,8 @@ other.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,10 +20,10 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.files import replacing_folder
+from foredraft.files import process_folder, replacing_folder
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.gguf.gguf_config import CONVERT_AGAIN, config_of, generation_of
-from foredraft.model.gguf.names import ROPE_FACTORS, file_name, model_name
+from foredraft.model.gguf.names import file_name, holds_factors, model_name
 from foredraft.model.gguf.parts import GGUFModel, identity, part_names
 from foredraft.model.gguf.special import end_ids, special_ids
 from foredraft.model.gguf.tensors import RECORD
@@ -40,6 +35,7 @@ from foredraft.user_cache import cache_folder, check_folder, make_folder, read_p
 
 __all__ = ["check_vocabulary", "checkpoint_folder"]
 
+TEMPORARY = "foredraft-gguf-"  # how the name of a folder outside the cache begins
 _writing_temporary = threading.Lock()
 FORMAT = 2  # raised when a folder's content is made differently
 
@@ -72,7 +68,7 @@ def checkpoint_folder(path: Path) -> Path:
     except OSError:
         # another process has made the folder meanwhile, or the cache folder is full or read only
         if not _is_of(folder, record):
-            folder = _temporary() / name
+            folder = process_folder(TEMPORARY) / name
             if not _is_of(folder, record):
                 _write_temporary(folder, files, record)
     return folder
@@ -179,7 +175,9 @@ def _check_tensors(file: GGUFModel, spec: ModelSpec) -> None:
                 f"has tensor {own} of shape {found}, but its metadata imply {[*shape]}", CONVERT_AGAIN
             )
     for own in file.tensors:
-        if own != ROPE_FACTORS and model_name(architecture, own) not in needed.shapes:
+        given = model_name(architecture, own)
+        unread = holds_factors(architecture, own) or (given is not None and spec.leaves_unread(given))
+        if given not in needed.shapes and not unread:
             raise file.error(f"has tensor {own}, which is not part of a {spec.architecture}", CONVERT_AGAIN)
 
 
@@ -192,20 +190,7 @@ def _place(name: str) -> Path:
             return check_folder(cache) / name
         except OSError:
             pass
-    return _temporary() / name
-
-
-@functools.cache
-def _temporary() -> Path:
-    """Return a folder that is removed when the process ends."""
-    folder, owner = Path(tempfile.mkdtemp(prefix="foredraft-gguf-")).resolve(), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # a forked process leaves it to its parent
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder
+    return process_folder(TEMPORARY) / name
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

@@ -10,24 +10,33 @@ https://github.com/ggml-org/llama.cpp/tree/master/src/models for what llama.cpp 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from foredraft.errors import shortened
 from foredraft.model.config import ConfigReader
+from foredraft.model.gguf import gemma4_config, llama_like, norms_config
 from foredraft.model.gguf.names import ROPE_FACTORS, model_name
 from foredraft.model.gguf.parts import GGUFModel
 from foredraft.model.gguf.tensors import PLAIN, stored_values
 from foredraft.model.quantisation.gguf import METHOD, TENSORS
 from foredraft.model.rope import Rope, frequencies
+from foredraft.model.unsupported import refusal_of_gguf
 
 __all__ = ["ARCHITECTURES", "config_of", "generation_of"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CONVERT_AGAIN = "convert the model again, or give its checkpoint folder"
+PARTLY_ROTATED = (
+    "glm4",
+    "gptneox",
+    "phi2",
+    "phi3",
+    "stablelm",
+)  # architectures that may rotate a part of each head
+BY_LAYER = {"gemma4": gemma4_config.BY_LAYER}  # architecture -> the sizes that it may give as lists
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
 # keys that change what a forward computes, except with this value
 NEUTRAL: dict[str, object] = {
@@ -54,7 +63,7 @@ THETA = 10_000.0  # RoPE's base where the file does not say
 LOW, HIGH = 1.0, 4.0
 
 
-class _Reader(ConfigReader):
+class Reader(ConfigReader):
     """Reads the keys of the architecture, without the architecture's name in front."""
 
     def __init__(self, file: GGUFModel, architecture: str) -> None:
@@ -65,7 +74,7 @@ class _Reader(ConfigReader):
             if key.startswith(prefix)
         }
         super().__init__(own, f"{file.path}, {architecture}", frozenset(HARMLESS))
-        self.file = file
+        self.file, self.architecture = file, architecture
 
     def has(self, key: str) -> bool:
         """Return whether the file has the key."""
@@ -74,6 +83,10 @@ class _Reader(ConfigReader):
     def has_tensor(self, name: str) -> bool:
         """Return whether the file has the tensor."""
         return name in self.file.tensors
+
+    def rope(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        """Return the rotary parameters, of layers with full attention where there are others."""
+        return _rope(self, sizes)
 
 
 def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
@@ -90,13 +103,11 @@ def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[s
     architecture = file.metadata.get("general.architecture")
     _check_kind(file, architecture)
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise file.error(
-            f"has the architecture {shortened(architecture)}, which is not supported",
-            f"supported are {', '.join(ARCHITECTURES)}",
-        )
-    read = _Reader(file, architecture)
+        raise file.error(*refusal_of_gguf(architecture, file.metadata, ARCHITECTURES))
+    read = Reader(file, architecture)
     name, model_type, own = ARCHITECTURES[architecture]
-    sizes = _sizes(read)
+    whole = architecture not in PARTLY_ROTATED
+    sizes = _sizes(read, rotates_whole=whole, by_layer=BY_LAYER.get(architecture, ()))
     config = {
         "architectures": [name],
         "model_type": model_type,
@@ -110,7 +121,7 @@ def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[s
     if quantised := _quantised(file, architecture):
         config["quantization_config"] = {"quant_method": METHOD, TENSORS: quantised}
     for key, neutral in NEUTRAL.items():
-        if read.take(key, neutral) != neutral:
+        if key not in read.seen and read.take(key, neutral) != neutral:
             raise read.error(key, f"only {neutral} is supported")
     read.reject_unknown_keys()
     return config
@@ -135,21 +146,21 @@ def generation_of(file: GGUFModel) -> dict[str, Any]:
     return {RENAMED.get(key, key): value for key, value in given.items()}
 
 
-def _llama(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
+def _llama(read: Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     biases = {"attention_bias": read.has_tensor("blk.0.attn_q.bias")}
     biases["mlp_bias"] = read.has_tensor("blk.0.ffn_up.bias")
     return _without_window(read, sizes) | biases | {"rope_parameters": _rope(read, sizes)}
 
 
-def _qwen2(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
+def _qwen2(read: Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     return _without_window(read, sizes) | {"rope_parameters": _rope(read, sizes)}
 
 
-def _qwen3(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
+def _qwen3(read: Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     return _qwen2(read, sizes) | {"attention_bias": read.has_tensor("blk.0.attn_q.bias")}
 
 
-def _without_window(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
+def _without_window(read: Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a family that llama.cpp runs without sliding windows, and scales as usual."""
     positions = sizes["max_position_embeddings"]
     if read.optional_number("attention.sliding_window", zero_is_null=True) not in (None, positions):
@@ -160,7 +171,7 @@ def _without_window(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_act": "silu"}
 
 
-def _gemma2(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(read: Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     return _gemma(read, sizes, "gemma2", pattern=2) | {
         "rope_parameters": _rope(read, sizes),
         "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
@@ -168,7 +179,7 @@ def _gemma2(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma3(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(read: Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     read.number("rope.freq_base")  # the layers with full attention have another base than the usual one
     windowed = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", THETA)}
     return _gemma(read, sizes, "gemma3", pattern=6) | {
@@ -177,7 +188,7 @@ def _gemma3(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma(read: _Reader, sizes: dict[str, Any], architecture: str, pattern: int) -> dict[str, Any]:
+def _gemma(read: Reader, sizes: dict[str, Any], architecture: str, pattern: int) -> dict[str, Any]:
     """Return the keys that Gemma 2 and 3 share; every `pattern`-th layer has full attention."""
     layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
     large = layers == LAYERS_OF_27B[architecture]
@@ -199,18 +210,52 @@ def _gemma(read: _Reader, sizes: dict[str, Any], architecture: str, pattern: int
     }
 
 
+def _with_rope(
+    own: Callable[[Reader, dict[str, Any], dict[str, Any]], dict[str, Any]],
+) -> Callable[[Reader, dict[str, Any]], dict[str, Any]]:
+    """Return a reader of the keys of an architecture that gets the rotary parameters, too."""
+    return lambda read, sizes: own(read, sizes, _rope(read, sizes))
+
+
 # architecture of a file -> that of Hugging Face, its model_type, and the keys of its own
-ARCHITECTURES: dict[str, tuple[str, str, Callable[[_Reader, dict[str, Any]], dict[str, Any]]]] = {
+ARCHITECTURES: dict[str, tuple[str, str, Callable[[Reader, dict[str, Any]], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", "llama", _llama),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", _qwen2),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _qwen3),
+    "gemma": ("GemmaForCausalLM", "gemma", _with_rope(llama_like.gemma)),
+    "granite": ("GraniteForCausalLM", "granite", _with_rope(llama_like.granite)),
+    "internlm2": ("LlamaForCausalLM", "llama", _llama),
+    "mistral3": ("Ministral3ForCausalLM", "ministral3", _with_rope(llama_like.mistral3)),
+    "phi3": ("Phi3ForCausalLM", "phi3", _with_rope(llama_like.phi3)),
+    "seed_oss": ("SeedOssForCausalLM", "seed_oss", _with_rope(llama_like.seed_oss)),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3", _with_rope(llama_like.smollm3)),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text", gemma4_config.gemma4),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2", norms_config.cohere2),
+    "exaone4": ("Exaone4ForCausalLM", "exaone4", norms_config.exaone4),
+    "glm4": ("Glm4ForCausalLM", "glm4", norms_config.glm4),
+    "gpt2": ("GPT2LMHeadModel", "gpt2", norms_config.gpt2),
+    "gptneox": ("GPTNeoXForCausalLM", "gpt_neox", norms_config.gpt_neox),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", norms_config.olmo2),
+    "phi2": ("PhiForCausalLM", "phi", norms_config.phi2),
+    "stablelm": ("StableLmForCausalLM", "stablelm", norms_config.stablelm),
+    "starcoder2": ("Starcoder2ForCausalLM", "starcoder2", norms_config.starcoder2),
 }
 
 
-def _sizes(read: _Reader) -> dict[str, Any]:
-    """Return the keys that are the same in every architecture."""
+FEED_FORWARD, KEY_HEADS = "feed_forward_length", "attention.head_count_kv"
+EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # of RMS and of layer norms
+
+
+def _sizes(read: Reader, *, rotates_whole: bool, by_layer: Collection[str]) -> dict[str, Any]:
+    """Return the keys that are the same in every architecture.
+
+    Args:
+        read: The keys.
+        rotates_whole: A head is rotated as a whole.
+        by_layer: Sizes that the architecture's own function reads, because they may differ by layer.
+    """
     embedding = read.file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise read.file.error("has no matrix token_embd.weight", CONVERT_AGAIN)
@@ -219,23 +264,23 @@ def _sizes(read: _Reader) -> dict[str, Any]:
         raise read.error("vocab_size", f"token_embd.weight has {words} rows")
     hidden, heads = read.count("embedding_length"), read.count("attention.head_count")
     head_dim = read.count("attention.key_length", max(1, hidden // heads))
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(["rope.dimension_count"] if rotates_whole else [])):
         if read.count(key, head_dim) != head_dim:
             raise read.error(key, f"only the size of a key head, {head_dim}, is supported")
     return {
         "vocab_size": words,
         "hidden_size": hidden,
-        "intermediate_size": read.count("feed_forward_length"),
+        "intermediate_size": None if FEED_FORWARD in by_layer else read.count(FEED_FORWARD),
         "num_hidden_layers": read.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": read.count("attention.head_count_kv", heads),
+        "num_key_value_heads": None if KEY_HEADS in by_layer else read.count(KEY_HEADS, heads),
         "head_dim": head_dim,
         "max_position_embeddings": read.count("context_length"),
-        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": read.number(EPSILONS[read.has(EPSILONS[1])]),
     }
 
 
-def _rope(read: _Reader, sizes: dict[str, Any]) -> dict[str, Any]:
+def _rope(read: Reader, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters, of layers with full attention where there are others.
 
     Without a type, a factor scales linearly.
@@ -269,7 +314,7 @@ YARN = {  # key of config.json -> that of the file
 }
 
 
-def _factor(read: _Reader) -> float | None:
+def _factor(read: Reader) -> float | None:
     """Return what RoPE's positions are divided by; older files spell it otherwise."""
     read.take("rope.scaling.original_context_length")  # it counts with yarn and Llama 3.1's factors only
     found = read.optional_number("rope.scaling.factor", zero_is_null=True)
@@ -279,7 +324,7 @@ def _factor(read: _Reader) -> float | None:
     return found or older
 
 
-def _llama3(read: _Reader, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3(read: Reader, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the parameters of Llama 3.1's scaling whose factors are those that the file holds.
 
     The factors follow from the largest of them and from the original context length, a power of two.
@@ -313,7 +358,7 @@ def _llama3(read: _Reader, theta: float, head_dim: int) -> dict[str, Any]:
     )
 
 
-def _powers(read: _Reader) -> Iterator[int]:
+def _powers(read: Reader) -> Iterator[int]:
     """Yield the original context lengths that may be meant: Llama's own first, then 32 to a million."""
     yield 8192
     yield from (2**power for power in range(5, 21))

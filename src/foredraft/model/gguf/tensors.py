@@ -19,6 +19,7 @@ from foredraft.model.config import read_json
 from foredraft.model.gguf.file import GGUFTensor
 from foredraft.model.gguf.names import adds_one, model_name, row_order
 from foredraft.model.gguf.parts import GGUFModel, identity
+from foredraft.model.lora.record import base_of
 
 __all__ = ["PLAIN", "RECORD", "GGUFTensors", "open_tensors", "source_of", "stored_values"]
 
@@ -38,9 +39,12 @@ PLAIN = {  # kinds that are not quantised
 def source_of(folder: Path) -> Path:
     """Return the GGUF file that a folder was made from (its first part), or the folder itself.
 
+    Of a model with LoRAs, those of the model itself.
+
     Raises:
         CheckpointError: The folder does not say which file.
     """
+    folder = base_of(folder)
     return _file_of(folder, read_json(folder / RECORD)) if (folder / RECORD).is_file() else folder
 
 

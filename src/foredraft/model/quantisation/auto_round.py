@@ -28,6 +28,7 @@ from foredraft.model.quantisation.scheme import (
     read_group,
     read_names,
 )
+from foredraft.model.tensor_names import Naming
 
 __all__ = ["HARMLESS", "METHOD", "read_auto_round"]
 
@@ -55,7 +56,6 @@ PACKINGS = {  # the spellings that AutoRound reads, and those of its exports to 
     "auto_awq": AWQ,
 }
 PLAIN = (16, 32)  # bits of a weight that is not quantised
-LAYERS = "model.layers"
 BLOCKS = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")  # the last is an old name
 
 
@@ -82,8 +82,12 @@ class Numbers:
         return GPTQFormat(self.bits, self.group, self.symmetric, less_one=packing == GPTQ)
 
 
-def read_auto_round(read: ConfigReader) -> Quantisation:
+def read_auto_round(read: ConfigReader, naming: Naming) -> Quantisation:
     """Return the scheme of a `quantization_config` of AutoRound.
+
+    Args:
+        read: The config.
+        naming: How the checkpoint names modules.
 
     Raises:
         CheckpointError: A key has a value that is not supported.
@@ -104,7 +108,9 @@ def read_auto_round(read: ConfigReader) -> Quantisation:
         read_expression(read, "modules_to_not_convert", name, _anywhere([name]))
     kept = [SchemeRule(_anywhere(skipped), None)] if skipped else []
     single = _modules(read, packing, bits, common)
-    return Quantisation(METHOD, (*kept, *single, SchemeRule(_blocks(read), common.packed(packing))))
+    return Quantisation(
+        METHOD, (*kept, *single, SchemeRule(_blocks(read, naming.stored_layers), common.packed(packing)))
+    )
 
 
 def _modules(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Numbers) -> list[SchemeRule]:
@@ -152,16 +158,16 @@ def _numbers(read: ConfigReader, bits: tuple[int, ...], common: Numbers) -> Numb
     return Numbers(own, group, read.flag("sym", default=common.symmetric, if_null=common.symmetric))
 
 
-def _blocks(read: ConfigReader) -> str:
-    """Return the pattern of the modules in the blocks that are quantised."""
+def _blocks(read: ConfigReader, layers: str) -> str:
+    """Return the pattern of the modules in the blocks that are quantised; `layers` is the list of layers."""
     for key in BLOCKS:
         if (given := read.take(key)) is None:
             continue
         names = _flat(given.split(",") if isinstance(given, str) else given)
-        if not all(isinstance(name, str) and name.strip().startswith(LAYERS) for name in names) or not names:
-            raise read.error(key, f"it must name {LAYERS} or blocks of it")
+        if not all(isinstance(name, str) and name.strip().startswith(layers) for name in names) or not names:
+            raise read.error(key, f"it must name {layers} or blocks of it")
         return "|".join(re.escape(name.strip()) for name in names)
-    return re.escape(f"{LAYERS}.")
+    return re.escape(f"{layers}.")
 
 
 def _flat(given: Any) -> list[Any]:

@@ -33,6 +33,7 @@ from foredraft.model.quantisation.scheme import (
     read_names,
     shown_group,
 )
+from foredraft.model.tensor_names import HEAD, LINEAR, Naming
 
 __all__ = ["HARMLESS", "AWQFormat", "read_awq"]
 
@@ -42,7 +43,6 @@ BITS, FACTOR = 4, 8  # bits of a number, numbers of a word
 MIDDLE = 8  # the zero point of numbers that are symmetric about 0
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # row of eight -> its place in a word
 VERSION = "gemm"
-HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,12 @@ def _ordered(packed: Tensor) -> Tensor:
     return numbers[:, :, PLACES].flatten(1).T.contiguous()
 
 
-def read_awq(read: ConfigReader) -> Quantisation:
+def read_awq(read: ConfigReader, naming: Naming) -> Quantisation:
     """Return the scheme of a `quantization_config` of AWQ.
+
+    Args:
+        read: The config.
+        naming: How the checkpoint names modules.
 
     Raises:
         CheckpointError: A key has a value that is not supported.
@@ -114,7 +118,7 @@ def read_awq(read: ConfigReader) -> Quantisation:
     read.choice("pack_dtype", ("int32",), "int32")
     read.choice("method", ("awq",), "awq")
     read.choice("lm_head", (False,), False)
-    check_auto_round(read)
+    check_auto_round(read, naming)
     if read.take("dynamic"):
         raise read.error("dynamic", "settings of single modules are not supported; it must be empty")
     bits, group = (_either(read, *keys) for keys in (("bits", "w_bit"), ("group_size", "q_group_size")))
@@ -125,7 +129,8 @@ def read_awq(read: ConfigReader) -> Quantisation:
     found = AWQFormat(read_group(read, group, 128), not zero_point)
     kept = [re.escape(name) for name in read_names(read, "modules_to_not_convert")]  # parts of names
     rules = [SchemeRule(rf".*(?:{'|'.join(kept)})", None)] if kept else []
-    return Quantisation("awq", (*rules, SchemeRule(exactly([HEAD]), None), SchemeRule("", found)))
+    head = SchemeRule(exactly([naming.stored_module(HEAD)]), None)
+    return Quantisation("awq", (*rules, head, SchemeRule("", found, layer_class=LINEAR)))
 
 
 def _either(read: ConfigReader, key: str, old: str) -> str:

@@ -225,6 +225,11 @@ class Codes:
         assert whole is not None and first == rows
         return whole
 
+    def in_order(self, order: Tensor) -> Codes:
+        """Return the weight with its rows in another order, [M]: row i is row order[i] of this one."""
+        rows: dict[str, Any] = {name: tensor[order] for name, tensor in self._tensors().items()}
+        return replace(self, **rows)
+
     def _tensors(self) -> dict[str, Tensor]:
         """Return its tensors [M, ...] by the names of the attributes."""
         names = ("codes", "scales", "steps", "offsets", "offset_steps")

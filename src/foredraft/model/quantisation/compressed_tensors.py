@@ -39,6 +39,7 @@ from foredraft.model.quantisation.scheme import (
     read_names,
     shown_group,
 )
+from foredraft.model.tensor_names import CONV1D, LINEAR, Naming
 
 __all__ = ["HARMLESS", "PackedFormat", "PlainFormat", "read_compressed_tensors"]
 
@@ -46,7 +47,7 @@ HARMLESS = frozenset({"global_compression_ratio", "version"})
 HARMLESS_IN_NUMBERS = frozenset({"observer", "observer_kwargs", "zp_dtype"})  # the stored dtypes are checked
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 MIXED = "mixed-precision"  # every group of modules has a format of its own
-LINEAR = "Linear"  # the class of the modules that this project has
+CLASSES = (LINEAR, CONV1D)  # of the modules that this project has
 SCALE_DTYPES = (None, "torch.bfloat16", "torch.float16", "torch.float32")
 
 
@@ -152,7 +153,7 @@ class PlainFormat:
         return Codes(codes, scales, self.group or columns, self.coding)
 
 
-def read_compressed_tensors(read: ConfigReader) -> Quantisation:
+def read_compressed_tensors(read: ConfigReader, _: Naming) -> Quantisation:
     """Return the scheme of a `quantization_config` of compressed-tensors.
 
     Raises:
@@ -166,7 +167,7 @@ def read_compressed_tensors(read: ConfigReader) -> Quantisation:
     # old versions of the library say "frozen" of compressed weights too; the stored dtypes are checked
     read.choice("quantization_status", ("compressed", "frozen"))
     layout = read.choice("format", (PACKED, INTEGERS, FLOATS, NAIVE, MIXED))
-    ignored = [SchemeRule(_pattern(read, "ignore", name), None) for name in read_names(read, "ignore")]
+    ignored = [_rule(read, "ignore", name) for name in read_names(read, "ignore")]
     return Quantisation("compressed-tensors", (*ignored, *_rules(read, layout)))
 
 
@@ -187,12 +188,14 @@ def _rules(read: ConfigReader, layout: str) -> list[SchemeRule]:
         for target in targets:
             if target in found:
                 raise inner.error("targets", f"another group has the target {shortened(target)}")
-            if target[0].isupper() and target != LINEAR:
-                raise inner.error("targets", f"of the classes of modules only {LINEAR} is supported")
-            found[target] = SchemeRule(_pattern(inner, "targets", target), format, inputs)
+            if target[0].isupper() and target not in CLASSES:
+                raise inner.error(
+                    "targets", f"of the classes of modules only {' and '.join(CLASSES)} are supported"
+                )
+            found[target] = _rule(inner, "targets", target, format, inputs)
         inner.reject_unknown_keys()
-    # names go before expressions, and the class comes last
-    order = sorted(found, key=lambda target: (target == LINEAR, _is_regex(target), target))
+    # names go before expressions, and classes come last
+    order = sorted(found, key=lambda target: (target in CLASSES, _is_regex(target), target))
     return [found[target] for target in order]
 
 
@@ -279,10 +282,16 @@ def _is_regex(target: str) -> bool:
     return target.startswith("re:")
 
 
-def _pattern(read: ConfigReader, key: str, target: str) -> str:
-    """Return the pattern of a target: a module's name, the class `Linear`, or "re:" and an expression."""
-    if target == LINEAR:
-        return ""
+def _rule(
+    read: ConfigReader,
+    key: str,
+    target: str,
+    format: WeightFormat | None = None,
+    inputs: ActivationFormat | None = None,
+) -> SchemeRule:
+    """Return the rule of a target: a module's name, one of `CLASSES`, or "re:" and an expression."""
+    if target in CLASSES:
+        return SchemeRule("", format, inputs, target)
     if not _is_regex(target):
-        return exactly([target])
-    return read_expression(read, key, target, target.removeprefix("re:"))
+        return SchemeRule(exactly([target]), format, inputs)
+    return SchemeRule(read_expression(read, key, target, target.removeprefix("re:")), format, inputs)

@@ -23,12 +23,12 @@ from torch import Tensor
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.scheme import SCALES, Part, Quantisation, SchemeRule, exactly, read_names
+from foredraft.model.tensor_names import HEAD, LINEAR, Naming
 
 __all__ = ["BLOCK", "HARMLESS", "FP8BlockFormat", "read_fp8"]
 
 HARMLESS = frozenset({"dequantize"})  # says how a library runs the weights
 BLOCK = 128  # rows and columns of a block
-HEAD = "lm_head"
 NOTE = "activations stay in the model's dtype; the method's authors round them to FP8 too"
 
 
@@ -63,8 +63,12 @@ class FP8BlockFormat:
         return Codes(tensors["weight"], scales, BLOCK, self.coding)
 
 
-def read_fp8(read: ConfigReader) -> Quantisation:
+def read_fp8(read: ConfigReader, naming: Naming) -> Quantisation:
     """Return the scheme of a `quantization_config` of FP8.
+
+    Args:
+        read: The config.
+        naming: How the checkpoint names modules.
 
     Raises:
         CheckpointError: A key has a value that is not supported.
@@ -89,6 +93,7 @@ def read_fp8(read: ConfigReader) -> Quantisation:
         raise read.error("ignored_layers", "keep modules_to_not_convert alone")
     # transformers leaves the head alone unless a list is given
     kept = [re.escape(name) for key in lists for name in read_names(read, key)]
-    pattern = rf"(?:.*\.)?(?:{'|'.join(kept)})(?:\.|\Z)" if kept else exactly([HEAD])
+    pattern = rf"(?:.*\.)?(?:{'|'.join(kept)})(?:\.|\Z)" if kept else exactly([naming.stored_module(HEAD)])
     rules = [] if lists and not kept else [SchemeRule(pattern, None)]
-    return Quantisation("fp8", (*rules, SchemeRule("", FP8BlockFormat())), NOTE, float32_scales=True)
+    blocks = SchemeRule("", FP8BlockFormat(), layer_class=LINEAR)
+    return Quantisation("fp8", (*rules, blocks), NOTE, float32_scales=True)

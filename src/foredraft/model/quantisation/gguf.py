@@ -16,6 +16,7 @@ from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.blocks import BLOCKS
 from foredraft.model.quantisation.codes import Codes, Coding
 from foredraft.model.quantisation.scheme import Part, Quantisation, SchemeRule, exactly, read_names
+from foredraft.model.tensor_names import Naming
 
 __all__ = ["METHOD", "TENSORS", "GGUFFormat", "read_gguf"]
 
@@ -48,7 +49,7 @@ class GGUFFormat:
         return block.unpack(tensors["weight"].reshape(-1, block.size), *shape)
 
 
-def read_gguf(read: ConfigReader) -> Quantisation:
+def read_gguf(read: ConfigReader, _: Naming) -> Quantisation:
     """Return the scheme that `model.gguf` wrote.
 
     Raises:

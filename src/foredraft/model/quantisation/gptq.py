@@ -39,6 +39,7 @@ from foredraft.model.quantisation.scheme import (
     read_group,
     shown_group,
 )
+from foredraft.model.tensor_names import HEAD, Naming
 
 __all__ = ["HARMLESS", "GPTQFormat", "read_gptq"]
 
@@ -52,7 +53,6 @@ HARMLESS = frozenset(
     """.split()
 )
 V1, V2 = "gptq", "gptq_v2"  # names of `checkpoint_format`
-HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,12 @@ def _order(groups: Tensor | None) -> Tensor | None:
     return groups.argsort(stable=True).to(torch.int32)
 
 
-def read_gptq(read: ConfigReader) -> Quantisation:
+def read_gptq(read: ConfigReader, naming: Naming) -> Quantisation:
     """Return the scheme of a `quantization_config` of GPTQ.
+
+    Args:
+        read: The config.
+        naming: How the checkpoint names modules.
 
     Raises:
         CheckpointError: A key has a value that is not supported.
@@ -159,8 +163,8 @@ def read_gptq(read: ConfigReader) -> Quantisation:
     read.choice("is_marlin_format", (False,), False)
     read.choice("pack_dtype", ("int32",), "int32")
     read.choice("method", ("gptq",), "gptq")
-    read.choice("block_name_to_quantize", ("model.layers", None), None)
-    check_auto_round(read)
+    read.choice("block_name_to_quantize", (naming.stored_layers, None), None)
+    check_auto_round(read, naming)
     layout = read.choice("checkpoint_format", (V1, V2), read.choice("format", (V1, V2), V1))
     group = read_group(read, "group_size")
     found = GPTQFormat(
@@ -170,7 +174,9 @@ def read_gptq(read: ConfigReader) -> Quantisation:
         layout == V1,
         act_order=read.flag("desc_act", if_null=False) and group is not None,
     )
-    head = SchemeRule(exactly([HEAD]), found if read.flag("lm_head", if_null=False) else None)
+    head = SchemeRule(
+        exactly([naming.stored_module(HEAD)]), found if read.flag("lm_head", if_null=False) else None
+    )
     return Quantisation("gptq", (head, SchemeRule(_modules(read), found)))
 
 

@@ -8,17 +8,19 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation import auto_round, awq, compressed_tensors, fp8, gguf, gptq
 from foredraft.model.quantisation.scheme import Quantisation
+from foredraft.model.tensor_names import AS_STORED, Naming
 
 __all__ = ["KEYS", "read_quantisation"]
 
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
 # quant_method -> the keys that change no result, and the reader of the others
-METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader], Quantisation]]] = {
+METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader, Naming], Quantisation]]] = {
     auto_round.METHOD: (auto_round.HARMLESS, auto_round.read_auto_round),
     "awq": (awq.HARMLESS | auto_round.HARMLESS, awq.read_awq),
     "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
@@ -28,8 +30,12 @@ METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader], Quantisation]]
 }
 
 
-def read_quantisation(read: ConfigReader) -> Quantisation | None:
+def read_quantisation(read: ConfigReader, naming: Naming = AS_STORED) -> Quantisation | None:
     """Return the scheme of a config.json; None if its weights are not quantised.
+
+    Args:
+        read: The config.
+        naming: How a checkpoint of safetensors files names modules.
 
     Raises:
         CheckpointError: The scheme is not supported; the message names method, key and value.
@@ -51,9 +57,9 @@ def read_quantisation(read: ConfigReader) -> Quantisation | None:
         raise config.error("quant_method", f"supported are {', '.join(METHODS)}")
     harmless, reader = METHODS[method]
     config = ConfigReader(section, where, harmless | {"quant_method"})
-    found = reader(config)
+    found = reader(config, naming)
     config.reject_unknown_keys()
-    return found
+    return found if method == gguf.METHOD else replace(found, naming=naming)
 
 
 def _bitsandbytes(read: ConfigReader) -> CheckpointError:

@@ -17,6 +17,7 @@ from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.activations import ActivationFormat
 from foredraft.model.quantisation.codes import BLOCK_ROWS, Codes, Coding
+from foredraft.model.tensor_names import AS_STORED, Naming
 
 __all__ = [
     "INT32",
@@ -117,11 +118,13 @@ class SchemeRule:
         pattern: A regular expression; modules match whose name begins with it.
         format: The format of the weights of the modules that match; None leaves them unquantised.
         inputs: The format of their inputs; None leaves these as they are.
+        layer_class: The class in `transformers` of the modules that match; None: any.
     """
 
     pattern: str
     format: WeightFormat | None
     inputs: ActivationFormat | None = None
+    layer_class: str | None = None
 
     def __str__(self) -> str:
         return ", ".join(str(part) for part in (self.format, self.inputs) if part is not None)
@@ -137,6 +140,7 @@ class Quantisation:
         note: What Foredraft computes otherwise than the method's authors; None if nothing.
         embedding: The rules hold for the embedding, too; otherwise it is not quantised.
         float32_scales: Scales are float32, whatever the dtype of the checkpoint.
+        naming: How the checkpoint, and so the rules, name modules.
     """
 
     method: str
@@ -144,12 +148,13 @@ class Quantisation:
     note: str | None = None
     embedding: bool = False
     float32_scales: bool = False
+    naming: Naming = AS_STORED
 
     def format_of(self, module: str) -> WeightFormat | None:
         """Return the format of a linear layer's weight; None if it is not quantised.
 
         Args:
-            module: Its name in the checkpoint, such as "model.layers.0.mlp.up_proj".
+            module: Its name in the decoder, such as "model.layers.0.mlp.up_proj".
         """
         rule = self._rule_of(module)
         return None if rule is None else rule.format
@@ -160,7 +165,10 @@ class Quantisation:
         return None if rule is None else rule.inputs
 
     def _rule_of(self, module: str) -> SchemeRule | None:
-        return next((rule for rule in self.rules if re.match(rule.pattern, module)), None)
+        stored, own = self.naming.stored_module(module), (None, self.naming.layer_class(module))
+        return next(
+            (rule for rule in self.rules if rule.layer_class in own and re.match(rule.pattern, stored)), None
+        )
 
     @property
     def bits(self) -> int | None:
@@ -215,13 +223,17 @@ def read_expression(read: ConfigReader, key: str, given: str, expression: str) -
     return expression
 
 
-def check_auto_round(read: ConfigReader) -> None:
+def check_auto_round(read: ConfigReader, naming: Naming) -> None:
     """Check the keys that AutoRound adds to a config of another method.
+
+    Args:
+        read: The config.
+        naming: How the checkpoint names modules.
 
     Raises:
         CheckpointError: A key has a value that is not supported.
     """
-    read.choice("to_quant_block_names", ("model.layers", None), None)
+    read.choice("to_quant_block_names", (naming.stored_layers, None), None)
     check_plain_inputs(read)
 
 

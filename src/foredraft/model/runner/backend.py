@@ -32,6 +32,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def fuses(self) -> bool:
+        """Whether `draft` may run all steps of a draft in one call."""
+        ...
+
+    @property
     def shapes(self) -> InvariantShapes:
         """The shapes of its passes."""
         ...

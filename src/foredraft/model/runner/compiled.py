@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -39,8 +40,11 @@ def check_compiler(device: torch.device) -> None:
             warnings.simplefilter("ignore")  # the compiler's own warnings, even where warnings are errors
             torch.compile(lambda x: x * 2 + 1)(torch.ones(32, device=device))
     except Exception as error:
-        needed = "Triton" if device.type == "cuda" else "a C++ compiler such as g++ (CXX may name it)"
+        needed = "a C++ compiler such as g++ (CXX may name it)"
         reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        if device.type == "cuda":  # Triton itself compiles its launchers by a C compiler
+            has_triton = find_spec("triton") is not None
+            needed = "a C compiler such as gcc (CC may name it)" if has_triton else "Triton"
         raise ConfigError(
             option="compile",
             problem=f"needs a working compiler, but PyTorch cannot compile here ({reason})",
@@ -56,12 +60,18 @@ def compiled_parts() -> LayerParts:
         return _joined([compiled_project(spec, weights, rows, None) for rows in _pieces(x, span)], x.shape[0])
 
     def finish(
-        spec: ModelSpec, layer: Layer, x: Tensor, attended: Tensor | None, mlp: bool, span: RowSpan | None
+        spec: ModelSpec,
+        layer: Layer,
+        x: Tensor,
+        attended: Tensor | None,
+        mlp: bool,
+        span: RowSpan | None,
+        given: Tensor | None = None,
     ) -> Tensor:
         pieces = _pieces(x, span)
-        attended_pieces = [None] * len(pieces) if attended is None else _pieces(attended, span)
-        pairs = zip(pieces, attended_pieces, strict=True)
-        done = [compiled_finish(spec, layer, *rows, mlp, None) for rows in pairs]
+        others = ([None] * len(pieces) if part is None else _pieces(part, span) for part in (attended, given))
+        parts = zip(pieces, *others, strict=True)
+        done = [compiled_finish(spec, layer, own, heads, mlp, None, input) for own, heads, input in parts]
         return _joined(done, x.shape[0])
 
     return LayerParts(project, finish)

@@ -7,10 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["DraftInputs", "FusedDraft", "SamplingInputs"]
+__all__ = ["DraftInputs", "DrawnToken", "Draws", "FusedDraft", "SamplingInputs"]
+
+
+class DrawnToken(Protocol):
+    """A token of every row, and whatever its drawing gave besides: a tree of tensors."""
+
+    @property
+    def token(self) -> Tensor: ...  # [B, 1] int64
+
+    @property
+    def drawable(self) -> Tensor: ...  # [B, 1] bool, the logits are finite, and the token counts
+
+
+class Draws(Protocol):
+    """Draws the tokens of a draft. A tree of tensors, which the draft loop makes."""
+
+    @property
+    def dense(self) -> bool: ...  # a drawn token keeps its distribution over the vocabulary
+
+    def __call__(self, logits: Tensor, drawn: Tensor) -> DrawnToken:
+        """Draw a token of every row from its logits [B, 1, V]; drawn: the tokens before it, [B, j]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,7 @@ class DraftInputs:
         lengths: The tokens that each row drafts, [B]; 0: the row does nothing.
         sampling: Sampling parameters and noise; None drafts greedily.
         allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
+        draws: Draws the tokens where PyTorch's operators run the steps; the kernels draw by `sampling`.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -55,6 +78,7 @@ class DraftInputs:
     lengths: Sequence[int]
     sampling: SamplingInputs | None = None
     allowed: Sequence[Tensor | None] | None = None
+    draws: Draws | None = None
 
     @property
     def active(self) -> list[int]:
@@ -70,12 +94,15 @@ class FusedDraft:
         tokens: The drafted tokens, [B, K] int64; 0 past a row's draft length. -1 where no allowed token has a
             finite logit.
         finite: Whether the logits of each token are finite, [B, K] bool; False past a row's draft length.
-        probs: The distribution of each token, [B, K, V] float32; None: the draft is greedy.
+        probs: The distribution of each token, [B, K, V] float32; None: the draft is greedy, or they are in
+            `drawn`.
         states: The states after which each token was drawn, entering the tapped layer, [B, K, D]; 0 past a
             row's draft length. None: no layer was tapped.
+        drawn: What `draws` gave at each step; None where the kernels drew.
     """
 
     tokens: Tensor
     finite: Tensor
     probs: Tensor | None
     states: Tensor | None = None
+    drawn: tuple[Any, ...] | None = None

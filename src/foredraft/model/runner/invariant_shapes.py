@@ -36,6 +36,7 @@ SPOT_QUERY_COUNTS = (1, 2, 4, 8, 16, 64)  # candidates that are also tried in fu
 ROW_COUNTS = (*range(1, 17), 20, 24, 32, 48, 64)  # candidates for row counts of products
 ROW_STEPS = (1, 2, 4, 8)  # candidates for the step between row counts
 LENGTH_QUANTA = (256, 512, 1024)  # candidates for the quantum of attended lengths, in positions
+WHOLE = 2**40  # a quantum of attended lengths that is longer than any cache
 LONG_CONTEXT = 700  # positions; libraries cut sums over so many into blocks, by the padded length
 REFERENCE = 8  # queries and rows of the reference shape: a common verifying pass
 TRIAL_START = 150  # first position of the confirmed row, whose context lies within one quantum
@@ -49,7 +50,7 @@ class InvariantShapes:
         query_buckets: The columns per row that a pass is padded to; empty allows any number.
         row_low: The rows of a product, at least.
         row_high: The rows of a product, at most; 0 allows any number.
-        length_quantum: Attended lengths are multiples of it, in positions.
+        length_quantum: Attended lengths are multiples of it, in positions; WHOLE attends the whole cache.
         row_step: The rows of a product are multiples of it.
         apart: Attend row by row, because the bits of attention depend on the batch size.
         found: False: the self-check found no two shapes that agree, and one fixed shape serves all passes.
@@ -71,7 +72,8 @@ class InvariantShapes:
         step = "" if self.row_step == 1 else f" by {self.row_step}"
         apart = ", attention row by row" if self.apart else ""
         rows = f"{self.row_low} to {self.row_high} rows{step}"
-        return f"{kind}: {columns} columns, {rows}, lengths by {self.length_quantum}{apart}"
+        lengths = "the whole cache" if self.length_quantum == WHOLE else f"lengths by {self.length_quantum}"
+        return f"{kind}: {columns} columns, {rows}, {lengths}{apart}"
 
     @property
     def span(self) -> RowSpan | None:
@@ -96,7 +98,7 @@ class InvariantShapes:
         return next((bucket for bucket in fitting if bucket * batch >= self.row_low), fitting[0])
 
     def length(self, positions: int) -> int:
-        """Return the attended length that covers `positions`."""
+        """Return the attended length that covers `positions`; a pass cuts it to what its cache stores."""
         return math.ceil(positions / self.length_quantum) * self.length_quantum
 
     def for_prefill(self, buckets: tuple[int, ...]) -> InvariantShapes:
@@ -118,11 +120,20 @@ FALLBACK = InvariantShapes(
     query_buckets=(REFERENCE,),
     row_low=REFERENCE,
     row_high=REFERENCE,
-    length_quantum=1024,
+    length_quantum=max(LENGTH_QUANTA),
     row_step=REFERENCE,
     apart=True,
     found=False,
 )
+
+
+def fallback(device: torch.device) -> InvariantShapes:
+    """Return FALLBACK for a device.
+
+    A GPU attends the whole cache: its kernels may cut a sum over positions into parts by the length, and a
+    replayed pass attends more than the committed positions anyway.
+    """
+    return replace(FALLBACK, length_quantum=WHOLE) if device.type == "cuda" else FALLBACK
 
 
 @torch.inference_mode()
@@ -138,15 +149,21 @@ def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
     span = _agreeing_rows(outline, like, random)
     if span is None:
         logger.warning("no two row counts of the model's products agree bit for bit; %s", ONE_SHAPE)
-        return FALLBACK
+        return fallback(device)
     queries = max(QUERY_COUNTS)
     context = LENGTH_QUANTA[0] - queries - 5  # the columns end within the shortest quantum
-    probe = AttentionProbe(outline.spec, context, queries, like, random)
-    long_probe = AttentionProbe(outline.spec, LONG_CONTEXT, queries, like, random)
+    probes = [
+        tuple(
+            AttentionProbe(outline.spec, positions, queries, like, random, window=window)
+            for positions in (context, LONG_CONTEXT)
+        )
+        for window in outline.spec.windows_by_heads
+    ]
     for apart in (False, True):
         best: tuple[int, ...] = ()
         for quantum in LENGTH_QUANTA:
-            kept = _agreeing_queries(probe, long_probe, quantum, apart)
+            agreeing = [_agreeing_queries(short, long, quantum, apart) for short, long in probes]
+            kept = tuple(count for count in agreeing[0] if all(count in others for others in agreeing))
             if len(kept) > len(best):
                 best, shapes = kept, InvariantShapes(kept, span.low, span.high, quantum, span.step, apart)
             if 2 * len(kept) > len(QUERY_COUNTS):
@@ -154,7 +171,7 @@ def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
         if len(best) > 1:
             return shapes
     logger.warning("no two query counts of the model's attention agree bit for bit; %s", ONE_SHAPE)
-    return FALLBACK
+    return fallback(device)
 
 
 @torch.inference_mode()
@@ -177,14 +194,16 @@ def find_shapes(
         if len(buckets) > 1:
             return replace(tried, query_buckets=buckets)
     logger.warning("no two query counts of the model's layers agree bit for bit; %s", ONE_SHAPE)
-    return FALLBACK
+    return fallback(decoder.device)
 
 
 def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> RowSpan | None:
     """Return the widest span of row counts at which every product agrees; None: there is no such span."""
     agreeing = set(ROW_COUNTS)
-    for product in (*outline.layers[0].products, outline.output):
-        agreeing = _agreeing_counts(agreeing, product.shape, like, random)
+    first = [product.shape for product in (*outline.layers[0].products, outline.output)]
+    others = dict.fromkeys(product.shape for product in outline.products if product.shape not in first)
+    for shape in (*first, *others):
+        agreeing = _agreeing_counts(agreeing, shape, like, random)
     for step in ROW_STEPS:
         low = _last_agreeing(
             agreeing, [rows for rows in reversed(ROW_COUNTS) if rows <= REFERENCE and rows % step == 0]
@@ -264,23 +283,34 @@ def _confirmed_buckets(decoder: Decoder, shapes: InvariantShapes, run: RunLayers
 
 
 class _Trial:
-    """Passes of the first two layers of a decoder over a small cache of random values."""
+    """Passes of the first two layers of a decoder over a small cache of random values.
+
+    Where layers have heads of several shapes, of the first layers up to one of each.
+    """
 
     def __init__(self, decoder: Decoder, shapes: InvariantShapes, run: RunLayers) -> None:
-        depth = min(2, decoder.spec.layers)
-        self.spec = replace(decoder.spec, layers=depth, windows=decoder.spec.windows[:depth])
+        spec = decoder.spec
+        depth = max(
+            min(2, spec.layers), *(spec.windows.index(window) + 1 for window in spec.windows_by_heads)
+        )
+        self.spec = spec.first(depth)
         self.run, self.shapes = run, shapes
         random = torch.Generator().manual_seed(1)
         self.cache = KVCache(self.spec, 2, 256, device=decoder.device, dtype=decoder.dtype)
-        context = torch.randn(self.cache.data[:, :, :1].shape, generator=random)
-        self.context = context.to(decoder.device, decoder.dtype)  # of both rows
+        contexts = [torch.randn(plane[:, :, :1].shape, generator=random) for plane in self.cache.planes]
+        self.contexts = [context.to(decoder.device, decoder.dtype) for context in contexts]  # of both rows
         hidden = torch.randn(max(QUERY_COUNTS), self.spec.hidden_size, generator=random)
         self.hidden = hidden.to(decoder.device, decoder.dtype)  # [T, D]
+        self.inputs: Tensor | None = None  # of the layers, [T, layers, I]
+        if decoder.inputs is not None:
+            shape = len(hidden), decoder.inputs.layers, decoder.inputs.size
+            self.inputs = torch.randn(shape, generator=random).to(decoder.device, decoder.dtype)
         self.tables = rope_tables(self.spec, 512, decoder.device, decoder.dtype)
 
     def states(self, batch: int, queries: int, place: int) -> Tensor:
         """Return the states that leave the layers [T, D], of a row at `place` in a batch."""
-        self.cache.data.copy_(self.context)
+        for plane, held in zip(self.cache.planes, self.contexts, strict=True):
+            plane.copy_(held)
         hidden = self.hidden[:queries].flip(0).repeat(batch, 1, 1)
         hidden[place] = self.hidden[:queries]
         length = self.shapes.length(TRIAL_START + queries)
@@ -292,4 +322,7 @@ class _Trial:
         context = build_context(
             self.spec, self.tables, self.cache, shape, torch.tensor(starts, device=hidden.device)
         )
+        if self.inputs is not None:
+            inputs = self.inputs[:queries].repeat(batch, 1, 1)
+            context = replace(context, layer_inputs=inputs)
         return self.run(hidden, context, 0, layers)[place]

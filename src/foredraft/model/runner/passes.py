@@ -128,8 +128,3 @@ class Forward:
     logits: Tensor | None
     hidden: Tensor
     taps: dict[int, Tensor]
-
-    def copied(self) -> Forward:
-        """Return a result with tensors of its own."""
-        logits = None if self.logits is None else self.logits.clone()
-        return Forward(logits, self.hidden.clone(), {d: tap.clone() for d, tap in self.taps.items()})

@@ -9,7 +9,6 @@ the rounding error, in full precision.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -79,6 +78,7 @@ class AttentionProbe:
         like: A tensor of the device and dtype.
         random: The source of values.
         blocked: Store keys in the layout of the C kernels.
+        window: The probed heads are those of layers with this window.
     """
 
     def __init__(
@@ -89,8 +89,9 @@ class AttentionProbe:
         like: Tensor,
         random: torch.Generator,
         blocked: bool = False,
+        window: int | None = None,
     ) -> None:
-        self.spec = replace(spec, layers=1, windows=(None,))
+        self.spec = spec = spec.plain_layer(window)
         self.context, self.queries = context, queries
         heads, dim, half = spec.kv_heads, spec.head_dim, spec.head_dim // 2
         positions = context + queries

@@ -233,10 +233,11 @@ class Runner:
         )
         return self.backend.run(pass_)
 
+    @torch.inference_mode()
     def draft(
         self, cache: CacheLayers, inputs: DraftInputs, *, plan: Plan | None = None, tap: int | None = None
     ) -> FusedDraft | None:
-        """Run a fused draft: all draft steps of the batch in one call of the C kernels.
+        """Run a fused draft: all draft steps of the batch in one call of the C kernels, or one CUDA graph.
 
         Args:
             cache: A cache of `new_cache`; row b of the draft is its row b.
@@ -245,13 +246,12 @@ class Runner:
             tap: The depth whose entering states are returned, 1 or more.
 
         Returns:
-            The draft; None where the kernels do not run this decoder, and the caller takes the steps one by
-            one.
+            The draft; None where the back end cannot fuse it, and the caller takes the steps one by one.
 
         Raises:
             ValueError: The draft does not fit into the cache, or a row drafts that reads no token.
         """
-        if not self.by_kernels:
+        if not self.backend.fuses:
             return None
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
         if not all(tokens[row] for row in active):
@@ -261,8 +261,10 @@ class Runner:
             raise ValueError(
                 f"a draft up to position {last} overruns a cache row of {cache.positions} positions"
             )
-        self.forwarded += sum(len(tokens[row]) + lengths[row] - 1 for row in active)
-        return self.backend.draft(cache, inputs, plan or self._full, tap)
+        draft = self.backend.draft(cache, inputs, plan or self._full, tap)
+        if draft is not None:
+            self.forwarded += sum(len(tokens[row]) + lengths[row] - 1 for row in active)
+        return draft
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

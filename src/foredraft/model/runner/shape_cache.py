@@ -18,15 +18,16 @@ import torch
 
 from foredraft import user_cache
 from foredraft.kernels.machine import describe_cpu
-from foredraft.model import attention, forward_context, layers
+from foredraft.model import attention, forward_context, layer_inputs, layers
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import invariant_shapes, packed, probes
+from foredraft.model.runner.attention_choice import pinned_attention
 from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.runner.packed import packs
 
 KIND = "shapes"  # of the user's cache
 # the probing code, and the code that it probes
-CODE = (attention, forward_context, invariant_shapes, layers, packed, probes)
+CODE = (attention, forward_context, invariant_shapes, layer_inputs, layers, packed, probes)
 # prefixes of the variables by which the libraries below PyTorch choose their kernels
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 
@@ -41,10 +42,11 @@ def cached_shapes(
         device: The device that it is to run on.
         probe: `probe_shapes`, as a rule.
     """
-    key = _cache_key(outline, device)
-    if (cached := _parsed(user_cache.read(KIND, key))) is not None:
-        return cached
-    found = probe(outline, device)
+    with pinned_attention(device):
+        key = _cache_key(outline, device)
+        if (cached := _parsed(user_cache.read(KIND, key))) is not None:
+            return cached
+        found = probe(outline, device)
     if found.found:
         user_cache.write(KIND, key, asdict(found))
     return found
@@ -61,7 +63,7 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": [torch.__version__, torch.__config__.show()],
         "settings": [
-            torch.get_float32_matmul_precision(),
+            _float32_precision(),
             torch.are_deterministic_algorithms_enabled(),
             backends.mkldnn.is_available() and backends.mkldnn.enabled,
             backends.cuda.flash_sdp_enabled(),
@@ -76,6 +78,19 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
         ),
         "code": [_hash_of(module.__file__) for module in CODE],
     }
+
+
+def _float32_precision() -> list[str]:
+    """Return how PyTorch rounds in float32 products; the older setting cannot be read beside newer ones."""
+    backends: Any = torch.backends
+    newer = [
+        getattr(place, "fp32_precision", "")
+        for place in (backends, backends.cuda.matmul, backends.mkldnn.matmul)
+    ]
+    try:
+        return [torch.get_float32_matmul_precision(), *newer]
+    except RuntimeError:
+        return newer
 
 
 def _gpu(device: torch.device) -> list[str]:

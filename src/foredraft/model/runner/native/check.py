@@ -72,18 +72,23 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
         return f"the kernels run on CPUs, and the device is {device}"
     if dtype not in WORD:
         return f"the kernels compute in float32 and bfloat16, not in {dtype_name(dtype)}"
-    widths = sorted({spec.hidden_size, spec.heads * spec.head_dim, spec.intermediate_size})
+    kinds = [spec.plain_layer(window) for window in spec.windows_by_heads]
+    inner = {spec.inner_of(layer) for layer in range(spec.layers)}
+    inputs = {spec.layer_input_size} if spec.layer_input_size else set()
+    heads = {spec.heads * kind.head_dim for kind in kinds}
+    widths = sorted({spec.hidden_size, *heads, *inner, *inputs})
     for width in widths:
         if not fits(dtype, width):
             return f"the kernels need an even width in {dtype_name(dtype)}, and a product has {width}"
-    if spec.head_dim > MAX_HEAD_DIM:
-        return f"the kernels take head dimensions up to {MAX_HEAD_DIM}, and the model has {spec.head_dim}"
+    widest = max(kind.head_dim for kind in kinds)
+    if widest > MAX_HEAD_DIM:
+        return f"the kernels take head dimensions up to {MAX_HEAD_DIM}, and the model has {widest}"
     if library() is None:
         return unavailable_because()
     random, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=dtype)
     exact = all(_product_is_exact(width, like, random) for width in widths)
     exact = exact and all(_coded_product_is_exact(coding, like, random) for coding in CODINGS)
-    if exact and _attention_is_exact(spec, like, random):
+    if exact and all(_attention_is_exact(kind, like, random) for kind in kinds):
         return None
     logger.warning("the kernels fail their self-check on this CPU; PyTorch's operators run instead")
     return "the kernels fail their self-check on this CPU"
@@ -160,8 +165,8 @@ def _attention(probe: AttentionProbe, batch: int, queries: int, place: int, scal
     x = x.reshape(batch * queries, spec.heads * spec.head_dim)
     qkv = torch.nn.functional.pad(x, (0, 2 * spec.kv_heads * spec.head_dim))
     starts = [max(0, probe.context - 7 * abs(row - place)) for row in range(batch)]
-    layer = CLayer()
-    model = CModel(layers=1, heads=spec.heads, kv_heads=spec.kv_heads, dim=spec.head_dim)
+    layer = CLayer(kv_heads=spec.kv_heads, dim=spec.head_dim)
+    model = CModel(layers=1, heads=spec.heads)
     model.scale, model.softcap = spec.attention_scale, spec.attention_softcap or 0.0
     model.layer = ctypes.pointer(layer)
     pass_: CPass = pass_struct(cache, [(row, start, queries) for row, start in enumerate(starts)], ())

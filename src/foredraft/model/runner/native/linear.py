@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class CLinear(ctypes.Structure):
         ("coding", CCoding),
         ("inputs", c_int64),
         ("order", c_void_p),
+        ("scale", c_float),
     )
 
 

@@ -21,6 +21,8 @@ from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder
 from foredraft.model.forward_context import at_columns
+from foredraft.model.layer_inputs import LayerInputs
+from foredraft.model.layers import Product
 from foredraft.model.plan import Plan
 from foredraft.model.rope import Rope
 from foredraft.model.runner.fused import DraftInputs, FusedDraft
@@ -28,6 +30,7 @@ from foredraft.model.runner.invariant_shapes import KERNEL_SHAPES
 from foredraft.model.runner.native.linear import CLinear, pointer, suffix
 from foredraft.model.runner.native.native_codes import NativeCodes, is_native
 from foredraft.model.runner.native.structs import (
+    ACTIVATIONS,
     MAX_HEAD_DIM,
     NORMS,
     PRODUCTS,
@@ -56,54 +59,70 @@ class NativeBackend:
     """
 
     native = True
+    fuses = True
     shapes = KERNEL_SHAPES
 
     @classmethod
     def of(cls, decoder: Decoder) -> NativeBackend | None:
         """Return the back end of a decoder; None where one of its weights is not packed for the kernels."""
         packed = all(map(is_native, decoder.products))
-        return cls(decoder) if packed and decoder.spec.head_dim <= MAX_HEAD_DIM else None
+        widest = max(map(decoder.spec.head_dim_of, decoder.spec.windows))
+        return cls(decoder) if packed and widest <= MAX_HEAD_DIM else None
 
     def __init__(self, decoder: Decoder) -> None:
         spec, kernels = decoder.spec, library()
         assert kernels is not None
+        assert spec.residual_scale is None or not spec.post_norms, "the kernels scale a sum without a norm"
         self.decoder = decoder
-        self.ropes = list(dict.fromkeys(spec.rope_of(window) for window in spec.windows))
+        self.ropes = list(spec.ropes)
         embedding = decoder.embedding
         self._embedding = embedding.contiguous() if isinstance(embedding, Tensor) else None  # for its address
         self._layers = (CLayer * spec.layers)(*map(self._layer_struct, range(spec.layers)))
+        heads = [spec.heads * spec.head_dim_of(window) for window in spec.windows]
+        inner = [spec.inner_of(layer) for layer in range(spec.layers)]
+        qkv = [layer.attention.qkv.shape[0] for layer in decoder.layers]
+        wide = max(*qkv, *(2 * size for size in inner), spec.layer_input_size)
+        narrow = max(*heads, *inner, spec.layer_input_size)
         self._model = CModel(
             spec.layers,
             spec.hidden_size,
             spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            spec.intermediate_size,
-            spec.activation != "silu",
+            ACTIVATIONS[spec.activation],
+            spec.gated,
+            spec.parallel_residual,
+            spec.projection_norms,
+            spec.sum_norms,
+            wide,
             spec.attention_scale,
             spec.attention_softcap or 0.0,
             spec.logit_softcap or 0.0,
             pointer(self._embedding),
             CLinear() if isinstance(embedding, Tensor) else linear_struct_of(embedding),
             decoder.embedding_scale or 0.0,
+            pointer(decoder.learned_positions),
+            0 if decoder.learned_positions is None else len(decoder.learned_positions) - 1,
             norm_struct(decoder.norm),
-            linear_struct_of(decoder.output),
+            linear_struct_of(decoder.output, spec.logit_scale),
             self._layers,
         )
-        inner = spec.intermediate_size
-        output, qkv = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self._scratch_per_column = spec.hidden_size + max(qkv, 2 * inner) + max(output, inner)  # elements
+        self._inputs = 0  # elements of the layers' inputs of a column
+        if decoder.inputs is not None:
+            self._add_inputs(decoder.inputs)
+        self._scratch_per_column = spec.hidden_size + wide + narrow  # elements
         self._scratch_memory = torch.empty(0, dtype=decoder.dtype)
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
-        forward, head, draft = (
+        forward, head, draft, inputs = (
             getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}")
-            for name in ("forward", "head", "draft")
+            for name in ("forward", "head", "draft", "inputs")
         )
         self._forward = declare(
             forward,
             (*(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
             allocates=True,
+        )
+        self._make_inputs = declare(
+            inputs, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int), allocates=True
         )
         self._head = declare(head, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
         self._draft = declare(
@@ -139,11 +158,14 @@ class NativeBackend:
             return at_columns(computed, real, batch * width).view(batch, width, -1)
 
         tokens: Tensor | None = None
-        if pass_.hidden is None:
+        if pass_.hidden is None or self._inputs:
             flat = pass_.tokens.flatten().contiguous()
             tokens = flat if real is None else flat[real]
+        inputs = self._layer_inputs(tokens) if self._inputs and tokens is not None else None
+        if pass_.hidden is None:
             x = torch.empty(count, self.decoder.spec.hidden_size, dtype=self.decoder.dtype)
         else:
+            tokens = None
             x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
             x = x.clone() if real is None else x[real]
         taps: dict[int, Tensor] = {}
@@ -151,7 +173,9 @@ class NativeBackend:
         start = pass_.start
         for depth in sorted({*pass_.taps, pass_.stop}):
             head = pass_.head and pass_.at is None and depth == pass_.stop
-            logits = self.forward(tokens, x, pass_.cache, groups, pass_.plan, start, depth, head=head)
+            logits = self.forward(
+                tokens, x, pass_.cache, groups, pass_.plan, start, depth, head=head, inputs=inputs
+            )
             start, tokens = depth, None
             if depth in pass_.taps:
                 taps[depth] = asked(x.clone())
@@ -173,6 +197,7 @@ class NativeBackend:
         stop: int,
         *,
         head: bool = False,
+        inputs: Tensor | None = None,
     ) -> Tensor | None:
         """Run layers [start, stop) on states, in place, and store their keys and values in the cache.
 
@@ -185,12 +210,13 @@ class NativeBackend:
             start: The first layer.
             stop: The layer after the last.
             head: Compute logits.
+            inputs: What layers take of the tokens themselves, [N, layers, I]; None in models without.
 
         Returns:
             Logits [N, V] in float32 where `head` asks for them, else None.
         """
         count = len(hidden)
-        pass_ = pass_struct(cache, groups, self._rotary)
+        pass_ = pass_struct(cache, groups, self._rotary, pointer(inputs))
         scratch = self._scratch(count * self._scratch_per_column)
         logits = self._logits(hidden) if head else None
         result = self._forward(
@@ -208,8 +234,34 @@ class NativeBackend:
             own_threads(),
         )
         if result == pool.LATE_THREADS:
-            pool.keep(self, self._tables, hidden, cache, scratch)
+            pool.keep(self, self._tables, hidden, cache, scratch, inputs)
         return logits
+
+    def _layer_inputs(self, tokens: Tensor) -> Tensor:
+        """Return what layers take of tokens [N] themselves, [N, layers * I]."""
+        count, hidden = len(tokens), self.decoder.spec.hidden_size
+        inputs, embedded = (torch.empty(count, n, dtype=self.decoder.dtype) for n in (self._inputs, hidden))
+        scratch = self._scratch(count * (hidden + self._inputs))
+        result = self._make_inputs(
+            ctypes.addressof(self._model),
+            tokens.data_ptr(),
+            embedded.data_ptr(),
+            count,
+            inputs.data_ptr(),
+            scratch.data_ptr(),
+            own_threads(),
+        )
+        if result == pool.LATE_THREADS:
+            pool.keep(self, inputs, scratch)
+        return inputs
+
+    def _add_inputs(self, inputs: LayerInputs) -> None:
+        """Tell the kernels of the layers' inputs."""
+        model, self._table = self._model, inputs.table.contiguous()  # kept for its address
+        model.input_size, model.input_layers, model.inputs = inputs.size, inputs.layers, pointer(self._table)
+        model.input_scale, model.projection_scale = inputs.scale, inputs.projection_scale
+        model.projection, model.input_norm = linear_struct_of(inputs.projection), norm_struct(inputs.norm)
+        self._inputs = inputs.size * inputs.layers
 
     def draft(self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, tap: int | None) -> FusedDraft:
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
@@ -245,7 +297,8 @@ class NativeBackend:
             tap=tap or 0,
             states=pointer(states),
         )
-        scratch = self._scratch(len(read) * (self._scratch_per_column + self.decoder.spec.hidden_size))
+        per_column = self._scratch_per_column + self.decoder.spec.hidden_size + 2 * self._inputs
+        scratch = self._scratch(len(read) * per_column)
         logits = torch.empty(len(active), vocabulary)
         result = self._draft(
             ctypes.addressof(self._model),
@@ -285,12 +338,30 @@ class NativeBackend:
 
     def _layer_struct(self, index: int) -> CLayer:
         layer, spec = self.decoder.layers[index], self.decoder.spec
-        attention, mlp, window = layer.attention, layer.mlp, spec.windows[index]
-        norms = [attention.norm, attention.post_norm, attention.q_norm, attention.k_norm]
+        attention, mlp, window, own = layer.attention, layer.mlp, spec.windows[index], layer.input
+        norms = [attention.norm, attention.post_norm, attention.q_norm, attention.k_norm, attention.v_norm]
         norms += [None, None] if mlp is None else [mlp.norm, mlp.post_norm]
-        made = CLayer(window=window or 0, rope=self.ropes.index(spec.rope_of(window)))
+        norms.append(None if own is None else own.norm)
+        products: list[Product | None] = [attention.qkv, attention.output]
+        products += [None, None] if mlp is None else [mlp.gate_up, mlp.down]  # an adapter may have none
+        products += [None, None] if own is None else [own.gate, own.output]
+        rope = spec.rope_of(window)
+        made = CLayer(
+            window=window or 0,
+            rope=self.ropes.index(rope),
+            query_rope=self.ropes.index(spec.query_rope or rope),
+            rotated=0 if index in spec.unrotated else rope.rotated(spec.head_dim_of(window)),
+            kv_heads=spec.kv_heads_of(window),
+            dim=spec.head_dim_of(window),
+            inner=spec.inner_of(index),
+            reads=not spec.stores(index),
+            joined=spec.joins_values(window),
+            scalar=float(layer.scalar),
+        )
         for name, norm in zip(NORMS, norms, strict=True):
             setattr(made, name, norm_struct(norm))
-        for name, product in zip(PRODUCTS, layer.products, strict=False):  # an adapter may have no MLP
-            setattr(made, name, linear_struct_of(product))
+        for name, product in zip(PRODUCTS, products, strict=True):
+            adds = name in ("output", "down")
+            if product is not None:
+                setattr(made, name, linear_struct_of(product, spec.residual_scale if adds else None))
         return made

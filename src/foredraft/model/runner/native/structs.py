@@ -10,11 +10,12 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from foredraft.model.cache import CacheLayers
-from foredraft.model.layers import Product, RMSNorm, RowSource
-from foredraft.model.runner.native.linear import CLinear
+from foredraft.model.layers import LayerNorm, Norm, Product, RowSource
+from foredraft.model.runner.native.linear import CLinear, pointer
 from foredraft.model.runner.native.native_codes import is_native
 
 __all__ = [
+    "ACTIVATIONS",
     "MAX_HEAD_DIM",
     "NORMS",
     "PRODUCTS",
@@ -37,32 +38,52 @@ Groups: TypeAlias = Sequence[
 
 
 class CNorm(ctypes.Structure):
-    _fields_ = (("weight", c_void_p), ("eps", c_float), ("offset", c_int32))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("eps", c_float),
+        ("wide", c_int32),
+        ("centred", c_int32),
+        ("apart", c_int32),
+    )
 
 
-NORMS = ("before", "after", "q", "k", "mlp_before", "mlp_after")
-PRODUCTS = ("qkv", "output", "gate_up", "down")
+# the names of activations in a spec -> their numbers in kernels.c
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+NORMS = ("before", "after", "q", "k", "v", "mlp_before", "mlp_after", "input_after")
+PRODUCTS = ("qkv", "output", "gate_up", "down", "input_gate", "input_output")
 
 
 class CLayer(ctypes.Structure):
     _fields_ = (
         *((name, CNorm) for name in NORMS),
         *((name, CLinear) for name in PRODUCTS),
-        ("window", c_int64),
-        ("rope", c_int64),
+        *((name, c_int64) for name in ("window", "rope", "query_rope", "rotated")),
+        *((name, c_int64) for name in ("kv_heads", "dim", "inner", "reads", "joined")),
+        ("scalar", c_float),
     )
 
 
 class CModel(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "gelu")),
+        *((name, c_int64) for name in ("layers", "hidden", "heads")),
+        *((name, c_int64) for name in ("activation", "gated", "parallel", "together", "sums", "wide")),
         *((name, c_float) for name in ("scale", "softcap", "logit_softcap")),
         ("embedding", c_void_p),
         ("tied", CLinear),
         ("embedding_scale", c_float),
+        ("learned", c_void_p),
+        ("last_learned", c_int64),
         ("norm", CNorm),
         ("head", CLinear),
         ("layer", ctypes.POINTER(CLayer)),
+        ("input_size", c_int64),
+        ("input_layers", c_int64),
+        ("inputs", c_void_p),
+        ("input_scale", c_float),
+        ("projection_scale", c_float),
+        ("projection", CLinear),
+        ("input_norm", CNorm),
     )
 
 
@@ -74,6 +95,7 @@ class CPass(ctypes.Structure):
         ("cache", c_void_p),
         ("rows", c_int64),
         ("positions", c_int64),
+        ("inputs", c_void_p),
     )
 
 
@@ -95,13 +117,16 @@ class CDraft(ctypes.Structure):
     )
 
 
-def pass_struct(cache: CacheLayers, groups: Groups, rotary: Sequence[int]) -> CPass:
+def pass_struct(
+    cache: CacheLayers, groups: Groups, rotary: Sequence[int], inputs: int | None = None
+) -> CPass:
     """Return the C struct of a pass.
 
     Args:
         cache: The cache, with keys in blocks.
         groups: The rows and positions of the columns, in the order of the columns.
         rotary: The addresses of the rotary tables.
+        inputs: The address of the layers' inputs; None in models without.
     """
     assert cache.blocked, "the kernels read keys in blocks"
     rows, starts, counts = zip(*groups, strict=True)
@@ -115,17 +140,25 @@ def pass_struct(cache: CacheLayers, groups: Groups, rotary: Sequence[int]) -> CP
         cache.pointers,
         cache.rows,
         cache.stored,
+        inputs,
     )
     pass_.numbers = numbers  # kept alive for their addresses
     return pass_
 
 
-def norm_struct(norm: RMSNorm | None) -> CNorm:
+def norm_struct(norm: Norm | None) -> CNorm:
     """Return the C struct of a norm; that of None is empty."""
-    return CNorm(None, 0.0, 0) if norm is None else CNorm(norm.weight.data_ptr(), norm.eps, norm.offset)
+    if norm is None:
+        return CNorm()
+    if isinstance(norm, LayerNorm):
+        apart = norm.weight.shape[1] if norm.weight.dim() == 2 else 0
+        return CNorm(norm.weight.data_ptr(), pointer(norm.bias), norm.eps, True, True, apart)
+    return CNorm(norm.weight.data_ptr(), None, norm.eps, norm.offset)
 
 
-def linear_struct_of(product: Product | RowSource) -> CLinear:
-    """Return the C struct of a product that is packed for the kernels."""
+def linear_struct_of(product: Product | RowSource, scale: float | None = None) -> CLinear:
+    """Return the C struct of a product that is packed for the kernels; `scale` is a factor on its results."""
     assert is_native(product)
-    return product.as_struct()
+    made = product.as_struct()
+    made.scale = scale or 0.0
+    return made

@@ -1,0 +1,188 @@
+"""Acceptance by position of the draft, on given texts, without decoding.
+
+At an anchor, target and drafter both read the text up to there, and then the text's own tokens in place of
+the draft's: so every position is measured at every anchor, however early a real draft would have ended. Given
+p and q at a position, a token is accepted with probability Σ min(p, q) at temperature 1, and at temperature 0
+if both have the same argmax.
+
+The pairs of a head are read once for the whole text. The drafts go from the last anchor to the first, since a
+draft overwrites what lies behind its anchor, and no later one reads that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.heads.eagle3_head import Eagle3Head, cache_spec
+from foredraft.drafters.heads.medusa_heads import MedusaHeads
+from foredraft.drafters.heads.words import map_of
+from foredraft.drafters.vocabulary_map import VocabularyMap
+from foredraft.model.cache import KVCache
+from foredraft.model.forward_context import rope_tables
+from foredraft.model.runner import Runner, next_chunk
+
+__all__ = [
+    "Acceptance",
+    "ReadText",
+    "acceptance_of",
+    "head_drafts",
+    "medusa_acceptance",
+    "model_acceptance",
+    "read_text",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The acceptance of every draft.
+
+    Attributes:
+        sampled: Probability that the token at a position is accepted at temperature 1, [drafts, K].
+        greedy: The same at temperature 0: 0 or 1.
+    """
+
+    sampled: Tensor
+    greedy: Tensor
+
+    def joined(self, other: Acceptance) -> Acceptance:
+        """Return the drafts of both."""
+        return Acceptance(torch.cat([self.sampled, other.sampled]), torch.cat([self.greedy, other.greedy]))
+
+    @property
+    def rounds(self) -> Tensor:
+        """The tokens of a round after each anchor at temperature 1, [drafts]."""
+        return 1 + self.sampled.cumprod(1).sum(1)
+
+    @property
+    def by_position(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """α by position, at temperature 1 and 0: of the drafts of which all before was accepted."""
+        return _given_all_before(self.sampled), _given_all_before(self.greedy)
+
+
+def _given_all_before(accepted: Tensor) -> tuple[float, ...]:
+    surviving = accepted.cumprod(1).mean(0)  # [K]
+    before = torch.cat([torch.ones(1), surviving[:-1]])
+    return tuple((surviving / before).nan_to_num(0.0).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class ReadText:
+    """A text as the target read it.
+
+    Attributes:
+        tokens: Its ids.
+        logits: Of the token after each one, [n, V] float32.
+        states: At each boundary, [n, D].
+    """
+
+    tokens: list[int]
+    logits: Tensor
+    states: dict[int, Tensor]
+
+    def anchors(self, length: int, most: int) -> list[int]:
+        """Return the positions of the pending tokens of at most `most` drafts, the last one first."""
+        last, first = len(self.tokens) - length - 1, min(8, len(self.tokens) // 2)
+        step = max(1, (last - first) // most + 1)
+        return list(range(last, first - 1, -step))
+
+
+@torch.inference_mode()
+def read_text(runner: Runner, tokens: list[int], taps: Sequence[int]) -> ReadText:
+    """Run the target over a text once, chunk by chunk."""
+    cache, start = runner.new_cache(1, len(tokens)), 0
+    logits: list[Tensor] = []
+    states: dict[int, list[Tensor]] = {tap: [] for tap in taps}
+    while start < len(tokens):
+        end = next_chunk(start, len(tokens), runner.chunk)
+        forward = runner.prefill(cache, 0, tokens[start:end], start, taps=tuple(taps))
+        logits.append(runner.head(forward.hidden)[0, : end - start].float())
+        for tap in taps:
+            states[tap].append(forward.taps[tap][0, : end - start])
+        start = end
+    return ReadText(tokens, torch.cat(logits), {tap: torch.cat(parts) for tap, parts in states.items()})
+
+
+def acceptance_of(drafts: Mapping[int, Tensor], text: ReadText) -> Acceptance:
+    """Return the acceptance of a head's drafts by their anchors, [K, V] each, as `head_drafts` gives them."""
+    found = [_accepted(text.logits[anchor : anchor + len(own)], own) for anchor, own in drafts.items()]
+    return Acceptance(torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found]))
+
+
+@torch.inference_mode()
+def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
+    """Return a head's logits [K, V] of a draft after each anchor.
+
+    Args:
+        head: The head; `text.states` has the boundaries that it reads.
+        text: The text.
+        length: K, tokens of a draft.
+        most: Drafts at most.
+    """
+    record, decoder = head.record, head.target
+    count, spec = len(text.tokens), cache_spec(record)
+    cache = KVCache(spec, 1, count + length, device=decoder.device, dtype=decoder.dtype)
+    tables = rope_tables(spec, cache.stored, decoder.device, decoder.dtype)
+    words = map_of(head.words, decoder)
+    states = head.joined(torch.cat([text.states[tap] for tap in record.taps or ()], -1))  # [n, d]
+    tokens = torch.tensor([text.tokens], device=decoder.device)
+    left = torch.zeros_like(states)
+    for start in range(1, count, 128):
+        stop = min(count, start + 128)
+        columns = head.run(
+            cache, tables, tokens[:, start:stop], states[None, start - 1 : stop - 1], [start], [stop - start]
+        )
+        left[start:stop] = columns[0]
+    drafts: dict[int, Tensor] = {}
+    for anchor in text.anchors(length, most):
+        own, chain = left[anchor][None], list[Tensor]()
+        for place in range(anchor, anchor + length):
+            logits = head.logits(own)
+            chain.append(logits if words is None else words.columns(logits))
+            if place + 1 < anchor + length:
+                recurring = head.recurring(own)[None]
+                own = head.run(cache, tables, tokens[:, place + 1 : place + 2], recurring, [place + 1], [1])[
+                    0
+                ]
+        drafts[anchor] = torch.cat(chain)
+    return drafts
+
+
+@torch.inference_mode()
+def medusa_acceptance(head: MedusaHeads, text: ReadText, length: int, most: int) -> Acceptance:
+    """Return the acceptance of the drafts of Medusa heads; arguments as `head_drafts`."""
+    decoder, words = head.target, map_of(head.words, head.target)
+    found = []
+    for anchor in text.anchors(length, most):
+        reads = head.entering(text.states[decoder.spec.layers][anchor - 1 : anchor])
+        logits = torch.cat([slot(reads) for slot in head.heads[:length]])
+        logits = logits if words is None else words.columns(logits)
+        found.append(_accepted(text.logits[anchor : anchor + length], logits))
+    return Acceptance(torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found]))
+
+
+@torch.inference_mode()
+def model_acceptance(
+    draft: Runner, vocabulary: VocabularyMap | None, text: ReadText, length: int, most: int
+) -> Acceptance:
+    """Return the acceptance of a draft model's drafts; arguments as `head_drafts`."""
+    ids = text.tokens if vocabulary is None else [vocabulary.draft_ids[token] for token in text.tokens]
+    logits = read_text(draft, ids, ()).logits
+    if vocabulary is not None:
+        logits = vocabulary.columns(logits)
+    sampled, greedy = _accepted(text.logits, logits)
+    places = text.anchors(length, most)
+    return Acceptance(
+        torch.stack([sampled[place : place + length] for place in places]),
+        torch.stack([greedy[place : place + length] for place in places]),
+    )
+
+
+def _accepted(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of acceptance at temperature 1 and 0, [n] each, for logits [n, V]."""
+    p, q = target.softmax(-1), draft.softmax(-1)
+    sampled = torch.minimum(p, q).sum(-1).clamp(max=1.0).cpu()
+    return sampled, (target.argmax(-1) == draft.argmax(-1)).float().cpu()

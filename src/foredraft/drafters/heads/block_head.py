@@ -1,0 +1,341 @@
+"""The forward of a block drafter: all masked slots in one pass over the target's states.
+
+DFlash (Chen et al. 2026, arXiv:2602.06036). The target's taps of a committed position, joined by `fc` and
+normed, are its *context*. Every layer projects it to a key and a value at that position, which stand in the
+head's cache and depend on nothing else. A block is the anchor's embedding and masks; its queries attend to
+the contexts strictly before the anchor and to the block's own keys and values, which the next block
+overwrites.
+
+DSpark (arXiv:2607.05147) adds a bias of low rank to a slot's logits, from the token before the slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.drafters.heads.block_files import MARKOV, BlockFiles
+from foredraft.drafters.heads.block_record import BlockRecord
+from foredraft.drafters.heads.eagle3_files import D2T, T2D
+from foredraft.drafters.heads.eagle3_head import ATTENDED, HeadBuilder, map_of
+from foredraft.drafters.heads.products import packed_beside
+from foredraft.drafters.heads.words import draft_words
+from foredraft.model.attention import attend, inject
+from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Decoder, Layer, finish, project
+from foredraft.model.forward_context import (
+    ForwardContext,
+    PassShape,
+    additive_mask,
+    at_columns,
+    build_context,
+)
+from foredraft.model.layers import Product, RMSNorm, soft_cap
+from foredraft.model.plan import Plan
+from foredraft.model.rope import Rope
+from foredraft.model.runner import Runner
+from foredraft.model.transfers import upload
+
+__all__ = ["BlockHead", "Markov", "load_block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """The projections of a layer, apart: contexts need no queries."""
+
+    queries: Product
+    keys_values: Product
+
+    @property
+    def bias(self) -> Tensor | None:
+        parts = self.queries.bias, self.keys_values.bias
+        return None if parts[0] is None or parts[1] is None else torch.cat([parts[0], parts[1]])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.queries.shape[0] + self.keys_values.shape[0], self.queries.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values side by side, [N, (H + 2 * Hk) * D]."""
+        return torch.cat([self.queries(x), self.keys_values(x)], -1)
+
+    def dense(self) -> Tensor:
+        return torch.cat([self.queries.dense(), self.keys_values.dense()])
+
+
+@dataclass(frozen=True, slots=True)
+class Markov:
+    """The bias that the token before a slot adds to the slot's logits.
+
+    Attributes:
+        form: One of `MARKOV_FORMS`.
+        embedding: Of the token before, [V, r].
+        output: From r to the head's words.
+        joint: The gate, or the cell of the recurrent form; None in the plain form.
+    """
+
+    form: str
+    embedding: Tensor
+    output: Product
+    joint: Product | None = None
+
+    def __call__(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the bias [B, words] float32 of a slot, and the state for the next one.
+
+        Args:
+            before: The token before the slot, [B].
+            hidden: The slot's state, [B, d].
+            state: Of the recurrent form, [B, r]; None at the first slot.
+        """
+        inner = F.embedding(before, self.embedding)
+        if self.form == "gated":
+            assert self.joint is not None
+            inner = self.joint(torch.cat([hidden, inner], -1)).sigmoid() * inner
+        elif self.form == "rnn":
+            assert self.joint is not None
+            state = torch.zeros_like(inner) if state is None else state
+            gate, new, inner = self.joint(torch.cat([state, inner, hidden], -1)).chunk(3, -1)
+            state = torch.lerp(new.tanh(), state, gate.sigmoid())
+            inner = inner.tanh()
+        return self.output(inner).float(), state
+
+    def after(self, before: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return the state after a slot that does not draft; arguments as the call's."""
+        return self(before, hidden, None)[1] if self.form == "rnn" else None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHead:
+    """The weights of a block drafter, beside its target's.
+
+    Attributes:
+        record: What it is.
+        target: The target's decoder.
+        fc: Joins the taps.
+        context_norm: After `fc`.
+        layers: Its layers, whose projections are `Projections`.
+        norm: Before the head.
+        output: The head over its own words.
+        words: The target's id of each of its words, [words]; None where they are the target's.
+        embedding: Its own embedding [V, d]; None: the target's.
+        markov: The bias of the token before; None for none.
+    """
+
+    record: BlockRecord
+    target: Decoder
+    fc: Product
+    context_norm: RMSNorm
+    layers: tuple[Layer, ...]
+    norm: RMSNorm
+    output: Product
+    words: Tensor | None
+    embedding: Tensor | None
+    markov: Markov | None = None
+
+    def contexts(self, taps: Tensor) -> Tensor:
+        """Return the contexts [N, d] of the target's joined taps [N, taps * d_target]."""
+        return self.context_norm(self.fc(taps))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., d] that enter the first layer, for the target's token ids."""
+        own = self.embedding
+        rows = self.target.embedding_rows(tokens) if own is None else F.embedding(tokens, own)
+        return rows if self.record.embedding_scale == 1 else rows * self.record.embedding_scale
+
+    def inject(
+        self,
+        cache: KVCache,
+        tables: dict[Rope, Tensor],
+        contexts: Sequence[Tensor],
+        starts: Sequence[int],
+        first_row: int = 0,
+    ) -> None:
+        """Write the keys and values of contexts to the cache; its lengths stay as they are.
+
+        Args:
+            cache: Of the record's spec.
+            tables: The rotary tables of `rope_tables`.
+            contexts: Those of each row, [n, d]; none for a row that gets none.
+            starts: Position of each row's first context.
+            first_row: Cache row of row 0.
+        """
+        spec, counts = self.record.spec, [len(each) for each in contexts]
+        context = self._context(cache, tables, max(counts), 1, starts, counts, first_row)  # nothing attends
+        x = torch.cat([each for each in contexts if len(each)])
+        for index, layer in enumerate(self.layers):
+            weights = layer.attention
+            kv = cast(Projections, weights.qkv).keys_values(x).view(len(x), 2 * spec.kv_heads, spec.head_dim)
+            if weights.k_norm is not None:
+                keys, values = torch.split(kv, spec.kv_heads, 1)
+                kv = torch.cat([weights.k_norm(keys), values], 1)
+            inject(spec, index, kv, context)
+
+    def run(
+        self,
+        cache: KVCache,
+        tables: dict[Rope, Tensor],
+        anchors: Tensor,
+        starts: Sequence[int],
+        drafts: Sequence[bool],
+    ) -> Tensor:
+        """Run a block after each anchor.
+
+        Args:
+            cache: Of the record's spec, with the contexts of all positions before the anchors. The block's
+                own keys and values go behind them.
+            tables: The rotary tables of `rope_tables`.
+            anchors: The pending tokens, [B].
+            starts: Their positions.
+            drafts: The rows that draft; the others touch no sequence.
+
+        Returns:
+            The normed states of all slots, [B, block, d].
+        """
+        record, spec, batch = self.record, self.record.spec, len(starts)
+        counts = [record.block if each else 0 for each in drafts]
+        end = record.block + max(start for start, each in zip(starts, drafts, strict=True) if each)
+        length = min(cache.stored, math.ceil(end / ATTENDED) * ATTENDED)
+        context = self._context(cache, tables, record.block, length, starts, counts)
+        places = upload(
+            [s if each else cache.scratch for s, each in zip(starts, drafts, strict=True)], cache.device
+        )
+        context = replace(context, masks=self.block_masks(places, length, cache.dtype))
+        ids = anchors.new_full((batch, record.block), record.mask_token)
+        ids[:, 0] = anchors
+        flat = ids.flatten() if context.real is None else ids.flatten()[context.real]
+        x = self.embed(flat)
+        for index, layer in enumerate(self.layers):
+            attended = attend(spec, index, project(spec, layer.attention, x, None), context)
+            x = finish(spec, layer, x, attended, True, None)
+        return at_columns(self.norm(x), context.real, batch * record.block).view(batch, record.block, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, words] float32 of the states of slots, [N, d], without the Markov bias."""
+        logits, record = self.output(hidden).float(), self.record
+        if record.logit_scale != 1:
+            logits = logits * record.logit_scale
+        return logits if record.logit_softcap is None else soft_cap(logits, record.logit_softcap)
+
+    def _context(
+        self,
+        cache: KVCache,
+        tables: dict[Rope, Tensor],
+        width: int,
+        length: int,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        first_row: int = 0,
+    ) -> ForwardContext:
+        """Return what the layers of a pass share.
+
+        Args:
+            cache: As `inject`.
+            tables: As `inject`.
+            width: Columns of a row.
+            length: Positions that are attended.
+            starts: Position of each row's first column.
+            counts: The real columns of each row; 0: the row is idle.
+            first_row: As `inject`.
+        """
+        spec, batch = self.record.spec, len(starts)
+        places = [start if count else cache.scratch for start, count in zip(starts, counts, strict=True)]
+        columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+        real = None if len(columns) == batch * width else upload(columns, cache.device)
+        shape = PassShape(
+            first_row=first_row, batch=batch, columns=width, queries=width, length=length, span=None,
+            apart=False, plan=Plan.full(spec.layers), start=0, stop=spec.layers,
+        )  # fmt: skip
+        return build_context(spec, tables, cache, shape, upload(places, cache.device), real)
+
+    def block_masks(self, anchors: Tensor, length: int, dtype: torch.dtype) -> dict[int | None, Tensor]:
+        """Return the additive masks [B, 1, T * G, L] of blocks, by window.
+
+        A slot sees the contexts before its anchor and its own block. One past the attended length, of a row
+        that does not draft, sees position 0, as the softmax of nothing is NaN.
+
+        Args:
+            anchors: The position of every anchor, [B].
+            length: L, the positions that are attended.
+            dtype: Of the masks.
+        """
+        record, width = self.record, self.record.block
+        keys = torch.arange(length, device=anchors.device)
+        anchor = anchors[:, None, None]
+        slots = anchor + torch.arange(width, device=anchors.device)[:, None]  # [B, T, 1]
+        before, block = keys < anchor, (keys >= anchor) & (keys < anchor + width)
+        masks: dict[int | None, Tensor] = {}
+        for window in dict.fromkeys(record.spec.windows):
+            causal = record.causal if window is None else record.causal_windows
+            own = block & (keys <= slots) if causal else block
+            context = before
+            if window is not None and record.window_from_anchor:
+                context = before & (keys >= anchor - window)
+            elif window is not None:
+                context = before & (keys > slots - window)
+                own = own & (keys > slots - window) & (keys < slots + window)
+            visible = (context | own).expand(-1, width, -1)
+            visible = visible | ((slots >= length) & (keys == 0))
+            masks[window] = additive_mask(visible, record.spec.groups_of(window), dtype)
+        return masks
+
+
+def load_block(files: BlockFiles, target: Runner) -> BlockHead:
+    """Read the weights of a head, in the target's dtype.
+
+    Raises:
+        CheckpointError: They are broken, or the head's words are none of the target's.
+    """
+    decoder, record = target.decoder, files.record
+    with ExitStack() as stack:
+        tensors = files.open(stack, decoder.device, decoder.dtype)
+        read = BlockBuilder(record, files.shapes, tensors, decoder, partial(packed_beside, target))
+        words = draft_words(
+            str(files.folder), record.words, record.spec.vocab_size, map_of(files, tensors, D2T),
+            map_of(files, tensors, T2D), absolute=record.absolute_words,
+        )  # fmt: skip
+        return BlockHead(
+            record=record,
+            target=decoder,
+            fc=read.linear({"fc": record.spec.hidden_size}),
+            context_norm=read.norm("hidden_norm"),
+            layers=tuple(read.layer(index) for index in range(record.spec.layers)),
+            norm=read.norm("norm"),
+            output=read.output(words),
+            words=words,
+            embedding=read.embedding(),
+            markov=read.markov(record),
+        )
+
+
+class BlockBuilder(HeadBuilder):
+    """Builds the parts of a block drafter from its tensors."""
+
+    def projections(self, names: dict[str, int]) -> Product:
+        bias = self.record.spec.qkv_bias
+        queries, *rest = names
+        return Projections(
+            self.linear({queries: names[queries]}, bias), self.linear({n: names[n] for n in rest}, bias)
+        )
+
+    def markov(self, record: BlockRecord) -> Markov | None:
+        if record.markov is None:
+            return None
+        name = f"{MARKOV}.markov_w1.weight"
+        joint = {"gated": "gate_proj", "rnn": "joint_proj"}.get(record.markov)
+        rows = (
+            {} if joint is None else {f"{MARKOV}.{joint}": record.markov_rank * (3 if joint[0] == "j" else 1)}
+        )
+        return Markov(
+            form=record.markov,
+            embedding=self.tensors.load({name: self.shapes[name]}),
+            output=self.linear({f"{MARKOV}.markov_w2": record.words}),
+            joint=self.linear(rows, bias=True) if rows else None,
+        )

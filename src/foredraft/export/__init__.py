@@ -1,0 +1,1 @@
+"""Export: a head in the formats of other engines, value for value."""

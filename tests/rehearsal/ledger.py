@@ -1,0 +1,98 @@
+"""The ledger: what happened on the pretended device, by kind and by the line of the project that caused it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["LEDGER", "Ledger", "Violation", "calling_line"]
+
+ROOT = Path(__file__).parents[2]
+OWN = str(Path(__file__).parent / "")  # the rehearsal's own frames are no cause
+PARTS = tuple(str(ROOT / part) for part in ("src", "tests", "benchmarks"))
+TESTS_OF_IT = "test_"  # but those of its tests are
+
+
+class Violation(RuntimeError):
+    """What fails, or reads wrong values, on a real device."""
+
+
+@dataclass
+class Ledger:
+    """What happened, since the process began.
+
+    Attributes:
+        counts: Events by kind and line.
+        waits: Events at which the host waits for the device.
+        launches: Kernels and copies that the host launches, those of replays left out.
+        mode: "default", or "error" where a wait raises (`torch.cuda.set_sync_debug_mode`).
+        capture: The capture that runs; None: none does.
+        uploads: Sources of copies from pinned memory that may still run, with the values that they had.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waits: int = 0
+    launches: int = 0
+    mode: str = "default"
+    capture: Any = None
+    uploads: list[tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=list)
+
+    def note(self, kind: str) -> None:
+        """Record an event that makes the host wait for nothing."""
+        self.counts[kind, calling_line()] += 1
+
+    def wait(self, kind: str) -> None:
+        """Record a wait.
+
+        Raises:
+            RuntimeError: Waits are errors now, or a capture runs.
+        """
+        line = calling_line()
+        self.counts[kind, line] += 1
+        self.waits += 1
+        if self.mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {kind} at {line}")
+        if self.capture is not None:
+            reason = "operation not permitted when stream is capturing"
+            raise RuntimeError(f"CUDA error: {reason}: {kind} at {line}")
+        self.end_uploads()
+
+    def end_uploads(self) -> None:
+        """Check that no source of a copy changed while it ran; after a wait all copies are done."""
+        uploads, self.uploads = self.uploads, []
+        for source, sent in uploads:
+            now = source()
+            if now is not None and not _same(now, sent):
+                raise Violation("a pinned buffer changed before the copy from it was done")
+
+    def seen(self, kind: str) -> list[str]:
+        """Return the lines that caused events of this kind."""
+        return [line for known, line in self.counts if known == kind]
+
+    def report(self) -> str:
+        """Return the events, the most frequent first."""
+        return "\n".join(f"{n:8d}  {kind} at {line}" for (kind, line), n in self.counts.most_common())
+
+
+def calling_line() -> str:
+    """Return the innermost line of the project outside the rehearsal, as "file:line function"."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PARTS) and (not name.startswith(OWN) or Path(name).name.startswith(TESTS_OF_IT)):
+            return f"{Path(name).relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return bool((one == other).logical_or((one != one) & (other != other)).all())
+
+
+LEDGER = Ledger()

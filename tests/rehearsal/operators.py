@@ -1,0 +1,156 @@
+"""Operators on the pretended device: CUDA's device rules, the waits that PyTorch makes, and the operator itself.
+
+`FakeTensor._find_common_device` of PyTorch states the rule of devices: all tensors of an operator are on one
+device, but for host tensors without dimensions, which most operators take as numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.rehearsal import copies, orders
+from tests.rehearsal.ledger import LEDGER, Violation
+from tests.rehearsal.streams import index_of
+from tests.rehearsal.tensors import Mode, Pretended, is_cuda, unwrap
+
+__all__ = ["dispatch"]
+
+aten = torch.ops.aten
+# operators whose result or shape the host must read
+WAITING = {
+    aten._local_scalar_dense, aten.equal, aten.masked_select, aten.nonzero, aten.bincount, aten._unique2,
+    aten.unique_dim, aten.unique_consecutive, aten.is_nonzero,
+}  # fmt: skip
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+# run as a whole, because they choose another way by device
+WHOLE = {
+    aten.scaled_dot_product_attention, aten.rms_norm, aten.linear, aten.matmul, aten.embedding,
+    aten.layer_norm, aten.silu, aten.gelu, aten.softmax, aten.log_softmax,
+}  # fmt: skip
+RESHAPES_IN_PLACE = {aten.resize_, aten.set_, aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_}
+NO_HOST_NUMBERS = {
+    aten.gather, aten.scatter, aten.cat, aten.mm, aten.bmm, aten.addmm, aten.embedding, aten.index_copy_,
+    aten.index_select, aten.stack, aten.scatter_add, aten.index_add_, aten.masked_scatter,
+}  # fmt: skip
+ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+_composite: dict[Any, bool] = {}
+
+
+def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator as the pretended device would; return its result, on that device or on the host.
+
+    Raises:
+        Violation: It breaks a rule of devices.
+    """
+    packet = func.overloadpacket
+    if packet not in WHOLE and _is_composite(func):
+        with Mode():
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    ours = [x for x in tensors if isinstance(x, Pretended)]
+    hosts = [x for x in tensors if not isinstance(x, Pretended)]
+    if len({x.device.index for x in ours}) > 1 and packet is not aten.copy_:
+        raise Violation(_mixed(func, tensors))
+    if packet in copies.COPIES:
+        return copies.copied(func, args, kwargs)
+    if packet in (aten.lift_fresh, aten.lift_fresh_copy):
+        return args[0]
+    if ours and hosts:
+        _check_hosts(func, args, tensors, hosts)
+    _note_waits(packet, args, kwargs, bool(ours))
+    if packet is aten._local_scalar_dense:
+        return func(args[0].inner)
+    if packet is aten._fused_sdp_choice:
+        return 0  # the mathematical definition
+    to_device, index = bool(ours), ours[0].device.index if ours else 0
+    if (device := kwargs.get("device")) is not None:
+        to_device = is_cuda(device)
+        index = index_of(device) if to_device else index
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    inner_args, inner_kwargs = tree_map(unwrap, args), tree_map(unwrap, kwargs)
+    result = orders.run(func, inner_args, inner_kwargs)
+    if to_device and packet not in ALLOCATING and (func._schema.is_mutable or not _is_view(result, ours)):
+        LEDGER.launches += 1
+    wrapped = _wrapped(result, ours, index) if to_device else result
+    capture = LEDGER.capture
+    if capture is not None and to_device and threading.get_ident() == capture.thread:
+        capture.record(func, inner_args, inner_kwargs, result, wrapped, hosts)
+    if packet in RESHAPES_IN_PLACE and ours:
+        raise Violation(f"{func} changes a tensor's shape in place, which the rehearsal does not know")
+    return wrapped
+
+
+def _is_composite(func: Any) -> bool:
+    if func not in _composite:
+        key = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
+        _composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return _composite[func]
+
+
+def _check_hosts(func: Any, args: Any, tensors: list[Tensor], hosts: list[Tensor]) -> None:
+    """Check the host tensors of an operator on device tensors."""
+    packet = func.overloadpacket
+    if packet in INDEXING:
+        indices = [x for x in args[1] if x is not None]
+        for x in hosts:
+            if any(x is index for index in indices):
+                LEDGER.wait("an index on the host")
+            elif x.dim():
+                raise Violation(_mixed(func, tensors))
+    elif packet is aten.set_ or packet in NO_HOST_NUMBERS or any(x.dim() for x in hosts):
+        raise Violation(_mixed(func, tensors))
+    elif packet is aten.where:  # moves it to the device by a copy that waits
+        LEDGER.wait("a number on the host in where")
+
+
+def _note_waits(packet: Any, args: Any, kwargs: Any, on_device: bool) -> None:
+    if not on_device:
+        return
+    if packet in WAITING:
+        LEDGER.wait(str(packet))
+    elif packet in INDEXING:
+        by_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        puts_number = packet is not aten.index and len(args) > 2 and args[2].numel() == 1
+        if by_mask and not puts_number:
+            LEDGER.wait("an index by a mask")
+    elif packet is aten.repeat_interleave and kwargs.get("output_size") is None:
+        LEDGER.wait("repeat_interleave")
+
+
+def _wrapped(result: Any, ours: list[Any], index: int) -> Any:
+    """Return the result of an operator as tensors of the device; a tensor changed in place is itself."""
+    known = {id(x.inner): x for x in ours}
+    bases = {x.inner.untyped_storage()._cdata: x for x in ours}
+
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in known:
+            return known[id(x)]
+        base = bases.get(x.untyped_storage()._cdata)
+        if base is not None and not base.is_inference() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # a view of an ordinary tensor is one
+                return Pretended(x, index)
+        return Pretended(x, index)
+
+    return tree_map(wrap, result)
+
+
+def _is_view(result: Any, ours: list[Any]) -> bool:
+    stores = {x.inner.untyped_storage()._cdata for x in ours}
+    found = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+    return bool(found) and all(x.untyped_storage()._cdata in stores for x in found)
+
+
+def _mixed(func: Any, tensors: list[Tensor]) -> str:
+    found = ", ".join(f"{x.device}{list(x.shape)}" for x in tensors)
+    return f"Expected all tensors to be on the same device, but {func} got {found}"

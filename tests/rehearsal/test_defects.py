@@ -1,0 +1,185 @@
+"""The rehearsal finds what fails on a GPU: planted defects, each by its own sign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foredraft
+from foredraft import LLM, SamplingParams
+from foredraft.decode import vocab_ops
+from foredraft.decode.replays import ONCE
+from foredraft.kernels import vocab
+from foredraft.kernels.vocab import KernelVocabOps
+from foredraft.model import forward_context, transfers
+from foredraft.model.runner import trees
+from foredraft.model.runner.graphs import CapturedGraph, CudaGraphCapturer
+from foredraft.model.runner.passes import Forward
+from foredraft.model.runner.torch_backend import TorchBackend
+from tests.rehearsal.graphs import Graph
+from tests.rehearsal.rounds import costs_of_rounds
+from tests.rehearsal.tensors import Pretended
+from tests.support.checkpoints import save_pair
+from tests.support.loaded import engine_of
+from tests.support.planting import Edit, spoil
+
+PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((5, 25))]
+GREEDY = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, drafter="draft-model")
+SAMPLED = SamplingParams(seed=1, top_p=0.9, max_new_tokens=10, ignore_eos=True, drafter="draft-model")
+
+
+def load(folder: Path) -> LLM:
+    return foredraft.load(
+        folder / "big", draft=folder / "small", device="cuda", max_batch=4, max_length=256, policy="fixed"
+    )
+
+
+def ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    outputs = llm.generate(prompts, params)
+    assert not [o.error for o in outputs if o.error], str([o.error for o in outputs])
+    return [o.token_ids for o in outputs]
+
+
+def check(folder: Path) -> None:
+    """Check texts with and without graphs, and waits."""
+    llm = load(folder)
+    made = Graph.made
+    runs = [(PROMPTS[:1], GREEDY), (PROMPTS, SAMPLED)]
+    found = [[ids(llm, *run) for _ in range(2)] for run in runs]
+    assert Graph.made > made, "no graph was captured"
+    with costs_of_rounds(llm) as costs:
+        again = [ids(llm, *run) for run in runs]
+    waits = {cost.waits for cost in costs if not cost.captures}
+    assert waits == {1}, f"waits of rounds: {waits}"
+    engine = engine_of(llm)
+    engine.replays = ONCE
+    with engine.target.uncaptured():
+        plain = [ids(llm, *run) for run in runs]
+    assert again == plain == [texts[-1] for texts in found], "a graph changes the text"
+    llm.close()
+
+
+# --- the defects -------------------------------------------------------------------------------------------
+
+_starts: list[int] = []
+
+
+def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+    def spoilt(self: TorchBackend, pass_: Any) -> Any:
+        _starts[:] = pass_.starts
+        return run(self, pass_)
+
+    return spoilt
+
+
+def baked(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the position of a single row from the host."""
+
+    def spoilt(spec: Any, tables: Any, cache: Any, shape: Any, starts: Any, real: Any = None) -> Any:
+        if isinstance(starts, Tensor) and shape.batch == 1 and _starts:
+            starts = torch.full_like(starts, _starts[0])
+        return build(spec, tables, cache, shape, starts, real)
+
+    return spoilt
+
+
+def on_the_host(masks: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda spec, positions, *rest: masks(spec, positions.cpu(), *rest)
+
+
+def pageable(upload: Callable[..., Any]) -> Callable[..., Any]:
+    def spoilt(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+        return made.to(device, non_blocking=True)
+
+    return spoilt
+
+
+def reused(upload: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep one pinned buffer for each shape."""
+    buffers: dict[Any, Tensor] = {}
+
+    def spoilt(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+        if made.device.type != "cpu":
+            return upload(values, device, dtype)
+        with torch.inference_mode(False):
+            key = (made.shape, made.dtype)
+            if key not in buffers:
+                buffers[key] = torch.zeros(made.shape, dtype=made.dtype).pin_memory()
+            buffers[key].copy_(made)
+        return buffers[key].to(device, non_blocking=True)
+
+    return spoilt
+
+
+def unheld(capture: Callable[..., Any]) -> Callable[..., Any]:
+    """Read a graph's results where they lay, after their memory went back to the pool."""
+
+    def there(x: Tensor) -> Tensor:
+        assert isinstance(x, Pretended)
+        return Pretended(x.inner, x.device.index)  # type: ignore[no-any-return]
+
+    def spoilt(self: CudaGraphCapturer, compute: Callable[[], Forward]) -> CapturedGraph:
+        graph = capture(self, compute)
+        if not isinstance(graph.output, Forward):
+            return graph
+        logits, hidden = graph.output.logits, graph.output.hidden
+        return CapturedGraph(
+            graph.replay, Forward(None if logits is None else there(logits), there(hidden), {})
+        )
+
+    return spoilt
+
+
+def stale(fill: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave the first tensor of a graph as it was captured."""
+    return lambda into, values: fill(into[1:], values[1:])
+
+
+DEFECTS: dict[str, tuple[tuple[Edit, ...], str]] = {
+    "a host number baked into a graph": (
+        ((TorchBackend.run, noting), (forward_context.build_context, baked)),
+        "a graph changes the text",
+    ),
+    "an input that is not copied into a graph": (
+        ((trees.fill, stale),),
+        "a graph changes the text|finite|out of range",
+    ),
+    "a mask made on the CPU": (
+        ((forward_context.causal_masks, on_the_host),),
+        "to be on the same device|not permitted when stream is capturing",
+    ),
+    "an upload from pageable memory": (((transfers.upload, pageable),), "waits of rounds"),
+    "a pinned buffer reused before its wait": (((transfers.upload, reused),), "a pinned buffer changed"),
+    "a pool's memory read after a replay": (
+        ((CudaGraphCapturer.capture, unheld),),
+        "not finite|changes the text",
+    ),
+    "a device address given to a C kernel": (
+        (
+            (vocab_ops.vocab_ops_of, lambda sound: lambda runner: KernelVocabOps()),
+            (vocab._rows, lambda sound: lambda x: x),  # which asks for a tensor of the host
+        ),
+        "address of a device tensor",
+    ),
+}
+
+
+def test_without_a_defect_the_check_passes(tmp_path: Path) -> None:
+    check(save_pair(tmp_path))
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    edits, sign = DEFECTS[name]
+    folder = save_pair(tmp_path)
+    for seam, spoiler in edits:
+        spoil(monkeypatch, seam, spoiler)
+    with pytest.raises((AssertionError, RuntimeError, IndexError), match=sign):
+        check(folder)

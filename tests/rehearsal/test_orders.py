@@ -1,0 +1,179 @@
+"""Sums over a vocabulary in the orders of CUDA's kernels: a row has the same distribution alone and in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft import SamplingParams
+from foredraft.decode import vocab_ops, vocab_sums
+from foredraft.decode.policy.target_confidence import target_confidence
+from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.scores import score
+from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
+from tests.rehearsal.orders import (
+    cuda_orders,
+    reduce_threads,
+    running_sum,
+    scan_threads,
+    sum_by_threads,
+    sum_from_address,
+)
+from tests.support.planting import assert_caught, defect
+
+CUDA = torch.device("cuda")
+PARAMS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "typical_p": {"typical_p": 0.8},
+    "all": {"top_k": 500, "top_p": 0.8, "min_p": 1e-4, "typical_p": 0.9},
+}
+VOCABULARIES = (1001, 4096, 50_257)
+
+
+def logits_of(rows: int, columns: int, vocabulary: int) -> Tensor:
+    return 3 * torch.randn(rows, columns, vocabulary, generator=torch.Generator().manual_seed(0))
+
+
+# --- the orders themselves ---------------------------------------------------------------------------------
+
+
+def test_a_softmax_depends_on_the_address_of_its_row() -> None:
+    rows = logits_of(1, 40, 50_257)[0].exp()
+    differ = [len({float(sum_from_address(row, shift)) for shift in range(4)}) > 1 for row in rows]
+    assert sum(differ) > 5
+    for row in rows[:3]:
+        assert sum_from_address(row, 1) == pytest.approx(float(row.double().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 8), (32_000, 64), (50_257, 128), (128_256, 256)])
+def test_a_running_sum_depends_on_the_number_of_rows(vocabulary: int, rows: int) -> None:
+    """As many rows as are scanned by the threads of two, and one more."""
+    few, many = scan_threads(rows, vocabulary), scan_threads(rows + 1, vocabulary)
+    assert scan_threads(2, vocabulary) == few > many
+    probs = logits_of(1, 10, vocabulary)[0].softmax(-1)
+    assert not torch.equal(running_sum(probs, few), running_sum(probs, many))
+    torch.testing.assert_close(running_sum(probs, few), probs.cumsum(-1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("vocabulary", "few", "many"), [(1001, 1, 4), (4096, 1, 8), (50_257, 1, 1)])
+def test_a_sum_depends_on_the_number_of_rows_or_on_the_address(vocabulary: int, few: int, many: int) -> None:
+    probs = logits_of(1, 40, vocabulary)[0].softmax(-1)
+    ways = {(reduce_threads(few, vocabulary), 0), (reduce_threads(many, vocabulary), vocabulary % 4)}
+    assert len(ways) == 2
+    differ = [len({float(sum_by_threads(row, *way)) for way in ways}) > 1 for row in probs]
+    assert sum(differ) > 5
+    for row in probs[:3]:
+        for way in ways:
+            assert float(sum_by_threads(row, *way)) == pytest.approx(1, rel=1e-5)
+
+
+# --- what is made of them ----------------------------------------------------------------------------------
+
+
+def check_rows(name: str, vocabulary: int) -> None:
+    """Compare the distributions, scores and confidence of rows with those of each row alone."""
+    logits = logits_of(4, 5, vocabulary).to(CUDA)
+    params = SamplingParams(**PARAMS[name])
+    one, all_ = (SamplingTable.of([params] * rows, CUDA) for rows in (1, 4))
+    with cuda_orders():
+        together = distribution_of(logits, all_)[0]
+        tokens = logits.argmax(-1)
+        scores = score(logits, together, tokens, 3)
+        sure = {by: target_confidence(logits[:, 0], tokens[:, 0], by) for by in ("probability", "entropy")}
+        for row, column in ((0, 0), (1, 3), (2, 1), (3, 4), (3, 0)):
+            own = logits[row : row + 1, column : column + 1].clone()
+            alone = distribution_of(own, one)[0]
+            at = tokens[row : row + 1, column : column + 1]
+            assert_equal(alone.dense(vocabulary)[0, 0], together.dense(vocabulary)[row, column])
+            assert_equal(score(own, alone, at, 3)[0, 0], scores[row, column])
+            if column == 0:
+                for by, values in sure.items():
+                    assert_equal(target_confidence(own[:, 0], at[:, 0], by)[0], values[row])
+
+
+def assert_equal(one: Tensor, other: Tensor) -> None:
+    assert torch.equal(one.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str, vocabulary: int) -> None:
+    check_rows(name, vocabulary)
+
+
+def test_sums_are_as_near_as_those_of_float32() -> None:
+    probs = logits_of(2, 3, 50_257).softmax(-1)
+    exact = probs.double().cumsum(-1)
+    for found, want in (
+        (vocab_sums.running(probs.to(CUDA)), exact),
+        (vocab_sums.total(probs.to(CUDA)), exact[..., -1:]),
+        (vocab_sums.sums(probs.to(CUDA)), exact[..., -1]),
+    ):
+        torch.testing.assert_close(found.cpu().double(), want, rtol=1e-6, atol=1e-7)
+    entropies = (probs * -probs.log()).to(CUDA)
+    assert float(vocab_sums.total(-entropies).max()) == pytest.approx(
+        -float(entropies.cpu().double().sum(-1).min()), rel=1e-6
+    )
+
+
+def check_sums() -> None:
+    """Compare every sum over a vocabulary with that of the row alone."""
+    for vocabulary in VOCABULARIES:
+        logits = logits_of(4, 5, vocabulary).to(CUDA)
+        with cuda_orders():
+            probs = vocab_sums.softmax(logits)
+            for of, sums in (
+                (logits, (vocab_sums.softmax, vocab_sums.log_softmax)),
+                (probs, (vocab_sums.running, vocab_sums.total, vocab_sums.sums)),
+            ):
+                for sum_ in sums:
+                    together = sum_(of)
+                    for row in range(4):
+                        for column in range(5):
+                            alone = sum_(of[row : row + 1, column : column + 1].clone())
+                            assert_equal(alone[0, 0], together[row, column])
+
+
+DEFECTS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "unpadded softmax": (vocab_sums._padded, lambda sound: lambda x: None),
+    "float running sum": (vocab_sums.running, lambda sound: lambda x: x.cumsum(-1)),
+    "float total": (vocab_sums.total, lambda sound: lambda x: x.cumsum(-1)[..., -1:]),
+    "float sum": (vocab_sums.total, lambda sound: lambda x: x.sum(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_an_order_that_follows_the_batch_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sums()
+    assert_caught(defect(name, *DEFECTS[name], check_sums), monkeypatch)
+
+
+def check_pieces() -> None:
+    weights = logits_of(8, 9, 97).softmax(-1)
+    keys = torch.randint(-(2**62), 2**62, (8, 9), generator=torch.Generator().manual_seed(1))
+    whole = TORCH_VOCAB_OPS.gumbel_argmax(weights, keys)
+    assert_equal(TORCH_VOCAB_OPS.gumbel_argmax(weights.to(CUDA), keys.to(CUDA)), whole)
+
+
+def test_a_gpu_draws_in_pieces_what_a_cpu_draws_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2 * vocab_ops.PIECE < 8 * 9
+    check_pieces()
+
+    def first(race: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        keys: list[Tensor] = []
+
+        def spoilt(ops: Any, weights: Tensor, given: Tensor) -> Tensor:
+            if given.is_cuda:
+                keys.append(given)
+                given = keys[0][: len(given)]
+            return race(ops, weights, given)
+
+        return spoilt
+
+    assert_caught(defect("the keys of the first piece", vocab_ops._race, first, check_pieces), monkeypatch)

@@ -1,0 +1,156 @@
+"""Tiny Gemma 4 models and their assistants, saved by transformers, and engines over both."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import foredraft
+from foredraft import LLM, loading
+from foredraft.decode.drafter import Drafter
+from foredraft.decode.policy import Policy
+from foredraft.drafters.gemma4_assistant import Gemma4Assistant
+from foredraft.drafters.lookup import Lookup
+from foredraft.verify.plain_target import PlainTarget
+from tests.support.checkpoints import reference_model
+from tests.support.distributions import Logits
+from tests.support.harness import ForkingEngine
+from tests.support.loaded import engine_of
+from tests.support.variants_gemma4 import BY_LAYER, FULL, SHARED, SLIDING
+
+POSITIONS = 96
+WORDS = 5  # of the vocabulary of `tiny`
+WINDOW = 8
+# targets: with a layer of each kind that has keys of its own before those that share them, and without sharing
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shared": ("gemma4", {**SHARED, **BY_LAYER}),
+    "unified": ("gemma4-unified", {"num_hidden_layers": 6, "final_logit_softcapping": None}),
+}
+CENTROIDS: dict[str, Any] = {
+    "use_ordered_embeddings": True, "num_centroids": 5, "centroid_intermediate_top_k": 2,
+}  # fmt: skip
+
+
+def save_target(folder: Path, kind: str, words: int = WORDS, **keys: Any) -> Path:
+    """Save a target of `TARGETS`."""
+    family, own = TARGETS[kind]
+    if "vocab_size_per_layer_input" in own:
+        own = {**own, "vocab_size_per_layer_input": words}
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    # untied: a tiny random model with a tied head repeats one token for ever
+    options = {
+        "tie_word_embeddings": False,
+        "sliding_window": WINDOW,
+        "vocab_size": words,
+        **ids,
+        **own,
+        **keys,
+    }
+    reference_model(family, **options).save_pretrained(folder)
+    return folder
+
+
+def reference_assistant(
+    kind: str, words: int = WORDS, seed: int = 3, **keys: Any
+) -> transformers.PreTrainedModel:
+    """Return the random assistant of a target, as transformers makes it."""
+    unified = kind == "unified"
+    text: dict[str, Any] = {
+        "vocab_size": words,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "layer_types": [SLIDING, FULL, FULL],
+        "sliding_window": WINDOW,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if unified:
+        text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    else:
+        text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    own = {key: keys.pop(key) for key in [*keys] if key in text}
+    classes = (
+        (transformers.Gemma4UnifiedTextConfig, transformers.Gemma4UnifiedAssistantConfig,
+         transformers.Gemma4UnifiedAssistantForCausalLM)
+        if unified
+        else (transformers.Gemma4TextConfig, transformers.Gemma4AssistantConfig,
+              transformers.Gemma4AssistantForCausalLM)
+    )  # fmt: skip
+    text_class, config_class, model_class = classes
+    config = config_class(text_config=text_class(**text | own), **{"backbone_hidden_size": 64, **keys})
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+        torch.manual_seed(seed)
+        # transformers 5.23 looks for layers with keys of their own, which an assistant has not
+        patch.setattr(text_class, "kv_sharing_modes", property(lambda own: ["reuse"] * own.num_hidden_layers))
+        model = model_class(config)
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("token_ordering"):
+                weight.copy_(torch.randperm(words))
+            elif name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
+            elif "norm" in name:
+                torch.nn.init.normal_(weight, mean=0.5 if "q_norm" in name else 1.0, std=0.2)
+            elif isinstance(weight, torch.nn.Parameter):
+                torch.nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def save_assistant(folder: Path, kind: str, words: int = WORDS, **keys: Any) -> Path:
+    """Save the random assistant of a target."""
+    reference_assistant(kind, words, **keys).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, kind: str, dtype: str, by: str, words: int = WORDS, rows: int = 8, **keys: Any) -> LLM:
+    """Load a target with its assistant; `keys` are config keys of the assistant."""
+    target = save_target(folder / "target", kind, words)
+    assistant = save_assistant(folder / "assistant", kind, words, **keys)
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "operators":
+            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
+        llm = foredraft.load(
+            target, draft=assistant, dtype=dtype, policy="fixed", device="cpu", max_batch=rows, max_length=512
+        )
+    engine: Any = engine_of(llm)
+    assert engine.target.by_kernels == (by == "kernels")
+    return llm
+
+
+@functools.cache
+def tiny(kind: str, dtype: str, by: str, centroids: bool = False) -> LLM:
+    """Return a target of few words, few enough to enumerate its outputs, with its assistant."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(Path(folder), kind, dtype, by, **(CENTROIDS if centroids else {}))
+
+
+def after(llm: LLM) -> Logits:
+    """Return the function of a text that gives the target's logits, one token a pass."""
+    plain = PlainTarget(llm.loaded, POSITIONS)
+    return lambda context: plain.logits(context[:1], context[1:]).tolist()
+
+
+def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) -> ForkingEngine:
+    """Return an engine over the weights of `tiny`, with a cache and drafters that saw nothing."""
+    loaded: Any = engine_of(llm)
+    cache = loaded.target.new_cache(rows, POSITIONS)
+    assistant = loaded.drafters["gemma4-assistant"].assistant
+    drafters: list[Drafter] = [Lookup(), Gemma4Assistant(loaded.target, cache, assistant)]
+    return ForkingEngine(
+        loaded.target, cache, policy, {drafter.name: drafter for drafter in drafters},
+        vocabulary=loaded.vocabulary, device=loaded.device, vocab_ops=loaded.vocab_ops, noise=noise,
+    )  # fmt: skip

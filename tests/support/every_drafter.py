@@ -1,0 +1,68 @@
+"""A tiny random model with every kind of drafter that a GPU runs, on the CPU without kernels or on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import foredraft
+from foredraft import LLM
+from foredraft.model.runner import packed
+from tests.support.adapters import save_adapter
+from tests.support.checkpoints import save_checkpoint
+from tests.support.heads import save_head
+
+__all__ = ["DRAFT", "DRAFTERS", "load", "save_models"]
+
+DRAFT = 4  # tokens of a draft
+COMMON = {"dtype": "float32", "max_length": 512, "max_batch": 4, "policy": "fixed", "max_draft": DRAFT}
+# what is loaded beside the target: options of `load`, with the names of folders, and the drafters that there are
+LOADED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "draft model": ({"draft": "small", "recent_texts": 4}, ("draft-model", "none", "lookup", "suffix")),
+    "other tokenizer": ({"draft": "other"}, ("retokenize",)),
+    "eagle3": ({"draft": "head", "drafter": "eagle3"}, ("eagle3",)),
+    "early exit": ({"plan": "exit:3"}, ("layer-skip",)),
+    "skipped layers": ({"plan": "skip:attn=1/mlp=2"}, ("layer-skip",)),
+    "adapter": ({"adapter": "adapter"}, ("kangaroo",)),
+}
+TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+DRAFTERS = {loaded: drafters for loaded, (_, drafters) in LOADED.items()}
+
+
+def save_models(folder: Path) -> Path:
+    """Save the target and what its drafters need."""
+    keys: dict[str, Any] = {"tokenizer": True, "hidden_size": 64, "num_hidden_layers": 4}
+    target = save_checkpoint(folder / "target", seed=1, **keys)
+    _save_spoilt(target, folder / "small")
+    save_checkpoint(folder / "other", seed=3, **{**keys, "num_hidden_layers": 1}, vocab_size=300)
+    save_head(folder / "head", "speculators", 384, words=200, config=TAPS)
+    save_adapter(target, folder / "adapter")
+    return folder
+
+
+def _save_spoilt(target: Path, folder: Path) -> None:
+    """Save the target with other weights nearby, whose drafts are accepted at times."""
+    shutil.copytree(target, folder)
+    random = torch.Generator().manual_seed(2)
+    tensors = {
+        name: weight + 0.1 * weight.std() * torch.randn(weight.shape, generator=random)
+        for name, weight in load_file(target / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def load(folder: Path, loaded: str, device: str) -> LLM:
+    """Load the target with what LOADED names; on a CPU without kernels and with weights as they are on a GPU."""
+    options = {
+        key: str(folder / value) if key in ("draft", "adapter") else value
+        for key, value in LOADED[loaded][0].items()
+    }
+    more = {"kernels": False} if device == "cpu" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_fault", lambda dtype: "for a comparison")
+        return foredraft.load(folder / "target", device=device, **{**COMMON, **options, **more})

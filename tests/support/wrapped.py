@@ -1,0 +1,121 @@
+"""Save tiny random checkpoints of multimodal architectures, in both spellings of their text tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import GEMMA3, MISTRAL, tiny_tokenizer
+from tests.support.variants_gemma4 import BY_LAYER, GEMMA4, GEMMA4_UNIFIED, SHARED, fill
+from tests.support.variants_llama_like import MINISTRAL3
+
+OLDER, NEWER = "older", "newer"  # spellings
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
+PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8}
+GEMMA_IDS = {"mm_tokens_per_image": 4, "boi_token_index": 93, "eoi_token_index": 94, "image_token_index": 95}
+GEMMA = (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration)
+MISTRAL_3 = (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration)
+GEMMA4_IDS = {"boi_token_id": 90, "eoi_token_id": 91, "image_token_id": 92, "video_token_id": 93}
+GEMMA4_IDS |= {"boa_token_id": 94, "eoa_token_index": 95, "audio_token_id": 96}
+GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
+GEMMA4_SOUND = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
+GEMMA4_SOUND |= {"subsampling_conv_channels": [4, 4]}
+UNIFIED_VISION = {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16}
+# name -> config class, model class, text config, top-level keys
+WRAPPED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (*GEMMA, {**GEMMA3, "model_type": "gemma3_text"}, {"vision_config": SIGLIP, **GEMMA_IDS}),
+    "gemma4": (
+        transformers.Gemma4Config,
+        transformers.Gemma4ForConditionalGeneration,
+        {**GEMMA4, **SHARED, **BY_LAYER, "model_type": "gemma4_text"},
+        {"vision_config": GEMMA4_VISION, "audio_config": GEMMA4_SOUND, **GEMMA4_IDS},
+    ),
+    "gemma4-unified": (
+        transformers.Gemma4UnifiedConfig,
+        transformers.Gemma4UnifiedForConditionalGeneration,
+        {**GEMMA4_UNIFIED, "model_type": "gemma4_unified_text"},
+        {"vision_config": UNIFIED_VISION, "audio_config": {"audio_embed_dim": 16}, **GEMMA4_IDS},
+    ),
+    "mistral3": (
+        *MISTRAL_3,
+        {**MISTRAL, "model_type": "mistral"},
+        {"vision_config": PIXTRAL, "image_token_index": 95, "tie_word_embeddings": False},
+    ),
+    "mistral3-ministral3": (
+        *MISTRAL_3,
+        {**MINISTRAL3, "model_type": "ministral3"},
+        {"vision_config": PIXTRAL, "image_token_index": 95, "tie_word_embeddings": False},
+    ),
+    "mistral3-tied": (
+        *MISTRAL_3,
+        {**MISTRAL, "model_type": "mistral"},
+        {"vision_config": PIXTRAL, "image_token_index": 95},
+    ),
+}
+
+
+def save_wrapped(
+    folder: Path, name: str, spelling: str = OLDER, *, seed: int = 0, tokenizer: bool = False, **text: Any
+) -> Path:
+    """Save a tiny multimodal checkpoint of `WRAPPED`; `text` are further keys of its text config."""
+    config_class, model_class, base, top = WRAPPED[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = {**base, **text}
+    if tokenizer:
+        trained = tiny_tokenizer(384)
+        trained.save(str(folder / "tokenizer.json"))
+        text["vocab_size"] = trained.get_vocab_size()
+    config = config_class(text_config=text, **top)
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+        for parameter, tensor in model.named_parameters():
+            if "norm" in parameter and tensor.dim() == 1:
+                mean = 0.0 if name == "gemma3" else 1.0
+                torch.nn.init.normal_(tensor, mean=mean, std=0.2)
+        if name.startswith("gemma4"):
+            fill(model)
+    model.float().eval().save_pretrained(folder)
+    if spelling == NEWER:
+        rename(folder, newer)
+    return folder
+
+
+def newer(name: str) -> str:
+    """Return the newer spelling of a tensor's name that has the older one."""
+    for prefix in ("vision_tower.", "multi_modal_projector."):
+        if name.startswith(prefix):
+            return f"model.{name}"
+    name = name.replace("language_model.model.", "model.language_model.")
+    return name.replace("language_model.lm_head.", "lm_head.")
+
+
+def rename(folder: Path, change: Any) -> None:
+    """Rename the tensors of a checkpoint; None drops one."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {change(name): tensor for name, tensor in tensors.items()}
+    kept = {name: tensor.contiguous() for name, tensor in renamed.items() if name is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder: Path, change: Any) -> None:
+    """Let a function change the parsed config.json of a folder in place."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
