@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+import torch
+
 from foredraft import LLM, SamplingParams
+from foredraft.decode import drafting
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.drafters.lookup import Lookup
@@ -20,12 +24,18 @@ from tests.support.loaded import engine_of
 __all__ = [
     "HeadWorld",
     "check_distribution",
+    "check_fused_drafts",
     "check_joint_distribution",
     "check_seeds",
     "check_siblings",
     "drafter_of",
     "fresh_engine",
 ]
+
+
+FUSED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {"acceptance": "speculative"}, {"top_k": 4, "temperature": 0.7},
+)  # fmt: skip
 
 
 def drafter_of(llm: LLM) -> Any:
@@ -40,6 +50,35 @@ def check_seeds(llm: LLM, prompts: list[list[int]], new: int) -> None:
     found = llm.generate(prompts, [replace(each, drafter=drafter_of(llm).name) for each in params])
     assert [output.token_ids for output in found] == [output.token_ids for output in want]
     assert sum(output.stats.accepted for output in found) > new // 2
+
+
+def check_fused_drafts(llm: LLM, kind: str, prompts: list[list[int]]) -> None:
+    """Check that drafts by one call are those of single steps, to the bit, in a batch whose rows end early."""
+    by_one_call, size, steps = drafting._fused_draft, llm.loaded.spec.vocab_size, 0
+
+    def compared(*given: Any) -> Any:
+        nonlocal steps
+        draft, single = by_one_call(*given), drafting._draft_loop(*given)
+        if draft is None:  # its first token has nothing to read
+            return single
+        assert draft.lengths.tolist() == single.lengths.tolist()
+        assert draft.tokens.tolist() == single.tokens.tolist()
+        if draft.q.probs is not None:
+            for row, length in enumerate(draft.lengths.tolist()):
+                assert torch.equal(draft.q.dense(size)[row, :length], single.q.dense(size)[row, :length])
+        steps += draft.tokens.shape[1]
+        return draft
+
+    engine_of(llm).policy = Fixed(4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting, "_fused_draft", compared)
+        for more in FUSED:
+            params = [
+                SamplingParams(seed=n, max_new_tokens=9 + 3 * n, ignore_eos=True, drafter=kind, **more)
+                for n in range(len(prompts))
+            ]
+            llm.generate(prompts, params)
+    assert steps > 40
 
 
 def check_siblings(llm: LLM, texts: dict[tuple[int, ...], list[int]], greedy: SamplingParams) -> None:

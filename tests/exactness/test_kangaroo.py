@@ -37,6 +37,7 @@ from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
+from tests.exactness.head_checks import check_fused_drafts
 from tests.exactness.test_bits import PROMPTS, VOCABULARY, steps_of
 from tests.support.adapters import save_adapter
 from tests.support.caches import held
@@ -171,6 +172,12 @@ def test_every_family(family: str, by: str, tmp_path: Path) -> None:
     if llm.loaded.spec.windows[-1] is None:  # an adapter has no window
         for output in llm.generate(PROMPTS[:5], replace(GREEDY, drafter="perfect")):
             assert output.stats.accepted == output.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["good", "half"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_fused_drafts_are_those_of_single_steps(family: str, name: str, tmp_path: Path) -> None:
+    check_fused_drafts(load(tmp_path, family, "float32", "kernels"), name, PROMPTS[:4])
 
 
 @pytest.mark.parametrize("name", ["good", "half"])

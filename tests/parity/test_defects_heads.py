@@ -154,15 +154,15 @@ def distinct_offsets() -> None:
 
 
 def safeailab() -> None:
-    check_parity("safeailab")
+    check_parity("safeailab", "operators")
 
 
 def qwen3() -> None:
-    check_parity("qwen3")
+    check_parity("qwen3", "operators")
 
 
 def residual() -> None:
-    check_parity("residual")
+    check_parity("residual", "operators")
 
 
 def gguf() -> None:
@@ -175,7 +175,7 @@ def gguf_offsets() -> None:
 
 
 def eagle_1() -> None:
-    check_parity("eagle-1")
+    check_parity("eagle-1", "operators")
 
 
 def fasterdecoding() -> None:

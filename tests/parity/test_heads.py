@@ -71,6 +71,7 @@ class Recorder:
             return logits
 
         drafter.step = noted
+        drafter.fused_draft = lambda _: None  # each step is seen
 
 
 @functools.cache

@@ -202,7 +202,7 @@ class _HeadBench:
         record = possible(settings, self.files.record, self.loaded.spec)
         if record is None:
             return None
-        head = replace(self.head, record=record)
+        head = self.head.read_as(record)
         if reread(self.files.record, record):
             head = self.kind.load(replace(self.files, record=record), self.loaded.runner)
         found = [acceptance_of(self.kind.drafts(head, text, self.length, MOST), text) for text in self.texts]

@@ -124,7 +124,9 @@ def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dic
     """
     record, decoder = head.record, head.target
     count, spec = len(text.tokens), cache_spec(record)
-    cache = KVCache(spec, 1, count + length, device=decoder.device, dtype=decoder.dtype)
+    cache = KVCache(
+        spec, 1, count + length, device=decoder.device, dtype=decoder.dtype, blocked=head.kernels is not None
+    )
     tables = rope_tables(spec, cache.stored, decoder.device, decoder.dtype)
     words = map_of(head.words, decoder)
     states = head.joined(torch.cat([text.states[tap] for tap in record.taps or ()], -1))  # [n, d]

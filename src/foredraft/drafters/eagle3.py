@@ -14,7 +14,7 @@ elsewhere before every transform: q is 0 there, and the residual is over the who
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
+from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters import waiting_states
 from foredraft.drafters.asset import Found, Missing, Parts
@@ -56,14 +57,21 @@ class HeadPass(TimedPass):
 
     def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
         batch, spec = len(starts), cache_spec(self.head.record)
-        own, tables = self.scratch_of(cache, spec)
+        own, tables = self.scratch_of(cache, spec, blocked=self.head.kernels is not None)
         with torch.inference_mode():
             states = torch.zeros(batch, 1, spec.hidden_size, dtype=own.dtype, device=own.device)
             left = self.head.run(own, tables, tokens, states, [max(1, s) for s in starts], [1] * batch)
             return Forward(self.head.logits(left[:, 0])[:, None], left, {})
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
-        return None
+        kernels = self.head.kernels
+        if kernels is None:
+            return None
+        own, tables = self.scratch_of(cache, cache_spec(self.head.record), blocked=True)
+        read = sum(len(inputs.tokens[row]) for row in inputs.active)
+        states = torch.zeros(read, self.head.record.spec.hidden_size, dtype=own.dtype)
+        inputs = replace(inputs, starts=[max(1, start) for start in inputs.starts])
+        return kernels.draft(own, tables, inputs, states)[0]
 
 
 class Eagle3(Stepper):
@@ -86,7 +94,7 @@ class Eagle3(Stepper):
         self.head, self.planned = head, planned
         self.taps = tuple(dict.fromkeys(record.taps))
 
-        self.cache = cache.beside(cache_spec(record))
+        self.cache = cache.beside(cache_spec(record), blocked=head.kernels is not None)
         self.states = cache.beside(states_spec(record.spec, record.spec.hidden_size))
         self.caches = (self.cache, self.states)
         self.draft_pass = HeadPass(target, head=head)
@@ -121,31 +129,51 @@ class Eagle3(Stepper):
             logits = logits.masked_fill(~upload(drafts, logits.device)[:, None], 0.0)
         return logits
 
+    @torch.inference_mode()
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
+        kernels, active = self.head.kernels, inputs.active
+        if kernels is None or not all(inputs.starts[row] for row in active):
+            return None  # a text of one token has no pair
+        if self._recurring is None:
+            tokens, first = self._unread(list(inputs.starts), [not length for length in inputs.lengths])
+            states = [kept(self.states, row, slice(first[row] - 1, inputs.starts[row])) for row in active]
+            inputs = replace(inputs, tokens=tokens, starts=first)
+            pairs = torch.cat(states)
+        else:
+            pairs = self._recurring[active]
+        draft, self._recurring = kernels.draft(self.cache, self._tables, inputs, pairs)
+        return draft
+
     def _first_step(self, starts: list[int], idle: list[bool]) -> tuple[Tensor, list[bool]]:
         """Read all pairs up to the pending tokens; return what the last ones left, and which rows draft."""
+        unread, first = self._unread(starts, idle)
+        counts = [len(tokens) for tokens in unread]
+        width = max(1, *counts)
+        hidden = self.head.record.spec.hidden_size
+        states = torch.zeros(len(starts), width, hidden, dtype=self.cache.dtype, device=self.cache.device)
+        for row, count in enumerate(counts):
+            if count:
+                states[row, :count] = kept(self.states, row, slice(first[row] - 1, first[row] + count - 1))
+        tokens = upload(pad_rows(unread), self.cache.device, torch.int64)
+        drafts = [count > 0 for count in counts]
+        left = self._run(tokens, states, first, counts)
+        last = upload([max(0, count - 1) for count in counts], left.device)
+        return left[torch.arange(len(counts), device=left.device), last], drafts
+
+    def _unread(self, starts: list[int], idle: list[bool]) -> tuple[list[list[int]], list[int]]:
+        """Keep all waiting states; return each row's tokens up to the pending one whose pairs are not read,
+        and the position of the first. A text of one token has none."""
         rows = {s.row: s for s in self._joined.values() if 0 <= s.row < len(idle) and not idle[s.row]}
         self._keep(self._waiting.where(lambda sequence: sequence.row in rows))
-        first, counts = [1] * len(starts), [0] * len(starts)
+        tokens, first = [list[int]() for _ in starts], [1] * len(starts)
         for row, sequence in rows.items():
             if starts[row] - self.cache.lengths[row] >= waiting_states.MAX_WAITING:
                 self._read(sequence, starts[row])
             first[row] = max(1, self.cache.lengths[row])
-            counts[row] = starts[row] + 1 - first[row]
-            if counts[row]:
+            tokens[row] = sequence.tokens[first[row] : starts[row] + 1]
+            if tokens[row]:
                 self._stepped[sequence.id] = starts[row] + 1
-        width = max(1, *counts)
-        hidden = self.head.record.spec.hidden_size
-        states = torch.zeros(len(starts), width, hidden, dtype=self.cache.dtype, device=self.cache.device)
-        tokens = torch.zeros(len(starts), width, dtype=torch.int64)
-        for row, sequence in rows.items():
-            if counts[row]:
-                stop = first[row] + counts[row]
-                tokens[row, : counts[row]] = torch.tensor(sequence.tokens[first[row] : stop])
-                states[row, : counts[row]] = kept(self.states, row, slice(first[row] - 1, stop - 1))
-        drafts = [count > 0 for count in counts]
-        left = self._run(upload(tokens, self.cache.device), states, first, counts)
-        last = upload([max(0, count - 1) for count in counts], left.device)
-        return left[torch.arange(len(counts), device=left.device), last], drafts
+        return tokens, first
 
     def _run(self, tokens: Tensor, states: Tensor, starts: list[int], counts: list[int]) -> Tensor:
         if not any(counts):

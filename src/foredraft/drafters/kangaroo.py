@@ -40,7 +40,7 @@ from foredraft.drafters.waiting_states import Waiting, WaitingStates
 from foredraft.errors import ConfigError, Option, shortened
 from foredraft.model.cache import KVCache
 from foredraft.model.lora.record import is_lora
-from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
+from foredraft.model.runner import DraftInputs, FusedDraft, HeadWords, Resume, Runner
 from foredraft.model.unread import Checkpoint
 
 __all__ = ["ASSET", "Kangaroo"]
@@ -69,10 +69,11 @@ class Kangaroo(Stepper):
         self.taps = (depth,)
         self.draft_pass = DraftPass(runner, tap=depth)
         self.vocabulary: VocabularyMap | None = None
+        self.words: HeadWords | None = None
         if adapter.vocabulary is not None:
-            self.vocabulary = VocabularyMap.of_words(
-                adapter.vocabulary, target.decoder.spec.vocab_size, runner.decoder.device
-            )
+            size, device = target.decoder.spec.vocab_size, runner.decoder.device
+            self.vocabulary = VocabularyMap.of_words(adapter.vocabulary, size, device)
+            self.words = HeadWords(torch.tensor(adapter.vocabulary, device=device), size)
         self._layers = cache.joined(depth, self.cache)
         self._known = KnownStates(depth)
         self._waiting = Waiting()
@@ -93,9 +94,7 @@ class Kangaroo(Stepper):
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 
     def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
-        if self.vocabulary is not None:
-            return None
-        lengths = inputs.lengths
+        lengths, inputs = inputs.lengths, replace(inputs, words=self.words)
         self._read_waiting(self._waiting.where(lambda sequence: bool(lengths[sequence.row])))
         draft = self.draft_pass.fused(self._layers, inputs)
         if draft is not None:

@@ -49,6 +49,7 @@ SOURCES = (
     "attention.inc",
     "fused.inc",
     "inputs.inc",
+    "pairs.inc",
     "vocab.inc",
 )
 FLAGS = ("-O3", "-fPIC", "-pthread", "-Wno-psabi")

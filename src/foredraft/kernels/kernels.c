@@ -105,6 +105,12 @@ typedef struct {
     float input_scale, projection_scale;
     Linear projection;
     Norm input_norm;
+    // A head that reads pairs of a state and a token (model/pair_inputs.py). pairs: whether it does. The first two norms are of
+    // the embedding and of the state. join makes the state of a pair; without a weight, the first projections read the pair.
+    // residual: the normed state is what the first layer adds to. recurs: the normed output is the next pair's state.
+    int64_t pairs, residual, recurs;
+    Norm token_norm, state_norm;
+    Linear join;
 } Model;
 
 // Columns of a ragged batch. A group is a run of columns of one cache row at successive positions.
@@ -114,7 +120,7 @@ typedef struct {
     const void *const *rotary;  // rotary tables [positions, cos|sin, rotated]
     void *const *cache;  // of each layer [k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
     int64_t rows, positions;
-    const void *inputs;  // [columns, input_layers, input_size]; null in models without
+    const void *inputs;  // [columns, input_layers, input_size], or the embeddings of pairs [columns, hidden]; null without both
 } Pass;
 
 static inline int64_t last_column(const Pass *p, int64_t group) { return p->first[group] + p->count[group] - 1; }
@@ -290,6 +296,7 @@ enum {
     PRODUCT_OPERATIONS = 3,
     LAYER_OPERATIONS = 4 * PRODUCT_OPERATIONS + 9,
     INPUT_OPERATIONS = 2 * PRODUCT_OPERATIONS + 4,  // of a layer's input and scalar
+    PAIR_OPERATIONS = 1 + PRODUCT_OPERATIONS,
     HEAD_OPERATIONS = 1 + PRODUCT_OPERATIONS,
 };
 
@@ -399,7 +406,18 @@ typedef struct {
     float *probs;                  // [rows, steps, vocabulary] output: each token's distribution; null where greedy
     int64_t tap;
     void *states;                  // [rows, steps, hidden] output: the states that enter layer `tap`; null: unwanted
+    const void *pairs;             // [columns, hidden] the states of the first step's pairs, of heads that read pairs
+    void *left;                    // [rows, hidden] output: the state of the pair that would follow; null: unwanted
+    const int64_t *words;          // [the head's outputs] the tokens that they stand for; null: they are all tokens
+    int64_t vocabulary;            // tokens
 } Draft;
+
+// Returns full [vocabulary]: the logits of the words [count] at the tokens that they stand for, and -inf elsewhere.
+static float *spread(const int64_t *words, const float *logits, int64_t count, float *full, int64_t vocabulary) {
+    for (int64_t i = 0; i < vocabulary; i++) full[i] = -INFINITY;
+    for (int64_t i = 0; i < count; i++) full[words[i]] = logits[i];
+    return full;
+}
 
 static int draft_token(
     const Draft *d, int64_t row, int64_t step, const uint8_t *allowed, float *logits, int64_t vocabulary, int threads);
@@ -414,6 +432,7 @@ static inline __attribute__((always_inline)) float softmax_step(
         const I key = LANE_INDEX + (int32_t)(from + k);
         I seen = key <= (int32_t)at;
         if (window) seen &= key > (int32_t)(at - window);
+        if (m->pairs) seen &= key > 0;  // the first token has no state before it
         V score = load(s + k) * splat(m->scale);
         if (m->softcap != 0) score = hyperbolic_tangent(score * splat(1 / m->softcap)) * splat(m->softcap);
         score = choose(seen, score, splat(-INFINITY));

@@ -140,6 +140,10 @@ class BlockHead:
     embedding: Tensor | None
     markov: Markov | None = None
 
+    def read_as(self, record: BlockRecord) -> BlockHead:
+        """Return the head with the same weights under another record."""
+        return replace(self, record=record)
+
     def contexts(self, taps: Tensor) -> Tensor:
         """Return the contexts [N, d] of the target's joined taps [N, taps * d_target]."""
         return self.context_norm(self.fc(taps))

@@ -37,6 +37,7 @@ from foredraft.drafters.heads.eagle3_files import (
     HeadTensors,
     layer_name,
 )
+from foredraft.drafters.heads.eagle_kernels import EagleKernels, HeadWeights
 from foredraft.drafters.heads.products import packed_beside
 from foredraft.drafters.heads.record import HeadRecord
 from foredraft.drafters.heads.words import draft_words
@@ -46,6 +47,7 @@ from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer, finish, project
 from foredraft.model.forward_context import ForwardContext, PassShape, at_columns, build_context
 from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.pair_inputs import PairInputs
 from foredraft.model.plan import Plan
 from foredraft.model.rope import Rope
 from foredraft.model.runner import Runner
@@ -85,6 +87,7 @@ class Eagle3Head:
         output: The head over its own words.
         words: The target's id of each of its words, [words]; None where they are the target's.
         embedding: Its own embedding [V, d]; None: the target's.
+        kernels: Run its layers; None: PyTorch's operators do.
     """
 
     record: HeadRecord
@@ -96,6 +99,32 @@ class Eagle3Head:
     output: Product
     words: Tensor | None
     embedding: Tensor | None
+    kernels: EagleKernels | None = None
+
+    def by_kernels(self) -> Eagle3Head:
+        """Return the head run by the C kernels where they run its target and have its weights."""
+        first, pair_norm = self.layers[0], self.layers[0].attention.norm
+        norms = (pair_norm.embedding, pair_norm.state) if isinstance(pair_norm, PairNorm) else (None, None)
+        weights = HeadWeights(
+            spec=self.record.spec,
+            dtype=self.target.dtype,
+            embedding=self.target.embedding if self.embedding is None else self.embedding,
+            layers=(replace(first, attention=replace(first.attention, norm=None)), *self.layers[1:]),
+            norm=self.norm,
+            output=self.output,
+        )
+        pairs = PairInputs(
+            *norms,
+            join=self.fc if self.record.pair_fc else None,
+            normed_residual=self.record.norm_before_residual,
+            normed_output=self.record.norm_output and self.norm is not None,
+        )
+        return replace(self, kernels=EagleKernels.of(weights, pairs, self.words))
+
+    def read_as(self, record: HeadRecord) -> Eagle3Head:
+        """Return the head with the same weights under another record."""
+        changed = replace(self, record=record, kernels=None)
+        return changed if self.kernels is None else changed.by_kernels()
 
     def joined(self, taps: Tensor) -> Tensor:
         """Return the states [N, d] of the target's joined taps [N, taps * d_target]."""
@@ -129,7 +158,7 @@ class Eagle3Head:
         """Run the layers over pairs.
 
         Args:
-            cache: Of `cache_spec`; its lengths stay as they are.
+            cache: Of `cache_spec`, with keys in blocks for the kernels; its lengths stay as they are.
             tables: The rotary tables of `rope_tables`.
             tokens: The token of each pair, [B, T], padded on the right.
             states: The state of each pair, [B, T, d].
@@ -140,6 +169,8 @@ class Eagle3Head:
         Returns:
             The states [B, T, d] that leave the last layer; those of padding mean nothing.
         """
+        if self.kernels is not None:
+            return self.kernels.run(cache, tables, tokens, states, starts, counts, first_row)
         spec, (batch, width) = self.record.spec, tokens.shape
         context = self._context(cache, tables, width, starts, counts, first_row)
         real = context.real
@@ -164,11 +195,15 @@ class Eagle3Head:
 
     def logits(self, left: Tensor) -> Tensor:
         """Return logits [N, words] float32 of states that left the last layer, [N, d]."""
+        if self.kernels is not None:
+            return self.kernels.backend.head(left.contiguous())
         return self.output(left if self.norm is None else self.norm(left)).float()
 
     def recurring(self, left: Tensor) -> Tensor:
         """Return the states of the next pairs, from those that left the last layer."""
-        return self.norm(left) if self.record.norm_output and self.norm is not None else left
+        if not self.record.norm_output or self.norm is None:
+            return left
+        return self.norm(left) if self.kernels is None else self.kernels.backend.normed(left.contiguous())
 
     def _context(
         self,
@@ -218,7 +253,8 @@ def load_eagle3(files: Eagle3Files, target: Runner) -> Eagle3Head:
             absolute=record.absolute_words,
         )  # fmt: skip
         product = partial(packed_beside, target)
-        return HeadBuilder(record, files.shapes, tensors, decoder, product).head(words)
+        head = HeadBuilder(record, files.shapes, tensors, decoder, product).head(words)
+    return head.by_kernels() if target.by_kernels else head
 
 
 def map_of(files: Eagle3Files, tensors: HeadSource, name: str) -> Tensor | None:

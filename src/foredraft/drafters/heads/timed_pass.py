@@ -27,11 +27,13 @@ class TimedPass(DraftPass):
         default_factory=dict, kw_only=True, repr=False
     )
 
-    def scratch_of(self, cache: CacheLayers, spec: ModelSpec) -> tuple[KVCache, dict[Rope, Tensor]]:
+    def scratch_of(
+        self, cache: CacheLayers, spec: ModelSpec, *, blocked: bool = False
+    ) -> tuple[KVCache, dict[Rope, Tensor]]:
         """Return a cache beside the given one, and its rotary tables; the last ones are kept."""
         key = cache.rows, cache.positions
         if key not in self.scratch:
             self.scratch.clear()
-            made = cache.beside(spec)
+            made = cache.beside(spec, blocked=blocked)
             self.scratch[key] = made, rope_tables(spec, made.stored, made.device, made.dtype)
         return self.scratch[key]

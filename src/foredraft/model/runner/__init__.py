@@ -1,7 +1,7 @@
 """The runner: one `forward` over a ragged batch, and the two back ends behind it."""
 
 from foredraft.model.runner.compiled import check_compiler
-from foredraft.model.runner.fused import DraftInputs, FusedDraft, SamplingInputs
+from foredraft.model.runner.fused import DraftInputs, FusedDraft, HeadWords, SamplingInputs
 from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
 from foredraft.model.runner.native import unserved_because
 from foredraft.model.runner.passes import Forward, Resume
@@ -12,6 +12,7 @@ __all__ = [
     "DraftInputs",
     "Forward",
     "FusedDraft",
+    "HeadWords",
     "InvariantShapes",
     "Resume",
     "Runner",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["DraftInputs", "DrawnToken", "Draws", "FusedDraft", "SamplingInputs"]
+__all__ = ["DraftInputs", "DrawnToken", "Draws", "FusedDraft", "HeadWords", "SamplingInputs"]
 
 
 class DrawnToken(Protocol):
@@ -61,6 +61,19 @@ class SamplingInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadWords:
+    """The words of a reduced head, which are some of the tokens.
+
+    Attributes:
+        tokens: The token of each output, [words] int64.
+        vocabulary: The number of all tokens.
+    """
+
+    tokens: Tensor
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftInputs:
     """The inputs of a fused draft: row b reads tokens[b] from starts[b] on, then drafts lengths[b] tokens.
 
@@ -71,6 +84,7 @@ class DraftInputs:
         sampling: Sampling parameters and noise; None drafts greedily.
         allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
         draws: Draws the tokens where PyTorch's operators run the steps; the kernels draw by `sampling`.
+        words: Those of a reduced head; every other token's logit is -inf. None: its outputs are the tokens.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -79,6 +93,7 @@ class DraftInputs:
     sampling: SamplingInputs | None = None
     allowed: Sequence[Tensor | None] | None = None
     draws: Draws | None = None
+    words: HeadWords | None = None
 
     @property
     def active(self) -> list[int]:

@@ -128,7 +128,7 @@ class TorchBackend:
         self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, tap: int | None
     ) -> FusedDraft | None:
         graphs = self.graphs
-        if graphs is None:
+        if graphs is None or inputs.words is not None:
             return None
         shapes = ANY_SHAPE if tap is None else self.shapes
         length_of = partial(_length, shapes, cache, coarse=True)

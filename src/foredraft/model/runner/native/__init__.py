@@ -3,7 +3,7 @@
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native.check import unserved_because
 from foredraft.model.runner.native.linear import NativeLinear, fits, pack_native
-from foredraft.model.runner.native.native_backend import NativeBackend
+from foredraft.model.runner.native.native_backend import NativeBackend, PairDraft
 from foredraft.model.runner.native.native_codes import (
     NativeCodes,
     NativeProduct,
@@ -19,6 +19,7 @@ __all__ = [
     "NativeCodes",
     "NativeLinear",
     "NativeProduct",
+    "PairDraft",
     "code_native",
     "coded_bytes",
     "fits",

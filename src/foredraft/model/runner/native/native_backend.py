@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_char_p, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +21,11 @@ from torch import Tensor
 from foredraft.kernels import pool
 from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import CacheLayers
-from foredraft.model.decoder import Decoder
+from foredraft.model.decoder import Layer
 from foredraft.model.forward_context import at_columns
 from foredraft.model.layer_inputs import LayerInputs
-from foredraft.model.layers import Product
+from foredraft.model.layers import Norm, Product, RowSource
+from foredraft.model.pair_inputs import PairInputs
 from foredraft.model.plan import Plan
 from foredraft.model.rope import Rope
 from foredraft.model.runner.fused import DraftInputs, FusedDraft
@@ -45,14 +48,62 @@ from foredraft.model.runner.native.structs import (
     pass_struct,
 )
 from foredraft.model.runner.passes import Forward, Pass
+from foredraft.model.spec import ModelSpec
 from foredraft.model.transfers import upload
 from foredraft.workers import own_threads
 
-__all__ = ["NativeBackend"]
+__all__ = ["NativeBackend", "PairDraft", "Weights"]
+
+
+class Weights(Protocol):
+    """The weights that the kernels run: a decoder's, or a draft head's. Attributes as in `Decoder`."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def embedding(self) -> Tensor | RowSource: ...
+
+    @property
+    def embedding_scale(self) -> float | None: ...
+
+    @property
+    def learned_positions(self) -> Tensor | None: ...
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
+    @property
+    def norm(self) -> Norm | None: ...  # None: nothing stands before the head
+
+    @property
+    def output(self) -> Product: ...
+
+    @property
+    def inputs(self) -> LayerInputs | None: ...
+
+    @property
+    def products(self) -> list[Product]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PairDraft:
+    """What a fused draft of a head takes and gives besides.
+
+    Attributes:
+        states: The states of the pairs that the first step reads, [N, D], row by row.
+        left: Output: the state of the pair that would follow each row's draft, [B, D].
+    """
+
+    states: Tensor
+    left: Tensor
 
 
 class NativeBackend:
-    """Runs the passes of one decoder by the C kernels.
+    """Runs the passes of one decoder or head by the C kernels.
 
     Attributes:
         shapes: Any, because no sum has another order at another shape.
@@ -63,13 +114,19 @@ class NativeBackend:
     shapes = KERNEL_SHAPES
 
     @classmethod
-    def of(cls, decoder: Decoder) -> NativeBackend | None:
-        """Return the back end of a decoder; None where one of its weights is not packed for the kernels."""
-        packed = all(map(is_native, decoder.products))
-        widest = max(map(decoder.spec.head_dim_of, decoder.spec.windows))
-        return cls(decoder) if packed and widest <= MAX_HEAD_DIM else None
+    def of(cls, decoder: Weights, pairs: PairInputs | None = None) -> NativeBackend | None:
+        """Return the back end of a decoder; None where one of its weights is not packed for the kernels.
 
-    def __init__(self, decoder: Decoder) -> None:
+        Args:
+            decoder: Its weights, or those of a head.
+            pairs: How pairs enter a head; None in decoders.
+        """
+        join = [] if pairs is None or pairs.join is None else [pairs.join]
+        packed = all(map(is_native, [*decoder.products, *join]))
+        widest = max(map(decoder.spec.head_dim_of, decoder.spec.windows))
+        return cls(decoder, pairs) if packed and widest <= MAX_HEAD_DIM else None
+
+    def __init__(self, decoder: Weights, pairs: PairInputs | None = None) -> None:
         spec, kernels = decoder.spec, library()
         assert kernels is not None
         assert spec.residual_scale is None or not spec.post_norms, "the kernels scale a sum without a norm"
@@ -109,12 +166,15 @@ class NativeBackend:
         if decoder.inputs is not None:
             self._add_inputs(decoder.inputs)
         self._scratch_per_column = spec.hidden_size + wide + narrow  # elements
+        self._pairs = pairs
+        if pairs is not None:
+            self._add_pairs(pairs)
         self._scratch_memory = torch.empty(0, dtype=decoder.dtype)
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
-        forward, head, draft, inputs = (
+        forward, head, draft, inputs, norms = (
             getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}")
-            for name in ("forward", "head", "draft", "inputs")
+            for name in ("forward", "head", "draft", "inputs", "norms")
         )
         self._forward = declare(
             forward,
@@ -125,6 +185,7 @@ class NativeBackend:
             inputs, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int), allocates=True
         )
         self._head = declare(head, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
+        self._norms = declare(norms, (*(c_void_p,) * 3, c_int64, c_int64))
         self._draft = declare(
             draft,
             (*(c_void_p,) * 3, c_char_p, c_char_p, c_int64, c_void_p, c_void_p, c_int),
@@ -202,7 +263,8 @@ class NativeBackend:
         """Run layers [start, stop) on states, in place, and store their keys and values in the cache.
 
         Args:
-            tokens: Token ids [N] that are embedded into `hidden` first; None: `hidden` holds the states.
+            tokens: Token ids [N] that are embedded into `hidden` first; None: `hidden` holds the states. In
+                heads of pairs both are there.
             hidden: States entering layer `start`, [N, D]; afterwards those entering layer `stop`.
             cache: The cache, with keys in blocks.
             groups: The rows and positions of the N columns.
@@ -216,6 +278,8 @@ class NativeBackend:
             Logits [N, V] in float32 where `head` asks for them, else None.
         """
         count = len(hidden)
+        if self._pairs is not None:
+            inputs = torch.empty_like(hidden)  # the embeddings
         pass_ = pass_struct(cache, groups, self._rotary, pointer(inputs))
         scratch = self._scratch(count * self._scratch_per_column)
         logits = self._logits(hidden) if head else None
@@ -263,9 +327,26 @@ class NativeBackend:
         model.projection, model.input_norm = linear_struct_of(inputs.projection), norm_struct(inputs.norm)
         self._inputs = inputs.size * inputs.layers
 
-    def draft(self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, tap: int | None) -> FusedDraft:
+    def _add_pairs(self, pairs: PairInputs) -> None:
+        """Tell the kernels of a head's pairs."""
+        model, hidden = self._model, self.decoder.spec.hidden_size
+        model.pairs, model.residual, model.recurs = True, pairs.normed_residual, pairs.normed_output
+        model.token_norm, model.state_norm = norm_struct(pairs.token_norm), norm_struct(pairs.state_norm)
+        if pairs.join is not None:
+            model.join = linear_struct_of(pairs.join)
+        self._scratch_per_column += hidden
+
+    def draft(
+        self,
+        cache: CacheLayers,
+        inputs: DraftInputs,
+        plan: Plan,
+        tap: int | None,
+        pairs: PairDraft | None = None,
+    ) -> FusedDraft:
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
-        rows, steps, vocabulary = len(lengths), max(lengths), self.decoder.spec.vocab_size
+        rows, steps, words = len(lengths), max(lengths), inputs.words
+        vocabulary = self.decoder.spec.vocab_size if words is None else words.vocabulary
         read = [token for row in active for token in tokens[row]]
         pass_ = pass_struct(cache, [(row, starts[row], len(tokens[row])) for row in active], self._rotary)
         numbers = array("q", (*read, *active, *(lengths[row] for row in active)))
@@ -296,10 +377,16 @@ class NativeBackend:
             probs=pointer(probs),
             tap=tap or 0,
             states=pointer(states),
+            words=None if words is None else words.tokens.data_ptr(),
+            vocabulary=vocabulary,
         )
         per_column = self._scratch_per_column + self.decoder.spec.hidden_size + 2 * self._inputs
+        logits = torch.empty(len(active) * self.decoder.output.shape[0] + vocabulary)
+        if pairs is not None:
+            assert len(pairs.states) == len(read)
+            draft.pairs, draft.left = pairs.states.data_ptr(), pairs.left.data_ptr()
+            per_column += self.decoder.spec.hidden_size
         scratch = self._scratch(len(read) * per_column)
-        logits = torch.empty(len(active), vocabulary)
         result = self._draft(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
@@ -322,7 +409,7 @@ class NativeBackend:
         return self._scratch_memory
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return hidden.new_empty(len(hidden), self.decoder.spec.vocab_size, dtype=torch.float32)
+        return hidden.new_empty(len(hidden), self.decoder.output.shape[0], dtype=torch.float32)
 
     def head(self, hidden: Tensor) -> Tensor:
         logits, scratch = self._logits(hidden), torch.empty_like(hidden)
@@ -335,6 +422,13 @@ class NativeBackend:
             own_threads(),
         )
         return logits
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the final norm of states [N, D]."""
+        out = torch.empty_like(hidden)
+        norm = ctypes.addressof(self._model) + CModel.norm.offset
+        self._norms(norm, hidden.data_ptr(), out.data_ptr(), *hidden.shape)
+        return out
 
     def _layer_struct(self, index: int) -> CLayer:
         layer, spec = self.decoder.layers[index], self.decoder.spec

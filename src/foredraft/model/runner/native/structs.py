@@ -84,6 +84,9 @@ class CModel(ctypes.Structure):
         ("projection_scale", c_float),
         ("projection", CLinear),
         ("input_norm", CNorm),
+        *((name, c_int64) for name in ("pairs", "residual", "recurs")),
+        *((name, CNorm) for name in ("token_norm", "state_norm")),
+        ("join", CLinear),
     )
 
 
@@ -113,7 +116,8 @@ class CDraft(ctypes.Structure):
         *((name, c_void_p) for name in ("slot", "length", "sampling", "keys", "allowed")),
         *((name, c_void_p) for name in ("drawn", "finite", "probs")),
         ("tap", c_int64),
-        ("states", c_void_p),
+        *((name, c_void_p) for name in ("states", "pairs", "left", "words")),
+        ("vocabulary", c_int64),
     )
 
 
