@@ -96,29 +96,34 @@ static Norm norm(int64_t n, int word, int kind) {
 
 static void free_linear(Linear l) { free((void *)l.weight), free((void *)l.bias); }
 
-enum { VOCABULARY = 45, COLUMNS = 39, GROUPS = 3, ROWS = 4, STEPS = 4, LEARNED = 5 };  // of the model, its pass and its draft
+enum { VOCABULARY = 45, TOKENS = 60, COLUMNS = 39, GROUPS = 3, ROWS = 4, STEPS = 4, LEARNED = 5 };  // of the model, its pass and its draft
 
-// A model of two layers with every kind of norm and cap.
+// A model of two layers with every kind of norm and cap; or a head that reads pairs.
 static Model new_model(
     int word, int64_t dim, int64_t kv_heads, int64_t heads, int64_t hidden, int64_t inner, int64_t window,
-    Layer *layer) {
-    const int64_t width = (heads + 2 * kv_heads) * dim;
+    int pairs, Layer *layer) {
+    const int64_t width = (heads + 2 * kv_heads) * dim, first = pairs ? 2 * hidden : hidden;
     for (int i = 0; i < 2; i++)
         layer[i] = (Layer){
             .before = norm(hidden, word, i), .after = i ? norm(hidden, word, i) : (Norm){0},
             .q = norm(dim, word, i), .k = norm(dim, word, i), .v = i ? norm(dim, word, i) : (Norm){0},
             .mlp_before = norm(hidden, word, i ? CENTRED : ROUNDED), .mlp_after = i ? norm(hidden, word, CENTRED) : (Norm){0},
-            .qkv = linear(width, hidden, word), .output = linear(hidden, heads * dim, word),
+            .qkv = linear(width, i ? hidden : first, word), .output = linear(hidden, heads * dim, word),
             .gate_up = linear(2 * inner, hidden, word), .down = linear(hidden, inner, word),
             .window = i ? window : 0, .rotated = dim, .kv_heads = kv_heads, .dim = dim, .inner = inner,
             .scalar = i ? 0.5f : 1};
     const Linear head = linear(VOCABULARY, hidden, word);  // in float32, the embedding too
-    return (Model){
+    Model m = {
         2, hidden, heads, .activation = GELU_TANH, .gated = 1, .wide = width > 2 * inner ? width : 2 * inner,
         .scale = 0.3f, .softcap = 5,
-        .logit_softcap = 7, .embedding = word == 1 ? NULL : elements(VOCABULARY * hidden, word), .tied = head,
+        .logit_softcap = 7, .embedding = word == 1 && !pairs ? NULL : elements((pairs ? TOKENS : VOCABULARY) * hidden, word), .tied = head,
         .embedding_scale = 1.5f, .learned = elements((LEARNED + 1) * hidden, word), .last_learned = LEARNED,
         .norm = norm(hidden, word, ROUNDED), .head = head, .layer = layer};
+    if (pairs) {
+        m.pairs = m.residual = m.recurs = 1;
+        m.token_norm = norm(hidden, word, ROUNDED), m.state_norm = norm(hidden, word, ROUNDED);
+    }
+    return m;
 }
 
 static void free_model(Model m) {
@@ -129,6 +134,7 @@ static void free_model(Model m) {
         free_linear(l->qkv), free_linear(l->output), free_linear(l->gate_up), free_linear(l->down);
     }
     free((void *)m.embedding), free((void *)m.learned), free((void *)m.norm.weight), free_linear(m.head);
+    free((void *)m.token_norm.weight), free((void *)m.state_norm.weight);
 }
 
 static int run_draft(
@@ -142,6 +148,7 @@ static int run_draft(
 static void drafts(
     int word, const Model *m, const Pass *p, const int64_t *tokens, const uint8_t (*plans)[2], void *scratch) {
     const int64_t slot[GROUPS] = {2, 0, 3}, length[GROUPS] = {1, 4, 2};
+    const int64_t count = m->pairs ? TOKENS : VOCABULARY;  // a head of pairs has words for some tokens
     int64_t keys[ROWS * STEPS], drawn[ROWS * STEPS];
     for (int i = 0; i < ROWS * STEPS; i++) keys[i] = (int64_t)mix64(i);
     const float temperature[ROWS] = {1, 0.5f, 2, 1};
@@ -150,15 +157,19 @@ static void drafts(
     const int64_t top_k[ROWS] = {0, 1, 44, 100};
     const Sampling sampling[2] = {{0}, {temperature, top_k, top_p, min_p, cut}};
     uint8_t *finite = array(ROWS * STEPS, 1);
-    float *probs = array(ROWS * STEPS * VOCABULARY, sizeof(float));
-    float *logits = array(GROUPS * VOCABULARY, sizeof(float));
-    uint8_t *mask = array(VOCABULARY, 1);
-    for (int i = 0; i < VOCABULARY; i++) mask[i] = i % 3 == 0;
-    uint8_t *none = array(VOCABULARY, 1);  // a draft that cannot begin
+    float *probs = array(ROWS * STEPS * count, sizeof(float));
+    float *logits = array(GROUPS * VOCABULARY + (m->pairs ? TOKENS : 0), sizeof(float));
+    uint8_t *mask = array(count, 1);
+    for (int i = 0; i < count; i++) mask[i] = i % 3 == 0;
+    uint8_t *none = array(count, 1);  // a draft that cannot begin
     const uint8_t *const masks[ROWS] = {none, NULL, mask, NULL};
-    memset(none, 0, VOCABULARY);
+    memset(none, 0, count);
     Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, NULL, drawn, finite, probs, 1, NULL};
     void *states = array(ROWS * STEPS * m->hidden, word == 1 ? sizeof(float) : sizeof(uint16_t));
+    int64_t words[VOCABULARY];
+    for (int i = 0; i < VOCABULARY; i++) words[i] = TOKENS - 1 - i;
+    void *pairs = elements(COLUMNS * m->hidden, word), *left = elements(ROWS * m->hidden, word);
+    if (m->pairs) d.pairs = pairs, d.left = left, d.words = words, d.vocabulary = TOKENS;
     for (int plan = 0; plan < 3; plan++)
         for (int threads = 1; threads < 4; threads += 2) {
             d.sampling = sampling + plan % 2;
@@ -171,26 +182,29 @@ static void drafts(
         const int64_t needed = NEEDED(run_draft(word, m, p, &d, plans[0], plans[0], scratch, logits, 2));
         if (needed < 1 + 7 * 3) printf("a draft of 7 tokens allocates %ld times\n", (long)needed), exit(1);
     }
+    free(pairs), free(left);
     free(states), free(none), free(mask), free(finite), free(probs), free(logits);
 }
 
 // Forward passes and drafts of a model, whose cache has no position to spare.
 static void passes(
-    int word, int64_t dim, int64_t kv_heads, int64_t heads_per_kv, int64_t hidden, int64_t inner, int64_t window) {
+    int word, int64_t dim, int64_t kv_heads, int64_t heads_per_kv, int64_t hidden, int64_t inner, int64_t window,
+    int pairs) {
     enum { CACHE_ROWS = 3, POSITIONS = 128 };
     const int64_t heads = kv_heads * heads_per_kv, width = (heads + 2 * kv_heads) * dim;
-    const int64_t first[GROUPS] = {0, 33, 34}, count[GROUPS] = {33, 1, 5}, start[GROUPS] = {POSITIONS - 33, 0, 62};
+    const int64_t first[GROUPS] = {0, 33, 34}, count[GROUPS] = {33, 1, 5}, start[GROUPS] = {POSITIONS - 33, pairs, 62};
     const int64_t row[GROUPS] = {2, 0, 1};
     Layer layer[2];
-    const Model m = new_model(word, dim, kv_heads, heads, hidden, inner, window, layer);
+    const Model m = new_model(word, dim, kv_heads, heads, hidden, inner, window, pairs, layer);
     void *table = elements(POSITIONS * 2 * dim, word);
     void *cache[2];  // of each layer
     for (int i = 0; i < 2; i++) cache[i] = elements(2 * CACHE_ROWS * kv_heads * POSITIONS * dim, word);
     const void *rotary[1] = {table};
-    const Pass p = {GROUPS, first, count, start, row, rotary, cache, CACHE_ROWS, POSITIONS};
+    void *inputs = elements(COLUMNS * hidden, word);
+    const Pass p = {GROUPS, first, count, start, row, rotary, cache, CACHE_ROWS, POSITIONS, inputs};
     const int64_t wide = width > 2 * inner ? width : 2 * inner, narrow = heads * dim > inner ? heads * dim : inner;
-    void *x = elements(COLUMNS * hidden, word), *scratch = elements(COLUMNS * (hidden + wide + narrow), word);
-    void *draft_scratch = elements(COLUMNS * (2 * hidden + wide + narrow), word);
+    void *x = elements(COLUMNS * hidden, word), *scratch = elements(COLUMNS * ((1 + pairs) * hidden + wide + narrow), word);
+    void *draft_scratch = elements(COLUMNS * ((2 + 2 * pairs) * hidden + wide + narrow), word);
     float *logits = array(COLUMNS * VOCABULARY, sizeof(float));
     int64_t tokens[COLUMNS];
     for (int i = 0; i < COLUMNS; i++) tokens[i] = i * 7 % VOCABULARY;
@@ -210,6 +224,7 @@ static void passes(
     for (int64_t i = 0; i < COLUMNS * VOCABULARY; i++)
         if (!isfinite(logits[i])) printf("logit %ld is not finite\n", (long)i), exit(1);
     free_model(m);
+    free(inputs);
     free(table), free(cache[0]), free(cache[1]), free(x), free(scratch), free(draft_scratch), free(logits);
 }
 
@@ -313,11 +328,12 @@ static void failing_allocations(void) {
 int main(void) {
     failing_allocations();
     for (int word = 1; word < 3; word++) {
-        passes(word, 2, 1, 1, 2, 2, 0);
-        passes(word, 6, 2, 3, 10, 14, 7);
-        passes(word, 80, 1, 9, 34, 70, 64);
-        passes(word, 500, 1, 1, 16, 32, 1);
-        passes(word, 512, 1, 2, 16, 32, 40);
+        passes(word, 2, 1, 1, 2, 2, 0, 0);
+        passes(word, 6, 2, 3, 10, 14, 7, 0);
+        passes(word, 80, 1, 9, 34, 70, 64, 0);
+        passes(word, 500, 1, 1, 16, 32, 1, 0);
+        passes(word, 512, 1, 2, 16, 32, 40, 0);
+        passes(word, 6, 2, 3, 10, 14, 7, 1);
         coded_products(word, 45, 96), coded_products(word, 1, 32), coded_products(word, 33, 512);
     }
     const int64_t widths[] = {1, 2, 15, 16, 17, 127, 129, 1000, 20011};
