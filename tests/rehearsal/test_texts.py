@@ -164,6 +164,7 @@ def test_a_model_on_the_second_gpu(folder: Path) -> None:
 
 def test_memory_that_ends_ends_one_request(models: Models) -> None:
     memory.check(models("adapter")[1], "kangaroo")
+    memory.check_commit(models("adapter")[1], "kangaroo")
 
 
 def test_a_prefix_cache_and_many_threads(folder: Path, device: str) -> None:
