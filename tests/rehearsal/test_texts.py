@@ -19,6 +19,8 @@ from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.kinds.tables import POLICIES
 from tests.exactness import test_out_of_memory as memory
 from tests.rehearsal.graphs import Graph
+from tests.rehearsal.ledger import LEDGER
+from tests.rehearsal.operators import FREE_ATTENTION
 from tests.rehearsal.rounds import costs_of_rounds
 from tests.support.every_drafter import DRAFT, DRAFTERS, load, save_models
 from tests.support.loaded import engine_of
@@ -104,6 +106,8 @@ def check(models: tuple[LLM, LLM], params: SamplingParams, waits: int) -> None:
     steady = [cost.waits for cost in costs if not cost.captures]
     assert steady and 1 <= max(steady) <= waits, (params, steady)
     assert Graph.replays > replays, params
+    free = LEDGER.seen(FREE_ATTENTION)
+    assert all("loading/device.py" in line for line in free), "a kernel that no self-check has tried"
 
 
 def check_option(models: Models, loaded: str, drafter: str, name: str) -> None:

@@ -14,9 +14,10 @@ from foredraft.loading import capacity
 from foredraft.loading import device as devices
 from foredraft.loading.capacity import CacheLimits, cache_size
 from foredraft.loading.device import check_dtype, find_device
+from foredraft.model import attention_choice
+from foredraft.model.attention_choice import pinned_attention
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import attention_choice, compiled, shape_cache
-from foredraft.model.runner.attention_choice import pinned_attention
+from foredraft.model.runner import compiled, shape_cache
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from foredraft.train.processes import dist, joined
