@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,21 @@ import torch
 
 from foredraft import LLM, SamplingParams
 from foredraft.decode import faults
+from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.guarded import Guarded
+from foredraft.decode.policy import Candidates, Decision, Policy
+from foredraft.decode.sequence import Sequence
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.model.runner.torch_backend import TorchBackend
 from tests.support.every_drafter import DRAFTERS, load, save_models
+from tests.support.harness import DRAFTERS as TABULAR
+from tests.support.harness import make_engine, request, run
+from tests.support.loaded import engine_of
+from tests.support.parts import foreseeing
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
+from tests.support.tabular import Table
 
 PROMPTS = ["def add(a, b):", "import os\n\n\ndef read(path):", "class Stack:"]
 PARAMS = [
@@ -80,6 +90,95 @@ def test_one_request_ends(folder: Path, loaded: str) -> None:
     check(load(folder, loaded, "cpu"), DRAFTERS[loaded][0])
 
 
+@contextmanager
+def ending_when_told(drafter: Drafter, call: int) -> Iterator[list[int]]:
+    """Let the memory end when the drafter is handed committed states for the n-th time; gather whose they are."""
+    seen, sound = list[int](), drafter.observe
+
+    def observe(sequence: Sequence, start: int, states: Any) -> None:
+        if start >= len(sequence.prompt) - 1:
+            seen.append(sequence.id)
+            if len(seen) == call:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        sound(sequence, start, states)
+
+    with replaced(drafter, "observe", observe):
+        yield seen
+
+
+def check_commit(llm: LLM, name: str) -> None:
+    """Let the memory end in commits: of each row, and where the text ends in the same round."""
+    params, drafter = [replace(each, drafter=name) for each in PARAMS], engine_of(llm).drafters[name]
+    with ending_when_told(drafter, 0) as calls:
+        want = [output.token_ids for output in llm.generate(PROMPTS, params)]
+    last = {len(calls) - calls[::-1].index(id) for id in calls}  # the calls in whose round a text ends
+    assert len(last) == 3 and len(calls) > 6
+    for call in range(1, len(calls) + 1):
+        with ending_when_told(drafter, call):
+            outputs = llm.generate(PROMPTS, params)
+        failed = [index for index, output in enumerate(outputs) if output.error]
+        assert len(failed) == (call not in last), "a text that has ended is whole"
+        for index, output in enumerate(outputs):
+            if index in failed:
+                assert "too little memory left (CUDA out of memory." in str(output.error)
+            else:
+                assert output.token_ids == want[index], "another text changed"
+    assert [output.token_ids for output in llm.generate(PROMPTS, params)] == want
+
+
+class InTurn(Policy):
+    """Lets a drafter and a guesser draft in turn, by the rounds that began."""
+
+    name = "in turn"
+
+    def __init__(self, drafter: str) -> None:
+        self.drafter, self.begun = drafter, 0
+
+    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
+        name = ("script", self.drafter)[self.begun % 2]
+        self.begun += 1
+        return [Decision(name, 3) for _ in rows]
+
+
+def check_forgotten(name: str) -> None:
+    """Check that a drafter keeps nothing of a round that broke off after its draft.
+
+    The next round accepts other tokens, of a guesser that knows the text. Then the drafter's cache must hold
+    the text, or say that it has not read it: `CheckedEngine` looks.
+    """
+    table, draft = Table(5, 21), Table(5, 22)
+    new = {"temperature": 0, "max_new_tokens": 20}
+    [text] = run(make_engine(table), [request([3, 1, 4], **new)])
+    for broken in (1, 3):
+        policy = InTurn(name)
+        # the request that ends has another drafter, which so forgets nothing of the broken draft
+        kept = request([3, 1, 4], drafters=(name, "script"), **new)
+        youngest = request([2, 0], drafters=("script",), **new)
+        script = foreseeing({kept.id: text, youngest.id: [0] * 20}, 3, 5)
+        engine = make_engine(table, draft, policy, script=script)
+        sound, drafted = engine._verify, list[int]()
+
+        def verify(*args: Any) -> Any:
+            if policy.begun == broken + 1 and not drafted:  # noqa: B023
+                drafted.append(args[1].tokens.shape[1])  # noqa: B023
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return sound(*args)  # noqa: B023
+
+        with replaced(engine, "_verify", verify):
+            assert run(engine, [kept, youngest])[0] == text
+        assert drafted and youngest.error and not kept.error
+
+
+@pytest.mark.parametrize("name", [name for name in TABULAR if name not in (None, "script")])
+def test_a_drafter_forgets_a_broken_round(name: str) -> None:
+    check_forgotten(name)
+
+
+@pytest.mark.parametrize("loaded", ["adapter", "eagle3"])
+def test_one_request_ends_in_a_commit(folder: Path, loaded: str) -> None:
+    check_commit(load(folder, loaded, "cpu"), DRAFTERS[loaded][0])
+
+
 def _without(name: str, owner: Any) -> Spoiler:
     """Abandon a round without one of its parts."""
 
@@ -103,6 +202,44 @@ DEFECTS: dict[str, tuple[Any, Spoiler]] = {
         Engine.fail, lambda sound: lambda self, sequence, error: self.fail_batch(error)
     ),
 }  # fmt: skip
+
+
+def _passed_over(tell: Callable[..., None]) -> Callable[..., None]:
+    def spoilt(*args: Any) -> None:
+        with suppress(torch.OutOfMemoryError):
+            tell(*args)
+
+    return spoilt
+
+
+def _ends_the_batch(tell: Callable[..., None]) -> Callable[..., None]:
+    def spoilt(*args: Any) -> None:
+        try:
+            tell(*args)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(str(error)) from None
+
+    return spoilt
+
+
+@pytest.mark.parametrize("spoiler", [_passed_over, _ends_the_batch])
+def test_a_defect_of_a_commit_is_caught(
+    folder: Path, spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(folder, "adapter", "cpu")
+    found = defect(
+        "memory that ends in a commit", Engine._tell_drafters, spoiler, lambda: check_commit(llm, "kangaroo")
+    )
+    assert_caught(found, monkeypatch)
+
+
+def test_a_drafter_that_is_not_rewound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache claims the tokens of its broken draft."""
+    found = defect(
+        "no drafter is told of a broken round", faults.abandon_round, _without("rewind", DraftModel),
+        lambda: check_forgotten("draft-model"),
+    )  # fmt: skip
+    assert_caught(found, monkeypatch)
 
 
 @pytest.mark.parametrize("name", DEFECTS)

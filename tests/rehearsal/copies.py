@@ -16,9 +16,10 @@ from tests.rehearsal.ledger import LEDGER, Violation
 from tests.rehearsal.streams import index_of
 from tests.rehearsal.tensors import Pretended, is_cuda, is_pinned, unwrap
 
-__all__ = ["COPIES", "copied"]
+__all__ = ["COPIES", "PAGEABLE", "copied"]
 
 aten = torch.ops.aten
+PAGEABLE = "a copy from pageable memory"
 COPIES = {aten.copy_, aten._to_copy}
 
 
@@ -31,7 +32,7 @@ def copied(func: Any, args: Any, kwargs: Any) -> Any:
     quick = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     from_device, on_device = isinstance(source, Pretended), isinstance(target, Pretended)
     if on_device and not from_device and source.dim() == 0 and not is_pinned(source):
-        LEDGER.wait("a copy from pageable memory")
+        LEDGER.wait(PAGEABLE)
     else:
         _moved(from_device, on_device, quick, source)
     func(unwrap(target), unwrap(source))
@@ -74,7 +75,7 @@ def _moved(from_device: bool, on_device: bool, quick: bool, source: Tensor) -> N
             raise Violation("a copy to the host that does not wait: the host reads before it is done")
         LEDGER.wait("a copy to the host")
     elif not is_pinned(source):
-        LEDGER.wait("a copy from pageable memory")
+        LEDGER.wait(PAGEABLE)
     elif not quick:
         LEDGER.wait("a copy from pinned memory that waits")
     elif LEDGER.capture is not None:

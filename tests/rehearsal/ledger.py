@@ -75,6 +75,10 @@ class Ledger:
         """Return the lines that caused events of this kind."""
         return [line for known, line in self.counts if known == kind]
 
+    def count(self, kind: str) -> int:
+        """Return how many events of this kind there were."""
+        return sum(n for (known, _), n in self.counts.items() if known == kind)
+
     def report(self) -> str:
         """Return the events, the most frequent first."""
         return "\n".join(f"{n:8d}  {kind} at {line}" for (kind, line), n in self.counts.most_common())

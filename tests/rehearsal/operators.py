@@ -18,7 +18,9 @@ from tests.rehearsal.ledger import LEDGER, Violation
 from tests.rehearsal.streams import index_of
 from tests.rehearsal.tensors import Mode, Pretended, is_cuda, unwrap
 
-__all__ = ["dispatch"]
+__all__ = ["FREE_ATTENTION", "dispatch"]
+
+FREE_ATTENTION = "attention by a kernel of cuDNN"  # where PyTorch prefers it
 
 aten = torch.ops.aten
 # operators whose result or shape the host must read
@@ -65,6 +67,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if ours and hosts:
         _check_hosts(func, args, tensors, hosts)
     _note_waits(packet, args, kwargs, bool(ours))
+    if packet is aten.scaled_dot_product_attention and ours and torch.backends.cuda.cudnn_sdp_enabled():
+        LEDGER.note(FREE_ATTENTION)
     if packet is aten._local_scalar_dense:
         return func(args[0].inner)
     if packet is aten._fused_sdp_choice:

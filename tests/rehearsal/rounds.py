@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from foredraft import LLM
+from tests.rehearsal.copies import PAGEABLE
 from tests.rehearsal.graphs import Graph
 from tests.rehearsal.ledger import LEDGER
 from tests.support.loaded import engine_of
@@ -21,11 +22,13 @@ class RoundCosts:
 
     Attributes:
         waits: How often it waited for the device.
+        pageable: How many of these were copies from pageable memory.
         launches: Kernels and copies that it launched; a replay of a graph is one.
         captures: Graphs that it captured.
     """
 
     waits: int
+    pageable: int
     launches: int
     captures: int
 
@@ -37,11 +40,15 @@ def costs_of_rounds(llm: LLM) -> Iterator[list[RoundCosts]]:
     sound = engine.round
 
     def counted() -> object:
-        before = LEDGER.waits, LEDGER.launches, Graph.made
+        before = _costs()
         result = sound()
-        after = LEDGER.waits, LEDGER.launches, Graph.made
+        after = _costs()
         found.append(RoundCosts(*(b - a for a, b in zip(before, after, strict=True))))
         return result
 
     with replaced(engine, "round", counted):
         yield found
+
+
+def _costs() -> tuple[int, int, int, int]:
+    return LEDGER.waits, LEDGER.count(PAGEABLE), LEDGER.launches, Graph.made

@@ -14,14 +14,17 @@ import foredraft
 from foredraft import LLM
 from foredraft.model.runner import packed
 from tests.support.adapters import save_adapter
-from tests.support.checkpoints import save_checkpoint
+from tests.support.assistants import save_assistant, save_target
+from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.heads import save_head
 
 __all__ = ["DRAFT", "DRAFTERS", "load", "save_models"]
 
 DRAFT = 4  # tokens of a draft
+WORDS = 384  # of the vocabulary
 COMMON = {"dtype": "float32", "max_length": 512, "max_batch": 4, "policy": "fixed", "max_draft": DRAFT}
-# what is loaded beside the target: options of `load`, with the names of folders, and the drafters that there are
+# what is loaded beside the target: options of `load`, with the names of folders, and the drafters that there are;
+# a target that has an assistant has two kinds of heads, and so two tensors of keys and values
 LOADED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "draft model": ({"draft": "small", "recent_texts": 4}, ("draft-model", "none", "lookup", "suffix")),
     "other tokenizer": ({"draft": "other"}, ("retokenize",)),
@@ -29,6 +32,11 @@ LOADED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "early exit": ({"plan": "exit:3"}, ("layer-skip",)),
     "skipped layers": ({"plan": "skip:attn=1/mlp=2"}, ("layer-skip",)),
     "adapter": ({"adapter": "adapter"}, ("kangaroo",)),
+    "gemma4": ({"target": "gemma4", "draft": "gemma4-assistant"}, ("gemma4-assistant", "none")),
+    "gemma4 unified": (
+        {"target": "gemma4-unified", "draft": "gemma4-unified-assistant"},
+        ("gemma4-assistant",),
+    ),
 }
 TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 DRAFTERS = {loaded: drafters for loaded, (_, drafters) in LOADED.items()}
@@ -40,8 +48,12 @@ def save_models(folder: Path) -> Path:
     target = save_checkpoint(folder / "target", seed=1, **keys)
     _save_spoilt(target, folder / "small")
     save_checkpoint(folder / "other", seed=3, **{**keys, "num_hidden_layers": 1}, vocab_size=300)
-    save_head(folder / "head", "speculators", 384, words=200, config=TAPS)
+    save_head(folder / "head", "speculators", WORDS, words=200, config=TAPS)
     save_adapter(target, folder / "adapter")
+    for kind, name in (("shared", "gemma4"), ("unified", "gemma4-unified")):
+        own = save_target(folder / name, kind, WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        tiny_tokenizer(WORDS).save(str(own / "tokenizer.json"))
+        save_assistant(folder / f"{name}-assistant", kind, WORDS)
     return folder
 
 
@@ -59,10 +71,10 @@ def _save_spoilt(target: Path, folder: Path) -> None:
 def load(folder: Path, loaded: str, device: str) -> LLM:
     """Load the target with what LOADED names; on a CPU without kernels and with weights as they are on a GPU."""
     options = {
-        key: str(folder / value) if key in ("draft", "adapter") else value
-        for key, value in LOADED[loaded][0].items()
+        key: str(folder / value) if key in ("target", "draft", "adapter") else value
+        for key, value in {"target": "target", **LOADED[loaded][0]}.items()
     }
     more = {"kernels": False} if device == "cpu" else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "_fault", lambda dtype: "for a comparison")
-        return foredraft.load(folder / "target", device=device, **{**COMMON, **options, **more})
+        return foredraft.load(options.pop("target"), device=device, **{**COMMON, **options, **more})

@@ -177,6 +177,8 @@ class TappingStepper(Stepper):
         return forward.logits[:, 0]
 
     def resume(self) -> Resume | None:
+        if not self._states:  # a round broke off after the draft
+            return None
         known = self._known
         if self.forgetful:
             known = [random.Random(f"{k} {b} {self.observed}").randint(0, k) for b, k in enumerate(known)]

@@ -169,6 +169,32 @@ def test_the_least_recently_used_graph_is_dropped(runners: tuple[Runner, Runner]
     assert (pair.capturer.captures, pair.capturer.replays) == (2, replays + 1)
 
 
+class Owner:
+    """An owner of graphs."""
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["three fit", "two fit"])
+def test_graphs_keep_a_bounded_number_of_bytes(more: int) -> None:
+    """The least recently used go, and what was dropped is captured again; the latest is kept in any case."""
+    capturer, owner = Rerun(), Owner()
+    kept = Graphs(capturer, kept_bytes=3 * 2 * 4 * 1024 - more)  # 1024 numbers of float32 in, and as many out
+
+    def run(key: str, numbers: int = 1024) -> int:
+        before = capturer.replays
+        x = torch.full((numbers,), 3.0)
+        assert torch.equal(kept.run(lambda x: 2 * x, x, owner=owner, key=key), 2 * x)
+        return capturer.replays - before
+
+    for key in ("a", "b", "a", "b", "c", "a", "c"):
+        run(key)
+    assert run("c") == run("a") == 1
+    assert run("b") == (0 if more else 1), "the least recently used of three that do not fit"
+    run("large", 2**14)
+    assert run("large", 2**14) == run("large", 2**14) == 1
+    assert run("a") == 0 and run("a") == 1, "it made room"
+    assert run("large", 2**14) == 0, "and so did the large one"
+
+
 def test_a_failed_capture_is_tried_again_after_a_while(
     runners: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

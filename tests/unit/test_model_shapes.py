@@ -310,6 +310,39 @@ def test_shapes_at_which_attention_differs_are_dropped(
         assert found.apart
 
 
+@pytest.mark.parametrize(
+    "depends_on", ["32 rows", "a batch over thousands", "thousands", "thousands and queries"]
+)
+def test_a_gpu_is_probed_at_what_its_batches_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depends_on: str
+) -> None:
+    """Here on a CPU, which as itself is not: loading would take longer."""
+    original = attention._batch_attention
+
+    def rounding(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        out, far = original(spec, q, k, v, mask), k.shape[2] > 5000
+        odd = {
+            "32 rows": len(q) == 32,
+            "a batch over thousands": len(q) > 1 and far,
+            "thousands": k.shape[2] > 6000,
+            "thousands and queries": far and q.shape[2] // spec.groups < 5,
+        }
+        return out * 1.001 if odd[depends_on] else out
+
+    decoder = load_decoder(save_checkpoint(tmp_path))
+    whole = probe_shapes(decoder, decoder.device)
+    monkeypatch.setattr(attention, "_batch_attention", rounding)
+    assert probe_shapes(decoder, decoder.device) == whole
+    monkeypatch.setitem(shapes_module.REACH, "cpu", shapes_module.REACH["cuda"])
+    found = probe_shapes(decoder, decoder.device)
+    if depends_on == "thousands":
+        assert not found.found
+    elif depends_on == "thousands and queries":
+        assert found == replace(whole, query_buckets=tuple(n for n in whole.query_buckets if n >= 5))
+    else:
+        assert found.apart and found.found
+
+
 def test_without_agreeing_query_counts_one_shape_serves_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,6 +355,8 @@ def test_without_agreeing_query_counts_one_shape_serves_all(
 
 
 def test_the_candidates_fit_the_cache() -> None:
+    context = shapes_module.FAR_CONTEXT + max(QUERY_COUNTS)
+    assert all(length >= context and length % 1024 == 0 for length in shapes_module.FAR_LENGTHS)
     assert max(QUERY_COUNTS) == 64
     assert shapes_module.REFERENCE in QUERY_COUNTS
 

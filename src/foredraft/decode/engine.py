@@ -8,7 +8,7 @@ device once per round (`round_results`), and once after each draft step that a p
 
 A non-finite value harms its own request alone, and only if plain decoding meets it too (`faults`). An error
 of a constraint, or of the tokenizer while it decodes a text, ends its own sequence alone (`guarded`). Where a
-GPU's memory does not suffice for a pass, one request ends, and the others go on.
+GPU's memory does not suffice for a pass or a row's commit, one request ends, and the others go on.
 """
 
 from __future__ import annotations
@@ -292,7 +292,12 @@ class Engine:
             if sequence.traced:
                 sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
-            self._tell_drafters(sequence, base, outcome.emitted, forward)
+            try:
+                self._tell_drafters(sequence, base, outcome.emitted, forward)
+            except torch.OutOfMemoryError as error:
+                if sequence.finish is None:  # else the text is whole, and needs no drafter any more
+                    finished.append((sequence, Finish.ERROR, memory_message(error)))
+                    continue
             if learns and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
                 self.policy_of(sequence).learn(sequence, outcome, result.target_confidence)
             if result.drafter_nonfinite:
@@ -325,7 +330,11 @@ class Engine:
         return Round(result.drafted, result.accepted, emitted, drafter, result.undrawn)
 
     def _tell_drafters(self, sequence: Sequence, base: int, emitted: int, forward: Forward) -> None:
-        """Hand tapped states of the committed positions to the row's drafters, and roll them back."""
+        """Hand tapped states of the committed positions to the row's drafters, and roll them back.
+
+        A drafter may copy the states, or read them: nothing else in a commit allocates a GPU's memory. What
+        it does is for this row alone. So where memory ends there, the other rows commit as they would.
+        """
         for name in sequence.drafters:
             drafter = self.drafters[name]
             if drafter.taps and emitted > 0:

@@ -5,8 +5,9 @@ led to non-finite logits of the target is wiped past its text and takes its next
 (`Engine._append`). A drafter that gives non-finite logits starts anew; the second time the request goes on
 without it.
 
-A round that runs out of a GPU's memory has committed nothing. It is abandoned, one request ends, and the next
-round needs less.
+A round that runs out of a GPU's memory before its commit has committed nothing. It is abandoned, one request
+ends, and the next round needs less. Within a commit only a row's drafters allocate, for their states of that
+row, so that request ends.
 """
 
 from __future__ import annotations

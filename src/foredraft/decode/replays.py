@@ -19,7 +19,7 @@ from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs
 __all__ = ["ONCE", "Replays"]
 
 MOST_BYTES: Final = 2**23  # of the largest tensor of what is captured
-MOST_GRAPHS: Final = 16  # each keeps a few such tensors
+MOST_GRAPHS: Final = 16  # each keeps a few such tensors; together at most `graphs.KEPT_BYTES`
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -12,10 +12,12 @@ from functools import partial
 
 import torch
 
+from foredraft.decode import replays
 from foredraft.drafters.asset import Found
 from foredraft.errors import ConfigError, Option, shortened
 from foredraft.loading.free_memory import free_memory
 from foredraft.model.cache import KVCache
+from foredraft.model.runner import graphs
 from foredraft.model.runner.native import unserved_because
 from foredraft.model.transfers import as_gib, dtype_name
 from foredraft.model.unread import Checkpoint
@@ -41,6 +43,7 @@ _ROWS = {"cpu": 8, "cuda": 32}
 # transforms, the residual and the draw make of them by PyTorch's operators. On a CPU the kernels make none.
 _LOGITS = {"cpu": 0, "cuda": 11}
 _COLUMNS = 9  # of a verifying pass, as most policies draft
+_PADDED_COLUMNS = 16  # that so many are padded to
 # Models with many positions give up positions, down to this many, until this many rows fit.
 _ENOUGH_ROWS, _ENOUGH_POSITIONS = 8, 4096
 # They give up more, down to this many positions, until one row fits.
@@ -142,15 +145,34 @@ def _cache_budget(
     models = [target, *(model for found in assets for model in found.models)]
     free = _free_beside_weights(models, device, kernels) - sum(found.bytes for found in assets)
     if device.type == "cuda":  # a CPU's memory has room for it in the half that the caches leave
-        free -= reserved
+        free -= reserved + _graph_bytes(assets)
     return int(max(0, free) * _SHARE[device.type])
+
+
+def _graph_bytes(assets: Collection[Found]) -> int:
+    """Return the bytes that CUDA graphs take for good: of the target, of drafters' models and of decisions.
+
+    Each of these keeps inputs and results, and memory that no other operator gets for what is made of logits.
+    """
+    owners = 2 + sum(bool(found.models or found.bytes) for found in assets)
+    return owners * (graphs.KEPT_BYTES + (_LOGITS["cuda"] - 1) * replays.MOST_BYTES)
 
 
 def _row_bytes(target: Checkpoint, assets: Collection[Found], device: torch.device, positions: int) -> int:
     """Return the bytes that a row takes: in all caches, the target's of so many positions, and in rounds."""
     logits = _LOGITS[device.type] * _COLUMNS * target.spec.vocab_size * torch.float32.itemsize
     own = KVCache.bytes_per_row(target.spec, min(positions, target.spec.max_positions), target.dtype)
-    return own + logits + sum(found.row_bytes(positions) for found in assets)
+    states = 0
+    if device.type == "cuda":  # graphs keep memory for what a pass makes on its way through a layer
+        models = [target, *(model for found in assets for model in found.models)]
+        states = _PADDED_COLUMNS * sum(_state_bytes(model) for model in models)
+    return own + logits + states + sum(found.row_bytes(positions) for found in assets)
+
+
+def _state_bytes(model: Checkpoint) -> int:
+    """Return the bytes that a pass over one token makes within a layer, and holds at once."""
+    spec = model.spec
+    return (4 * spec.hidden_size + 3 * spec.intermediate_size) * model.dtype.itemsize
 
 
 def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[[int], int]) -> int:

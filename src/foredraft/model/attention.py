@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.model.attention_choice import pinned_attention
 from foredraft.model.forward_context import ForwardContext, Rotation, at_columns
 from foredraft.model.layers import soft_cap
 from foredraft.model.spec import ModelSpec
@@ -118,7 +119,8 @@ def _batch_attention(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Ten
         if rows == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
             # PyTorch's CPU kernel takes up to three times as long for one half-precision query as for two
             q, mask = torch.cat([q, q], 2), torch.cat([mask, mask], 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.attention_scale)
+        with pinned_attention(q.device):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.attention_scale)
         return out[:, :, :rows]
     # bmm over flattened [B, Hk] reads the cache in place; a four-dimensional matmul would copy it
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(batch, kv_heads, rows, -1)

@@ -2,10 +2,10 @@
 
 Contract: a computation is captured once for each key, structure of its inputs (`trees`) and owner, which for
 a pass is its cache: when these occur for the second time, on input buffers of its own. A replay copies the
-inputs in and a copy of the outputs out, so no result in a caller's hands is overwritten. Each owner has a
-bounded number of graphs, the least recently used go first, and all go with their owner. Captures take a
-bounded share of the runs. After one that fails, none is tried for a while, and for twice as long after each
-further one; the log says so once.
+inputs in and a copy of the outputs out, so no result in a caller's hands is overwritten. The graphs of an
+owner are bounded in number, and in the bytes that they keep: the least recently used go first, and all go
+with their owner. Captures take a bounded share of the runs. After one that fails, none is tried for a while,
+and for twice as long after each further one; the log says so once.
 
 `Graphs` keeps the graphs; a `GraphCapturer` makes them, and `CudaGraphCapturer` is the only one in this
 package.
@@ -29,6 +29,9 @@ from foredraft.model.runner.trees import copied, fill, flattened, rebuilt
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64  # per owner: the widths and attended lengths of a few requests
+# Bytes of inputs and results that the graphs of one owner keep, at most. The plan of memory counts them
+# (`loading.capacity`): a pass of 32 rows of 16 columns of an 8 B model has 4 MiB of states.
+KEPT_BYTES: Final = 2**27
 WARM_UP = 2  # runs before the capture, in which libraries choose kernels and allocate workspaces
 FAILURE_PASSES = 512  # after a capture that fails, perhaps for want of memory, before the next one is tried
 MAX_DOUBLINGS = 8  # of these passes, one for each further failure in a row
@@ -82,6 +85,7 @@ class Graphs:
     Args:
         capturer: Makes the graphs.
         bound: The graphs of one owner, at most.
+        kept_bytes: Bytes of their inputs and results, at most; the latest graph is kept in any case.
 
     Attributes:
         failures: Captures that failed since the last one that did not.
@@ -90,8 +94,10 @@ class Graphs:
 
     unsettled: ClassVar[int] = 0
 
-    def __init__(self, capturer: GraphCapturer, bound: int = MAX_GRAPHS) -> None:
-        self.capturer, self.bound, self.failures = capturer, bound, 0
+    def __init__(
+        self, capturer: GraphCapturer, bound: int = MAX_GRAPHS, kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        self.capturer, self.bound, self.kept_bytes, self.failures = capturer, bound, kept_bytes, 0
         # by owner, in the order of use; None: the key has occurred
         self._kept: WeakKeyDictionary[Any, OrderedDict[_Key, _Entry | None]] = WeakKeyDictionary()
         self._saved, self._warned = SAVED_PASSES, False
@@ -124,10 +130,21 @@ class Graphs:
             Graphs.unsettled += 1
             self._saved -= CAPTURE_PASSES
             entry = kept[whole_key] = self._capture(compute, inputs, alive)
+            self._shrink(kept)
         if not entry:
             return compute(inputs)
         result: Out = entry.run(tensors)
         return result
+
+    def _shrink(self, kept: OrderedDict[_Key, _Entry | None]) -> None:
+        """Drop the least recently used graphs of an owner until the others keep few enough bytes."""
+        graphs = {key: entry.nbytes for key, entry in kept.items() if entry is not None}
+        total = sum(graphs.values())
+        for key in [*graphs][:-1]:
+            if total <= self.kept_bytes:
+                return
+            total -= graphs[key]
+            del kept[key]
 
     def _capture(self, compute: Callable[[In], object], inputs: In, alive: object) -> _Entry | None:
         """Capture a computation; None: the capture fails."""
@@ -159,6 +176,11 @@ class _Entry:
     buffers: list[Tensor]
     graph: CapturedGraph
     alive: object  # read by the graph, while the runner may have replaced its own
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its buffers and of its results."""
+        return sum(x.nbytes for x in (*self.buffers, *flattened(self.graph.output)[0]))
 
     def run(self, inputs: list[Tensor]) -> Any:
         fill(self.buffers, inputs)

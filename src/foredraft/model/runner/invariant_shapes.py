@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,14 +33,38 @@ from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 logger = logging.getLogger(__name__)
 
 QUERY_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)  # candidates for query buckets
-SPOT_QUERY_COUNTS = (1, 2, 4, 8, 16, 64)  # candidates that are also tried in further batches and lengths
+SPOT_QUERY_COUNTS = (1, 2, 4, 8, 16, 64)  # candidates that a CPU also tries in further batches and lengths
 ROW_COUNTS = (*range(1, 17), 20, 24, 32, 48, 64)  # candidates for row counts of products
 ROW_STEPS = (1, 2, 4, 8)  # candidates for the step between row counts
 LENGTH_QUANTA = (256, 512, 1024)  # candidates for the quantum of attended lengths, in positions
 WHOLE = 2**40  # a quantum of attended lengths that is longer than any cache
 LONG_CONTEXT = 700  # positions; libraries cut sums over so many into blocks, by the padded length
+FAR_CONTEXT = 5000  # positions; a GPU's kernels may cut sums over thousands otherwise
+FAR_LENGTHS = 5120, 7168  # attended lengths that cover such a context: multiples of all quanta
 REFERENCE = 8  # queries and rows of the reference shape: a common verifying pass
 TRIAL_START = 150  # first position of the confirmed row, whose context lies within one quantum
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What the passes of a device reach, and attention is probed at.
+
+    Attributes:
+        batches: The rows of further batches, the most last.
+        counts: The query counts that are tried in these.
+        far: Contexts may have thousands of positions.
+    """
+
+    batches: tuple[int, ...]
+    counts: tuple[int, ...]
+    far: bool
+
+
+# A CPU's batches are small, and its kernels need no probes: more of them would make loading longer.
+REACH = {
+    "cpu": Reach((8,), SPOT_QUERY_COUNTS, far=False),
+    "cuda": Reach((8, 16, 32), QUERY_COUNTS, far=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +177,20 @@ def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
         return fallback(device)
     queries = max(QUERY_COUNTS)
     context = LENGTH_QUANTA[0] - queries - 5  # the columns end within the shortest quantum
+    reach = REACH[device.type]
+    probe = partial(AttentionProbe, outline.spec, queries=queries, like=like, random=random)
     probes = [
-        tuple(
-            AttentionProbe(outline.spec, positions, queries, like, random, window=window)
-            for positions in (context, LONG_CONTEXT)
+        (
+            probe(context, rows=reach.batches[-1], window=window),
+            probe(LONG_CONTEXT, rows=1, window=window),
+            probe(FAR_CONTEXT, positions=FAR_LENGTHS[-1], window=window) if reach.far else None,
         )
         for window in outline.spec.windows_by_heads
     ]
     for apart in (False, True):
         best: tuple[int, ...] = ()
         for quantum in LENGTH_QUANTA:
-            agreeing = [_agreeing_queries(short, long, quantum, apart) for short, long in probes]
+            agreeing = [_agreeing_queries(*each, reach, quantum, apart) for each in probes]
             kept = tuple(count for count in agreeing[0] if all(count in others for others in agreeing))
             if len(kept) > len(best):
                 best, shapes = kept, InvariantShapes(kept, span.low, span.high, quantum, span.step, apart)
@@ -238,7 +266,12 @@ def _last_agreeing(agreeing: set[int], counts: list[int]) -> int:
 
 
 def _agreeing_queries(
-    probe: AttentionProbe, long_probe: AttentionProbe, quantum: int, apart: bool
+    probe: AttentionProbe,
+    long_probe: AttentionProbe,
+    far_probe: AttentionProbe | None,
+    reach: Reach,
+    quantum: int,
+    apart: bool,
 ) -> tuple[int, ...]:
     """Return the query counts at which attention agrees at a quantum, alone and in batches."""
     shortest = quantum * math.ceil((LONG_CONTEXT + REFERENCE) / quantum)
@@ -260,14 +293,34 @@ def _agreeing_queries(
         for queries in QUERY_COUNTS
         if agrees(1, queries, 4 * quantum, 0, 3.0) and agrees(3, queries, quantum, 2, 0.0)
     ]
-    for queries in SPOT_QUERY_COUNTS:
+    for queries in reach.counts:
         further = queries in kept and (
             agrees(1, queries, quantum, 0, 5.0),
-            agrees(8, queries, 2 * quantum, 5, 2.0),
+            *(agrees(rows, queries, 2 * quantum, rows - 3, 2.0) for rows in reach.batches),
         )
         if further and not all(further):
             kept.remove(queries)
-    return tuple(kept)
+    return tuple(kept) if far_probe is None else _agreeing_far(far_probe, kept, apart)
+
+
+def _agreeing_far(probe: AttentionProbe, counts: list[int], apart: bool) -> tuple[int, ...]:
+    """Return those of the query counts at which attention agrees over a context of thousands, too."""
+    shortest, longest = FAR_LENGTHS
+    reference = probe.output(1, REFERENCE, shortest, 0, 1.0, apart)
+
+    def agrees(batch: int, queries: int, length: int, place: int, scale: float) -> bool:
+        shared = min(queries, REFERENCE)
+        return torch.equal(
+            probe.output(batch, queries, length, place, scale, apart)[:shared], reference[:shared]
+        )
+
+    if not agrees(1, REFERENCE, longest, 0, 7.0):
+        return ()
+    return tuple(
+        queries
+        for queries in counts
+        if agrees(1, queries, longest, 0, 3.0) and agrees(probe.cache.rows, queries, shortest, 2, 0.0)
+    )
 
 
 def _confirmed_buckets(decoder: Decoder, shapes: InvariantShapes, run: RunLayers) -> tuple[int, ...]:

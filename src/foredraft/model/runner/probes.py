@@ -78,6 +78,8 @@ class AttentionProbe:
         like: A tensor of the device and dtype.
         random: The source of values.
         blocked: Store keys in the layout of the C kernels.
+        rows: The rows of a batch, at most.
+        positions: The attended positions, at most.
         window: The probed heads are those of layers with this window.
     """
 
@@ -89,18 +91,20 @@ class AttentionProbe:
         like: Tensor,
         random: torch.Generator,
         blocked: bool = False,
+        rows: int = 8,
+        positions: int = 4096,
         window: int | None = None,
     ) -> None:
         self.spec = spec = spec.plain_layer(window)
         self.context, self.queries = context, queries
         heads, dim, half = spec.kv_heads, spec.head_dim, spec.head_dim // 2
-        positions = context + queries
+        stored = context + queries
         order = torch.randperm(dim, generator=random)
         # queries and keys share the inverse of the scale, because float16 ends at 65504
         amplitude = AMPLITUDE / spec.attention_scale**0.5
         q = _normal((1, heads, queries * spec.groups, half), random) * amplitude
-        k = _normal((1, heads, positions, half), random) * amplitude
-        v = _normal((1, heads, positions, dim), random)
+        k = _normal((1, heads, stored, half), random) * amplitude
+        v = _normal((1, heads, stored, dim), random)
         pairs = torch.randperm(context // 2 * 2, generator=random)
         k[:, :, pairs[::2]] = k[:, :, pairs[1::2]]
         v[:, :, pairs[::2], :half] = -v[:, :, pairs[1::2], :half]
@@ -111,7 +115,9 @@ class AttentionProbe:
         )  # [1, Hk, T * G, D], [1, Hk, P, D]
         self.v = v.to(like.device, like.dtype)
         self.noise = _normal((1, heads, 1024, dim), random).to(like.device, like.dtype)
-        self.cache = KVCache(self.spec, 8, 3584, device=like.device, dtype=like.dtype, blocked=blocked)
+        self.cache = KVCache(
+            self.spec, rows, positions, device=like.device, dtype=like.dtype, slack=0, blocked=blocked
+        )
 
     def output(self, batch: int, queries: int, length: int, place: int, scale: float, apart: bool) -> Tensor:
         """Return the attention output of the probed row by PyTorch operators, [T, Hk, G, D].

@@ -18,16 +18,15 @@ import torch
 
 from foredraft import user_cache
 from foredraft.kernels.machine import describe_cpu
-from foredraft.model import attention, forward_context, layer_inputs, layers
+from foredraft.model import attention, attention_choice, forward_context, layer_inputs, layers
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import invariant_shapes, packed, probes
-from foredraft.model.runner.attention_choice import pinned_attention
 from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.runner.packed import packs
 
 KIND = "shapes"  # of the user's cache
 # the probing code, and the code that it probes
-CODE = (attention, forward_context, invariant_shapes, layer_inputs, layers, packed, probes)
+CODE = (attention, attention_choice, forward_context, invariant_shapes, layer_inputs, layers, packed, probes)
 # prefixes of the variables by which the libraries below PyTorch choose their kernels
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 
@@ -42,11 +41,10 @@ def cached_shapes(
         device: The device that it is to run on.
         probe: `probe_shapes`, as a rule.
     """
-    with pinned_attention(device):
-        key = _cache_key(outline, device)
-        if (cached := _parsed(user_cache.read(KIND, key))) is not None:
-            return cached
-        found = probe(outline, device)
+    key = _cache_key(outline, device)
+    if (cached := _parsed(user_cache.read(KIND, key))) is not None:
+        return cached
+    found = probe(outline, device)
     if found.found:
         user_cache.write(KIND, key, asdict(found))
     return found
@@ -69,7 +67,6 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
             backends.cuda.flash_sdp_enabled(),
             backends.cuda.mem_efficient_sdp_enabled(),
             backends.cuda.math_sdp_enabled(),
-            backends.cuda.cudnn_sdp_enabled(),
             backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         ],

@@ -21,7 +21,6 @@ from foredraft.model.decoder import Decoder, RunLayers
 from foredraft.model.forward_context import PassInputs, PassShape, at_columns, build_context
 from foredraft.model.plan import Plan
 from foredraft.model.rope import Rope
-from foredraft.model.runner.attention_choice import pinned_attention
 from foredraft.model.runner.captured_draft import draft_shape, draft_steps, step_inputs
 from foredraft.model.runner.compiled import compiled_parts
 from foredraft.model.runner.fused import DraftInputs, FusedDraft
@@ -66,10 +65,8 @@ class TorchBackend:
     ) -> None:
         self.decoder, self.compiled = decoder, compile
         self._run: RunLayers = partial(decoder.run, parts=compiled_parts()) if compile else decoder.run
-        self._attention = pinned_attention(decoder.device)
         if shapes is None:
-            with self._attention:
-                shapes = find_shapes(decoder, probed, self._run) if deterministic else ANY_SHAPE
+            shapes = find_shapes(decoder, probed, self._run) if deterministic else ANY_SHAPE
         self.shapes, self._prefill_shapes = shapes, shapes.for_prefill(PREFILL_BUCKETS)
         self.gathers: bool | None = None
         self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if decoder.device.type == "cuda" else None
@@ -119,10 +116,9 @@ class TorchBackend:
             None if real is None else upload(real, device),
             None if pass_.at is None else pass_.at.to(device),
         )
-        with self._attention:
-            if graphs is None:
-                return self._compute(cache, shape, inputs)
-            return self._replayed(graphs, cache, shape, inputs)
+        if graphs is None:
+            return self._compute(cache, shape, inputs)
+        return self._replayed(graphs, cache, shape, inputs)
 
     def draft(
         self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, tap: int | None
@@ -137,8 +133,7 @@ class TorchBackend:
             return None
         compute = partial(draft_steps, partial(self._compute, cache), shape)
         steps = step_inputs(inputs, shape, cache, self.decoder.device)
-        with self._attention:
-            return graphs.run(compute, steps, owner=cache, key=shape, alive=self._tables)
+        return graphs.run(compute, steps, owner=cache, key=shape, alive=self._tables)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.decoder.head(hidden)

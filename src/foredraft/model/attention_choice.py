@@ -1,9 +1,11 @@
-"""The kernels of attention that a GPU's passes may take: not cuDNN's, which are built per shape and thread.
+"""The kernels of attention that a GPU may take: not cuDNN's, which are built per shape and thread.
 
 Contract: PyTorch chooses a kernel of `scaled_dot_product_attention` by shape and by process-wide settings. On
 Hopper and Blackwell it prefers cuDNN's, whose plan for a shape may be another one in another thread or
-process, so that a self-check proves nothing about later passes. Within `PINNED` cuDNN's are out, for the
-self-check and for the passes alike. The user's setting is back when the last pass of the process has left.
+process, so that a self-check proves nothing about later passes. Within `PINNED` cuDNN's are out: `attention`
+makes each of its calls so, for the self-check, the passes and the drafters alike. Flash attention takes no
+mask. Of the two kinds that are left, memory-efficient and mathematical, PyTorch takes the first that knows
+the dtype and the size of the heads, at every shape. The user's setting is back when the last call has left.
 """
 
 from __future__ import annotations
@@ -40,5 +42,5 @@ PINNED, FREE = _Pinned(), nullcontext()
 
 
 def pinned_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which passes on a device take the kernels that the self-check has found exact."""
+    """Return a context in which attention on a device takes the kernels that the self-check has tried."""
     return PINNED if device.type == "cuda" else FREE
