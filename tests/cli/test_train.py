@@ -103,21 +103,51 @@ def test_a_draft_model_is_a_checkpoint(
     assert "draft-model" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("eagle3", ["--taps", "2,3", "--draft-length", "2"]), ("dflash", ["--layers", "1", "--block", "3"])],
+)
 def test_a_head_drafts_where_the_option_names_it(
-    models: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, more: list[str], models: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "head"
-    more = "--taps", "2,3", "--draft-vocabulary", "40", "--draft-length", "2", "--out", str(out)
-    assert main(command(models, "eagle3", data, *more)) == 0
+    given = *more, "--draft-vocabulary", "40", "--out", str(out)
+    assert main(command(models, kind, data, *given)) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("use it with ")]
     assert line == f"use it with --draft {out}; `foredraft bench` measures it"
     generate = ["generate", "def accept", "--model", str(models / "big"), "--json", "--temperature", "0"]
     generate += ["--device", "cpu"]
-    assert main([*generate, "--draft", str(out), "--drafter", "eagle3", "--policy", "fixed"]) == 0
+    assert main([*generate, "--draft", str(out), "--drafter", kind, "--policy", "fixed"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stats"]["drafted"] > 0 and found["lossless"]
     assert main([*generate, "--drafter", "none"]) == 0
     assert json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"] == found["outputs"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--block", "1"], "--block is 1; give 2 or more"),
+        (["--block", "400"], "--block is 400; give 256 or less"),
+        (
+            ["--taps", "2,3"],
+            "--taps is '2,3', but the target has 3 layers, and a head reads after some of them in",
+        ),
+        (["--layers", "1", "--mask-token", "99999"], "--mask-token is 99999, but the model has "),
+        (["--decay", "0"], "--decay is 0.0; give a number above 0, at most 1"),
+    ],
+)
+def test_what_a_block_cannot_be(
+    models: Path,
+    data: Path,
+    tmp_path: Path,
+    more: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(command(models, "dflash", data, "--out", str(tmp_path / "head"), *more)) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"foredraft: error: {message}")
+    assert not (tmp_path / "head").exists()
 
 
 @pytest.mark.parametrize(

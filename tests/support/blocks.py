@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,11 @@ def _tensors(
 
 
 def defined_logits(
-    folder: Path, model: transformers.PreTrainedModel, text: list[int], drafted: list[int]
+    folder: Path,
+    model: transformers.PreTrainedModel,
+    text: list[int],
+    drafted: list[int],
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the logits [drafts, V] of a block after `text`, in float64; ids without a word have -inf.
 
@@ -217,10 +222,13 @@ def defined_logits(
         model: The target.
         text: Committed tokens, the anchor last.
         drafted: The tokens that were drafted: one at least before each slot that is compared.
+        weights: Replace the head's own.
     """
     config = json.loads((folder / "config.json").read_text())
     told, body = _read(config), config.get("transformer_layer_config", config)
-    w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    w = dict(
+        weights or {name: each.double() for name, each in load_file(folder / "model.safetensors").items()}
+    )
     states = boundaries_of(model, text)
     anchor, block = len(text) - 1, told["block"]
 

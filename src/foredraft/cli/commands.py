@@ -22,7 +22,7 @@ from foredraft.cli.info import info
 from foredraft.cli.quantise import quantise
 from foredraft.cli.serve import serve
 from foredraft.cli.stdout import writing_stdout
-from foredraft.cli.train import adapter, draft, eagle3
+from foredraft.cli.train import adapter, dflash, draft, eagle3
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
 from foredraft.cli.words import made_ready
@@ -51,6 +51,7 @@ training = App(
 )
 training.command(adapter, usage=usage("train adapter"))
 training.command(eagle3, usage=usage("train eagle3"))
+training.command(dflash, usage=usage("train dflash"))
 training.command(draft, usage=usage("train draft"))
 app.command(training)
 

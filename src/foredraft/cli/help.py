@@ -67,6 +67,13 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("foredraft train eagle3 --data my.jsonl --out ./head --draft-vocabulary 2048", "a cheaper head"),
         ),
     ),
+    "train dflash": (
+        "--data FILES... --out DIR [OPTIONS]",
+        (
+            ("foredraft train dflash --data my.jsonl --out ./head", "for the demo model"),
+            ("foredraft train dflash --model ./big --data my.jsonl --out ./head --block 16", "longer drafts"),
+        ),
+    ),
     "train draft": (
         "--data FILES... --out DIR [OPTIONS]",
         (

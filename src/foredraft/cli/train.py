@@ -1,4 +1,4 @@
-"""`foredraft train adapter`, `eagle3` and `draft`: train a drafter for a model on the user's own text.
+"""`foredraft train adapter`, `eagle3`, `dflash` and `draft`: train a drafter on the user's own text.
 
 stdout has a few lines, or with --json one JSON document. The exit code is 0 when a drafter was written. After
 Ctrl-C it is 130, and the same command goes on from the last checkpoint.
@@ -34,7 +34,13 @@ from foredraft.cli.progress import started
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
 from foredraft.errors import ConfigError, Option
 from foredraft.files import check_folder_place, write_whole
-from foredraft.train.training_options import LOSSES, AdapterOptions, Eagle3Options, TrainOptions
+from foredraft.train.training_options import (
+    LOSSES,
+    AdapterOptions,
+    DFlashOptions,
+    Eagle3Options,
+    TrainOptions,
+)
 from foredraft.train.training_options import DraftOptions as TrainedDraftOptions
 
 if TYPE_CHECKING:
@@ -44,9 +50,12 @@ if TYPE_CHECKING:
 else:
     KindName = Literal[tuple(ADAPTER_KINDS)]
 
-__all__ = ["adapter", "draft", "eagle3"]
+__all__ = ["adapter", "dflash", "draft", "eagle3"]
 
-USED_BY = {"eagle3": "draft"}  # kind -> the option that names its folder, where that is not the kind's name
+USED_BY = {
+    "eagle3": "draft",
+    "dflash": "draft",
+}  # kind -> the option that names its folder, where that is not the kind's name
 TRAINING = Group("Training", sort_key=2)
 DATA = Group("Data", sort_key=1)
 DEFAULT = TrainOptions(data=())
@@ -192,6 +201,51 @@ def eagle3(
     return _run("eagle3", own, data, loop, model, output)
 
 
+def dflash(
+    *,
+    out: Annotated[Path, common(OUTPUT)],
+    data: DataOptions = DataOptions(),
+    layers: Annotated[int, common(TRAINING)] = 2,
+    block: Annotated[int, common(TRAINING)] = 8,
+    taps: Annotated[str | None, Parameter(group=TRAINING)] = None,
+    draft_vocabulary: Annotated[int | None, common(TRAINING)] = None,
+    mask_token: Annotated[int | None, Parameter(group=TRAINING)] = None,
+    decay: Annotated[float, Parameter(group=TRAINING)] = 0.87,
+    loop: LoopOptions = LoopOptions(),
+    model: TargetOptions = NONE,
+    output: JsonOptions = JsonOptions(),
+) -> int:
+    """Train a DFlash head: it drafts a whole block in one pass, in the published format.
+
+    It learns the model's next-token distributions on your text, for all tokens of a draft at once. It is used
+    with --draft, here and in other programs. A run that ends, by Ctrl-C or otherwise, goes on from its last
+    checkpoint with the same command. Under torchrun several processes share the work.
+
+    Parameters
+    ----------
+    out
+        Folder to write.
+    layers
+        Layers of the head.
+    block
+        Slots of a block, the last token's among them: a draft has one token less.
+    taps
+        Numbers of layers after which the head reads the model's states, such as 2,8,13. Default: as many as
+        --layers, spread over the model.
+    draft_vocabulary
+        Words that it can draft, those most frequent in the data; fewer make a draft cheaper. Default: all.
+    mask_token
+        Id of the token that stands in the slots. Default: the one that ends a text.
+    decay
+        Weight of each token of a draft in the loss against the one before.
+    """
+    own = {
+        "out": out, "layers": layers, "block": block, "taps": _layers(taps, "taps"),
+        "draft_vocabulary": draft_vocabulary, "mask_token": mask_token, "decay": decay,
+    }  # fmt: skip
+    return _run("dflash", own, data, loop, model, output)
+
+
 def draft(
     *,
     out: Annotated[Path, common(OUTPUT)],
@@ -309,6 +363,10 @@ def _trainer(what: str) -> Callable[..., Result]:
         from foredraft.train.eagle3 import train_eagle3
 
         return lambda options, *rest, **more: train_eagle3(Eagle3Options(**options), *rest, **more)
+    if what == "dflash":
+        from foredraft.train.dflash import train_dflash
+
+        return lambda options, *rest, **more: train_dflash(DFlashOptions(**options), *rest, **more)
     from foredraft.train.draft import train_draft
 
     return lambda options, *rest, **more: train_draft(TrainedDraftOptions(**options), *rest, **more)

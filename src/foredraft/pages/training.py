@@ -12,7 +12,12 @@ from foredraft.train.result import Result
 __all__ = ["training_page"]
 
 Entries = Sequence[Mapping[str, Any]]
-TITLES = {"adapter": "an adapter", "eagle3": "an EAGLE-3 head", "draft": "a draft model"}
+TITLES = {
+    "adapter": "an adapter",
+    "eagle3": "an EAGLE-3 head",
+    "dflash": "a DFlash head",
+    "draft": "a draft model",
+}
 COLUMNS = {"predicted": "predicted speed-up", "alpha": "α", "tau": "τ", "agreement": "same argmax"}
 REMARK = (
     "Figures on held-out documents. Predicted speed-up: τ / (γ c + 1) at the best draft length γ, with the"

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foredraft.drafters.heads.eagle3_files import CONFIG, is_eagle3
-from foredraft.drafters.heads.eagle3_writing import WEIGHTS, llama_body, specforge_config, write_head
+from foredraft.drafters.heads.eagle3_files import is_eagle3
+from foredraft.drafters.heads.eagle3_writing import llama_body, specforge_config, write_head
 from foredraft.drafters.heads.record import HeadRecord, default_taps
-from foredraft.drafters.heads.settings import SETTINGS
 from foredraft.errors import ConfigError
 from foredraft.model.spec import ModelSpec
 from foredraft.train.eagle3_student import Eagle3Student
@@ -23,7 +22,7 @@ from foredraft.train.target import step_weights
 from foredraft.train.training_checkpoints import TrainingProgress
 from foredraft.train.training_options import Eagle3Options
 from foredraft.train.validation import Validation
-from foredraft.train.written_drafter import write_drafter
+from foredraft.train.written_drafter import holds_a_head, write_drafter
 
 __all__ = ["train_eagle3"]
 
@@ -86,12 +85,8 @@ def _check(place: Path, target: ModelSpec, options: Eagle3Options) -> None:
     Raises:
         ConfigError: So it is.
     """
-    check_out(place, _is_head)
+    check_out(place, partial(holds_a_head, is_eagle3))
     _taps(target, options)
-
-
-def _is_head(folder: Path) -> bool:
-    return is_eagle3(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, WEIGHTS, SETTINGS}
 
 
 def _taps(target: ModelSpec, options: Eagle3Options) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from foredraft.model.layers import soft_cap
 from foredraft.model.rope import Rope
 from foredraft.model.spec import ModelSpec
 
-__all__ = ["Document", "Packed", "PackedPass"]
+__all__ = ["Document", "Packed", "PackedPass", "rotated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,14 @@ class Packed:
         for length, group in groupby(self.lengths):
             count = len(list(group))
             yield count, length, slice(start, start := start + count * length)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads [N, H, D] with their first channels rotated; cos and sin [N, 1, R]."""
+    channels = cos.shape[-1]
+    first, rest = x[..., :channels], x[..., channels:]
+    first = first * cos + first.roll(channels // 2, -1) * sin
+    return first if not rest.shape[-1] else torch.cat([first, rest], -1)
 
 
 class PackedPass:
@@ -148,11 +156,7 @@ class PackedPass:
 
     def rotated(self, x: Tensor, rope: Rope) -> Tensor:
         """Return heads [N, H, D] with their first channels rotated."""
-        cos, sin = self._rotations[rope]  # [N, 1, R]
-        rotated = cos.shape[-1]
-        first, rest = x[..., :rotated], x[..., rotated:]
-        first = first * cos + first.roll(rotated // 2, -1) * sin
-        return first if not rest.shape[-1] else torch.cat([first, rest], -1)
+        return rotated(x, *self._rotations[rope])
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         spec, length = self.spec, q.shape[2]

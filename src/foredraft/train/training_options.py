@@ -176,8 +176,45 @@ class Eagle3Options(TrainOptions):
         TrainOptions.check(self)
         for name in ("draft_vocabulary", "draft_length"):
             check_count(name, getattr(self, name))
-        if not 0 < self.decay <= 1:
-            raise ConfigError(option="decay", value=self.decay, remedy="give a number above 0, at most 1")
+        check_decay(self.decay)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashOptions(TrainOptions):
+    """What `foredraft train dflash` takes.
+
+    Attributes:
+        out: Folder to write.
+        layers: Layers of the head.
+        block: Slots of a block, the pending token's among them: a draft has one token less.
+        taps: Numbers of the target's layers after which the head reads its states; none spreads as many as
+            `layers` over the target.
+        draft_vocabulary: Words that the head can draft, those most frequent in the data; None is all.
+        mask_token: The token id that stands in the slots; None is the one that ends a text.
+        decay: Weight of each token of a draft against the one before.
+    """
+
+    out: Path
+    layers: int = 2
+    block: int = 8
+    taps: tuple[int, ...] = ()
+    draft_vocabulary: int | None = None
+    mask_token: int | None = None
+    decay: float = 0.87
+
+    def check(self) -> None:
+        TrainOptions.check(self)
+        for name in ("draft_vocabulary", "layers"):
+            check_count(name, getattr(self, name))
+        if self.block < 2:
+            raise ConfigError(option="block", value=self.block, remedy="give 2 or more")
+        check_decay(self.decay)
+
+
+def check_decay(value: float) -> None:
+    """Raise ConfigError unless a value can be the weight of a token against the one before."""
+    if not 0 < value <= 1:
+        raise ConfigError(option="decay", value=value, remedy="give a number above 0, at most 1")
 
 
 def parse_loss(text: str) -> dict[str, float]:

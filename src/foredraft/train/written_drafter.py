@@ -8,11 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from foredraft.drafters.heads.eagle3_files import CONFIG
+from foredraft.drafters.heads.eagle3_writing import WEIGHTS
+from foredraft.drafters.heads.settings import SETTINGS
 from foredraft.errors import ConfigError
 from foredraft.train.processes import Processes
 from foredraft.train.students import Student
 
-__all__ = ["write_drafter"]
+__all__ = ["holds_a_head", "write_drafter"]
+
+
+def holds_a_head(is_kind: Callable[[Path], bool], folder: Path) -> bool:
+    """Return whether a folder holds a head of a kind, and nothing besides."""
+    return is_kind(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, WEIGHTS, SETTINGS}
 
 
 def write_drafter(

@@ -41,7 +41,9 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import AS_STORED
 
 __all__ = [
+    "DFLASH",
     "MARKOV",
+    "MOST_SLOTS",
     "BlockFiles",
     "is_dflash",
     "is_dspark",

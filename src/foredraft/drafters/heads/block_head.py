@@ -44,7 +44,7 @@ from foredraft.model.rope import Rope
 from foredraft.model.runner import Runner
 from foredraft.model.transfers import upload
 
-__all__ = ["BlockHead", "Markov", "load_block"]
+__all__ = ["BlockBuilder", "BlockHead", "Markov", "Projections", "load_block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,22 +305,26 @@ def load_block(files: BlockFiles, target: Runner) -> BlockHead:
             str(files.folder), record.words, record.spec.vocab_size, map_of(files, tensors, D2T),
             map_of(files, tensors, T2D), absolute=record.absolute_words,
         )  # fmt: skip
-        return BlockHead(
-            record=record,
-            target=decoder,
-            fc=read.linear({"fc": record.spec.hidden_size}),
-            context_norm=read.norm("hidden_norm"),
-            layers=tuple(read.layer(index) for index in range(record.spec.layers)),
-            norm=read.norm("norm"),
-            output=read.output(words),
-            words=words,
-            embedding=read.embedding(),
-            markov=read.markov(record),
-        )
+        return read.block_head(record, words)
 
 
 class BlockBuilder(HeadBuilder):
-    """Builds the parts of a block drafter from its tensors."""
+    """Builds a block drafter from its tensors."""
+
+    def block_head(self, record: BlockRecord, words: Tensor | None) -> BlockHead:
+        """Return the head over the target's ids `words`; None: over all."""
+        return BlockHead(
+            record=record,
+            target=self.target,
+            fc=self.linear({"fc": record.spec.hidden_size}),
+            context_norm=self.norm("hidden_norm"),
+            layers=tuple(self.layer(index) for index in range(record.spec.layers)),
+            norm=self.norm("norm"),
+            output=self.output(words),
+            words=words,
+            embedding=self.embedding(),
+            markov=self.markov(record),
+        )
 
     def projections(self, names: dict[str, int]) -> Product:
         bias = self.record.spec.qkv_bias

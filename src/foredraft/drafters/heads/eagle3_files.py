@@ -122,7 +122,8 @@ def is_eagle3(place: Path) -> bool:
         return bool(config["speculators_model_type"] == "eagle3")
     names = config.get("architectures")
     named = isinstance(names, list) and any(name in ARCHITECTURES for name in names if isinstance(name, str))
-    return named or (config.get("num_hidden_layers") == 1 and "draft_vocab_size" in config)
+    block = "block_size" in config or "dflash_config" in config
+    return named or (config.get("num_hidden_layers") == 1 and "draft_vocab_size" in config and not block)
 
 
 def read_eagle3(folder: Path) -> Eagle3Files:
