@@ -183,7 +183,8 @@ class TestOtherPrograms:
         report = bench([TEXTS], self.OPTIONS, **pair)
         for found in (report.costs[0].others, *(row.others for row in report.rows)):
             assert (found is None) == (read_counters() is None)
-            assert found is None or 0 <= found.median <= 2 + (os.cpu_count() or 1)
+            # of processes that run beside there may be any number
+            assert found is None or (found.count > 0 and 0 <= found.lower <= found.median <= found.upper)
 
 
 def test_a_wrong_token_is_reported_with_its_position(
