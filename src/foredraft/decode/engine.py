@@ -305,8 +305,8 @@ class Engine:
                 reset_drafter(sequence, self.drafters[drafter], self.cache)
             if sequence.finish is not None:
                 finished.append((sequence, sequence.finish, sequence.failure))
-        for sequence, finish, error in finished:
-            self._leave(sequence, finish, error)
+        for sequence, finish, failure in finished:
+            self._leave(sequence, finish, failure)
         return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]
 
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
