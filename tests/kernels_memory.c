@@ -187,7 +187,7 @@ static void passes(
     void *cache[2];  // of each layer
     for (int i = 0; i < 2; i++) cache[i] = elements(2 * CACHE_ROWS * kv_heads * POSITIONS * dim, word);
     const void *rotary[1] = {table};
-    const Pass p = {GROUPS, first, count, start, row, rotary, cache, CACHE_ROWS, POSITIONS};
+    const Pass p = {GROUPS, first, count, start, row, NULL, rotary, cache, CACHE_ROWS, POSITIONS};
     const int64_t wide = width > 2 * inner ? width : 2 * inner, narrow = heads * dim > inner ? heads * dim : inner;
     void *x = elements(COLUMNS * hidden, word), *scratch = elements(COLUMNS * (hidden + wide + narrow), word);
     void *draft_scratch = elements(COLUMNS * (2 * hidden + wide + narrow), word);

@@ -107,15 +107,21 @@ typedef struct {
     Norm input_norm;
 } Model;
 
-// Columns of a ragged batch. A group is a run of columns of one cache row at successive positions.
+// Columns of a ragged batch. A group is a run of columns of one cache row at successive positions. A leaf is a group of one
+// column whose key and value lie elsewhere in the row, because another column has them at its position: its attention takes them
+// as if they lay there, and no other column sees them.
 typedef struct {
     int64_t groups;
     const int64_t *first, *count, *start, *row;  // [groups]: first column, columns, first position, cache row
+    const int64_t *slot;  // [groups]: where the first column's key and value lie; null: all at their positions
     const void *const *rotary;  // rotary tables [positions, cos|sin, rotated]
     void *const *cache;  // of each layer [k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
     int64_t rows, positions;
     const void *inputs;  // [columns, input_layers, input_size]; null in models without
 } Pass;
+
+// How far behind their positions the keys and values of a group lie; 0 but for a leaf.
+static inline int64_t behind(const Pass *p, int64_t group) { return p->slot ? p->slot[group] - p->start[group] : 0; }
 
 static inline int64_t last_column(const Pass *p, int64_t group) { return p->first[group] + p->count[group] - 1; }
 
@@ -312,7 +318,7 @@ static inline int64_t rotary_tables(const Model *m) {
 
 // The bytes of the copies of a pass and of two masks [layers].
 static int64_t pass_bytes(const Model *m, const Pass *p) {
-    return sizeof(int64_t) * (4 * p->groups + rotary_tables(m) + m->layers) + 2 * m->layers + 8 * LANES;
+    return sizeof(int64_t) * (5 * p->groups + rotary_tables(m) + m->layers) + 2 * m->layers + 8 * LANES;
 }
 
 static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
@@ -322,6 +328,7 @@ static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
     pass.count = copied(p->count, groups, memory);
     pass.start = copied(p->start, groups, memory);
     pass.row = copied(p->row, groups, memory);
+    if (p->slot) pass.slot = copied(p->slot, groups, memory);
     pass.rotary = copied(p->rotary, rotary_tables(m) * sizeof(void *), memory);
     pass.cache = copied(p->cache, m->layers * sizeof(void *), memory);
     return pass;
@@ -399,6 +406,9 @@ typedef struct {
     float *probs;                  // [rows, steps, vocabulary] output: each token's distribution; null where greedy
     int64_t tap;
     void *states;                  // [rows, steps, hidden] output: the states that enter layer `tap`; null: unwanted
+    const int64_t *choices;        // [steps] how many tokens are wanted that come next in the draw of a step, `most` at most
+    int64_t most;
+    int64_t *further;              // [rows, steps, most] output: these, the likeliest first, or -1; null: unwanted
 } Draft;
 
 static int draft_token(

@@ -71,6 +71,8 @@ class DraftInputs:
         sampling: Sampling parameters and noise; None drafts greedily.
         allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
         draws: Draws the tokens where PyTorch's operators run the steps; the kernels draw by `sampling`.
+        choices: How many tokens are wanted that come next in the draw of each step, from the first one on;
+            the kernels alone give them.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -79,6 +81,7 @@ class DraftInputs:
     sampling: SamplingInputs | None = None
     allowed: Sequence[Tensor | None] | None = None
     draws: Draws | None = None
+    choices: Sequence[int] = ()
 
     @property
     def active(self) -> list[int]:
@@ -99,6 +102,8 @@ class FusedDraft:
         states: The states after which each token was drawn, entering the tapped layer, [B, K, D]; 0 past a
             row's draft length. None: no layer was tapped.
         drawn: What `draws` gave at each step; None where the kernels drew.
+        further: The tokens that come next in the draw of each one, [B, K, M] int64, -1 where there is none;
+            None: unwanted, or not known.
     """
 
     tokens: Tensor
@@ -106,3 +111,4 @@ class FusedDraft:
     probs: Tensor | None
     states: Tensor | None = None
     drawn: tuple[Any, ...] | None = None
+    further: Tensor | None = None
