@@ -201,7 +201,7 @@ static void passes(
     for (int i = 0; i < 2; i++) cache[i] = elements(2 * CACHE_ROWS * kv_heads * POSITIONS * dim, word);
     const void *rotary[1] = {table};
     void *inputs = elements(COLUMNS * hidden, word);
-    const Pass p = {GROUPS, first, count, start, row, rotary, cache, CACHE_ROWS, POSITIONS, inputs};
+    const Pass p = {GROUPS, first, count, start, row, NULL, rotary, cache, CACHE_ROWS, POSITIONS, inputs};
     const int64_t wide = width > 2 * inner ? width : 2 * inner, narrow = heads * dim > inner ? heads * dim : inner;
     void *x = elements(COLUMNS * hidden, word), *scratch = elements(COLUMNS * ((1 + pairs) * hidden + wide + narrow), word);
     void *draft_scratch = elements(COLUMNS * ((2 + 2 * pairs) * hidden + wide + narrow), word);

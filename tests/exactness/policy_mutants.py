@@ -95,22 +95,22 @@ def without_idle_rows(plan: Function) -> Function:
     def spoilt(sequences: list[Sequence], idle: list[bool], *rest: Any) -> Any:
         running = [row for row, is_idle in enumerate(idle) if not is_idle]
         planned = plan([sequences[row] for row in running], [False] * len(running), *rest)
-        budgets, chosen = [0] * len(idle), [None] * len(idle)
-        for row, budget, drafter in zip(running, *planned, strict=True):
-            budgets[row], chosen[row] = budget, drafter
-        return budgets, chosen
+        budgets, chosen, siblings = [0] * len(idle), [None] * len(idle), [0] * len(idle)
+        for row, *decided in zip(running, *planned, strict=True):
+            budgets[row], chosen[row], siblings[row] = decided
+        return budgets, chosen, siblings
 
     return spoilt
 
 
 def budget_of_the_next_row(plan: Function) -> Function:
     def spoilt(*args: Any) -> Any:
-        budgets, chosen = plan(*args)
+        budgets, *rest = plan(*args)
         drafting = [row for row, budget in enumerate(budgets) if budget]
         moved = list(budgets)
         for row, other in zip(drafting, [*drafting[1:], *drafting[:1]], strict=True):
             moved[row] = budgets[other]
-        return moved, chosen
+        return moved, *rest
 
     return spoilt
 

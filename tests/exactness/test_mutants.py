@@ -16,6 +16,7 @@ from tests.exactness import (
     mutants,
     pass_mutants,
     policy_mutants,
+    sibling_mutants,
     skip_mutants,
     transform_mutants,
 )
@@ -33,6 +34,7 @@ MODULES = (
     kangaroo_mutants,
     policy_mutants,
     block_mutants,
+    sibling_mutants,
 )
 CHECKS = list(dict.fromkeys(check for module in MODULES for check in module.CHECKS))
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

@@ -29,6 +29,7 @@ from foredraft.decode.noise import (
     BLOCK,
     BLOCK_NEXT,
     COUPLED,
+    DRAFT,
     RESIDUAL,
     ROLLBACK,
     Noise,
@@ -58,9 +59,25 @@ class Path:
         self.taken: list[int] = []
         self.siblings: list[list[int]] = []
         self.chance = 1.0
-        self.used: set[int] = set()
+        self.used: set[Any] = set()
+        self.drafted: dict[
+            int, list[int]
+        ] = {}  # key of a draft's draw -> the tokens that came in it, in order
 
-    def choose(self, options: list[tuple[int, float]], key: int, purpose: int) -> int:
+    def draw(self, weights: list[float], key: int, purpose: int) -> int:
+        """Draw a token by weights. A key of a draft may give the tokens that come next in its draw, without those before."""
+        before = self.drafted.get(key, []) if purpose == DRAFT and not self.greedy else []
+        assert not any(weights[token] for token in before), "noise is used twice"
+        total = sum(w for w in weights if w > 0)
+        options = [(token, w / total) for token, w in enumerate(weights) if w > 0]
+        if not options:
+            assert before or self.greedy, "nothing to choose from"
+            return 0  # no token is left
+        token = self.choose(options, (key, len(before)) if before else key, purpose)
+        self.drafted[key] = [*before, token]
+        return token
+
+    def choose(self, options: list[tuple[int, float]], key: object, purpose: int) -> int:
         """One of the (value, probability) pairs, all of positive probability."""
         assert options, "nothing to choose from"
         if len(options) == 1:
@@ -88,6 +105,9 @@ class ForkingNoise:
         self.paths: dict[int, Path] = {}
         self.lengths: list[int] = []  # of this round's drafts: a coin for padding must not matter
         self.idle: list[bool] = []  # rows whose next draws the engine discards
+        self.choices: list[
+            int
+        ] = []  # tokens of each row's draft step that count: the drafted one, and siblings
         self.real = Noise()
 
     def coin(self, keys: NoiseKeys, purpose: int) -> Coin:
@@ -99,14 +119,15 @@ class ForkingNoise:
             return self.real.pick(weights, keys, purpose)
         drawn: list[list[int]] = []
         bits = keys.bits(purpose).tolist()
-        rows = zip(keys.base.tolist(), weights.double().tolist(), bits, self.idle, strict=True)
-        for base, row, own, idle in rows:
+        counts = self.choices or [0] * len(self.idle)
+        rows = zip(keys.base.tolist(), weights.double().tolist(), bits, self.idle, counts, strict=True)
+        for base, row, own, idle, choices in rows:
             drawn.append([])
             for at, key in zip(row, own, strict=True):
-                total = sum(w for w in at if w > 0)
-                options = [(token, w / total) for token, w in enumerate(at) if w > 0]
-                any_id = len(at) - 1
-                drawn[-1].append(any_id if idle else self.paths[base].choose(options, key, purpose))
+                any_id, path = len(at) - 1, self.paths.get(base)
+                if purpose == DRAFT and path is not None and self.choices:
+                    idle = idle or len(path.drafted.get(key, [])) >= choices
+                drawn[-1].append(any_id if idle else self.paths[base].draw(at, key, purpose))
         return torch.tensor(drawn, dtype=torch.int64).view(weights.shape[:2])
 
 

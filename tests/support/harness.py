@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.decode.accept import Rule
 from foredraft.decode.drafter import Drafter, Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sequence import Sequence, State
+from foredraft.decode.siblings import choices_of
+from foredraft.decode.verdict import Verdict
 from foredraft.drafters.asset import AssetSearch, Found, Parts
 from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.prediction import Prediction
@@ -86,9 +89,38 @@ class ForkingEngine(Engine):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        for drafter in self.drafters.values() if isinstance(self.noise, ForkingNoise) else ():
+        if not isinstance(self.noise, ForkingNoise):
+            return
+        self.accept = self._judged(self.accept)
+        for drafter in self.drafters.values():
             if isinstance(drafter, Stepper):
+                drafter.expect = self._expected(drafter.expect)  # type: ignore[method-assign]
                 drafter.step = self._noted(drafter.step)  # type: ignore[method-assign]
+
+    def _inputs(self, policy: Policy) -> RoundInputs:
+        self.inputs = super()._inputs(policy)
+        return self.inputs
+
+    def _judged(self, accept: Rule) -> Rule:
+        """Return the acceptance rules, which also tell the noise the rows that have no token after a sibling."""
+
+        def judged(draft: Draft, *rest: Any) -> Verdict:
+            assert isinstance(self.noise, ForkingNoise)
+            verdict = accept(draft, *rest)
+            if draft.siblings is not None:
+                self.noise.idle = (draft.siblings.written(verdict) < 0).tolist()
+            return verdict
+
+        return judged
+
+    def _expected(self, expect: Callable[[list[int]], None]) -> Callable[[list[int]], None]:
+        """Return what begins a draft, which also counts its steps anew."""
+
+        def expected(budgets: list[int]) -> None:
+            self.steps = 0
+            expect(budgets)
+
+        return expected
 
     def _noted(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return the draft step, which also tells the noise the rows that do not take it."""
@@ -98,6 +130,11 @@ class ForkingEngine(Engine):
         ) -> Tensor:
             assert isinstance(self.noise, ForkingNoise)
             self.noise.idle = list(idle)
+            self.noise.choices = []
+            for budget, siblings in zip(self.inputs.budgets, self.inputs.siblings, strict=True):
+                further = choices_of([budget], [siblings])
+                self.noise.choices.append(1 + sum(further[self.steps : self.steps + 1]))
+            self.steps += 1
             return step(tokens, starts, counts, idle, at)
 
         return noted
@@ -109,10 +146,25 @@ class ForkingEngine(Engine):
         for sequence, idle in zip(inputs.sequences, inputs.idle, strict=True):
             assert idle or self.cache.lengths[sequence.row] == len(sequence.tokens) - 1, "a draft moves none"
         if isinstance(self.noise, ForkingNoise):
-            self.noise.lengths, self.noise.idle = draft.lengths.tolist(), inputs.idle
+            self.noise.lengths, self.noise.idle, self.noise.choices = draft.lengths.tolist(), inputs.idle, []
         beyond = torch.arange(draft.tokens.shape[1]) >= draft.lengths[:, None]
         assert not draft.tokens[beyond].any(), "padded with 0"
+        check_siblings(inputs, draft)
         return super()._verify(inputs, draft)
+
+
+def check_siblings(inputs: RoundInputs, draft: Draft) -> None:
+    """The choices at a place are distinct, and no row has more siblings than the policy allows, nor beyond its draft."""
+    if draft.siblings is None:
+        return
+    rows = zip(draft.siblings.tokens.tolist(), draft.siblings.places.tolist(), strict=True)
+    for row, (tokens, places) in enumerate(rows):
+        drafted = draft.tokens[row, : draft.lengths[row]].tolist()
+        own = [(place, token) for place, token in zip(places, tokens, strict=True) if token >= 0]
+        choices = [*enumerate(drafted), *own]
+        assert len(set(choices)) == len(choices), "a choice stands twice at its place"
+        assert all(place < len(drafted) for place, _ in own)
+        assert len(own) <= inputs.siblings[row]
 
 
 class CheckedEngine(ForkingEngine):

@@ -166,7 +166,7 @@ def _draft(
     row: Row, sequence: Any, options: Candidates, decision: Decision, clock: CostTable, result: Simulated
 ) -> int:
     """Return how many drafted tokens are accepted, after the drafter has read what it missed."""
-    name, budget, context = decision
+    name, budget, context, _ = decision
     if name is None or not budget:
         return 0
     assert budget <= options.limits[name]

@@ -31,10 +31,11 @@ from torch import Tensor
 from foredraft.decode.noise import DRAFT, DrawKeys, Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.step_draws import Drawn, StepLogits, next_in_draw
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
 from foredraft.model.cache import Span
 from foredraft.model.plan import Plan
-from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, SamplingInputs
+from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Leaves, Resume, SamplingInputs
 
 CHECKSUMS = 3
 LEVELS = 3  # lower, upper, and one that is read for NaN alone
@@ -65,6 +66,9 @@ class TokenCache:
 
     def put_back(self, span: Span) -> None:
         self.data[:, span.row, span.start : span.stop] = span.parts[0].numpy()
+
+    def move(self, row: int, source: int, target: int) -> None:
+        self.data[:, row, target] = self.data[:, row, source]
 
     def wipe(self, row: int, length: int) -> None:
         self.data[:, row, length:] = self.poison
@@ -128,7 +132,9 @@ def _params(sampling_inputs: SamplingInputs | None, row: int) -> SamplingParams:
 
 
 class Tabular:
-    """fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
+    """A runner.
+
+    fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
 
     venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
     Its drafts for itself have the distribution of `skipping`. sick: they are NaN, and so is what they write where the
@@ -136,6 +142,8 @@ class Tabular:
     loops: it takes all the steps of a draft in one call. coded: it is a copy in few bits of the model whose cache it
     writes to.
     """
+
+    takes_leaves = True
 
     def __init__(
         self,
@@ -179,8 +187,11 @@ class Tabular:
         taps: Seq[int] = (),
         at: Tensor | None = None,
         invariant: bool = True,
+        leaves: Leaves | None = None,
     ) -> Forward:
         self.passes += 1
+        if leaves is not None and any(leaves):
+            return self._comb(cache, tokens, starts, idle, counts, resume, taps, leaves)
         batch, width = tokens.shape
         rows = np.arange(first_row, first_row + batch)
         positions = self._positions(cache, width, starts, idle)
@@ -201,6 +212,35 @@ class Tabular:
             logits = logits[np.arange(batch), at.numpy()][:, None]
         states = torch.from_numpy(hidden)
         return Forward(torch.from_numpy(logits), states, {depth: states for depth in taps if depth == DEPTH})
+
+    def _comb(
+        self,
+        cache: TokenCache,
+        tokens: Tensor,
+        starts: list[int],
+        idle: Seq[bool] | None,
+        counts: list[int] | None,
+        resume: Resume | None,
+        taps: Seq[int],
+        leaves: Leaves,
+    ) -> Forward:
+        """Run the chains, then each leaf in its place, whence its column gets what the leaf wrote."""
+        chain = self.forward(cache, tokens, starts, idle=idle, counts=counts, resume=resume, taps=taps)
+        assert chain.logits is not None
+        for row, own in enumerate(leaves):
+            for column, place in own.items():
+                at, slot = starts[row] + place, starts[row] + column
+                before = cache.data[:, row, at].copy()
+                leaf = self.forward(
+                    cache, tokens[row : row + 1, column : column + 1], [at], first_row=row, taps=taps
+                )
+                cache.move(row, at, slot)
+                cache.data[:, row, at] = before
+                assert leaf.logits is not None
+                chain.logits[row, column] = leaf.logits[0, 0]
+                for depth, states in leaf.taps.items():
+                    chain.taps[depth][row, column] = states[0, 0]
+        return chain
 
     def _skip(
         self,
@@ -255,6 +295,7 @@ class Tabular:
         finite = torch.zeros(len(lengths), steps, dtype=torch.bool)
         probs = None if sampling is None else torch.zeros(len(lengths), steps, self.vocabulary)
         states = None if tap is None else torch.zeros(len(lengths), steps, WIDTH, dtype=torch.float64)
+        further = torch.full((len(lengths), steps, max(inputs.choices)), -1) if inputs.choices else None
         for row, (own, start, count) in enumerate(zip(inputs.tokens, inputs.starts, lengths, strict=True)):
             for step in range(count):
                 taps = () if tap is None else (tap,)
@@ -266,10 +307,9 @@ class Tabular:
                 if states is not None:
                     states[row, step] = forward.taps[tap][0, -1]
                 at, mask = logits[:, -1:], None if allowed is None or step else allowed[row]
+                table = SamplingTable.of([_params(sampling, row)], at.device)
                 distribution, drawable = distribution_of(
-                    at,
-                    SamplingTable.of([_params(sampling, row)], at.device),
-                    None if mask is None else mask[None, None],
+                    at, table, None if mask is None else mask[None, None]
                 )
                 key = Raced(
                     torch.zeros(1, 1) if sampling is None else sampling.keys[row : row + 1, step : step + 1]
@@ -280,8 +320,14 @@ class Tabular:
                 if probs is not None:
                     assert distribution.probs is not None
                     probs[row, step] = distribution.probs[0, 0]
+                if further is not None and step < len(inputs.choices):
+                    by = StepLogits(at, table, None, None, key, Noise(), greedy=False)
+                    others = next_in_draw(
+                        by, Drawn(distribution, token, drawable, drawable), inputs.choices[step]
+                    )
+                    further[row, step, : inputs.choices[step]] = others[0, 0]
                 start, own = start + len(own), [token.item()]
-        return FusedDraft(drawn, finite, probs, states)
+        return FusedDraft(drawn, finite, probs, states, further=further)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of states that a prefill gave, none of them poisoned."""

@@ -176,7 +176,7 @@ def test_one_row_may_have_several_groups_of_columns(dtype: torch.dtype) -> None:
         runs = list(itertools.pairwise(edges))[::-1]
         order = torch.cat([torch.arange(*run) for run in runs])
         states = decoder.embed(TOKENS[2:3, order])[0].clone()
-        columns = [(2, start, stop - start) for start, stop in runs]
+        columns = [(2, start, stop - start, start) for start, stop in runs]
         cache, layers = runner.new_cache(4, 128), decoder.spec.layers
         native.forward(None, states, cache, columns, Plan.full(layers), 0, layers)
         assert torch.equal(native.head(states), whole[order])
@@ -314,8 +314,8 @@ WRONG = {
     "last channels of a block not written": ("if (left <= 0) break;", "if (left <= LANES) break;"),
     "keys stored before their rotation": ("NAME(rotate)(to, h < heads_per_kv ? queries : keys, l->rotated);", "if (h < heads_per_kv) NAME(rotate)(to, queries, l->rotated);"),
     "attended length of the first group": ("at[r] = p->start[rows.group] + t;", "at[r] = p->start[0] + t;"),
-    "key in the lane of its neighbour": ("words * BLOCK + position % BLOCK;", "words * BLOCK + (position ^ 1) % BLOCK;"),
-    "block of keys written from its end": ("position / BLOCK * words * BLOCK + position % BLOCK", "position / BLOCK * words * BLOCK + (31 - position % BLOCK)"),
+    "key in the lane of its neighbour": ("words * BLOCK + slot % BLOCK;", "words * BLOCK + (slot ^ 1) % BLOCK;"),
+    "block of keys written from its end": ("slot / BLOCK * words * BLOCK + slot % BLOCK", "slot / BLOCK * words * BLOCK + (31 - slot % BLOCK)"),
     "words of a key in reverse": ("to + w * BLOCK, key + w * WORD", "to + (words - 1 - w) * BLOCK, key + w * WORD"),
     "queries rotated as keys are": ("h < heads_per_kv ? queries : keys, l->rotated", "keys, l->rotated"),
     "the whole head rotated": ("queries : keys, l->rotated);", "queries : keys, dim);"),

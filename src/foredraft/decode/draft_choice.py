@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from foredraft.decode.drafter import Drafter
+from foredraft.decode.drafter import Drafter, Stepper
 from foredraft.decode.jump_forward import JUMP_FORWARD, forced_length
 from foredraft.decode.policy import Candidates, Policy
 from foredraft.decode.sequence import Sequence
@@ -29,26 +29,44 @@ def choose_drafts(
     drafters: Mapping[str, Drafter],
     policy: Policy,
     max_queries: int,
-) -> tuple[list[int], list[str | None]]:
+    takes_leaves: bool = False,
+) -> tuple[list[int], list[str | None], list[int]]:
     """Return each row's budget [B], 0 for a plain step, and its drafter [B], None where the budget is 0.
+
+    Also return how many siblings each draft may have [B].
 
     Args:
         sequences: [B].
         idle: [B], rows in prefill, or paused.
         drafters: By name.
         policy: Decides.
-        max_queries: Longest [pending, *draft] that one pass of the target takes.
+        max_queries: Longest [pending, *draft, *siblings] that one pass of the target takes.
+        takes_leaves: Its passes take siblings.
     """
     budgets = [0] * len(sequences)
+    siblings = [0] * len(sequences)
     chosen: list[str | None] = [None] * len(sequences)
     if has_drafters(sequences):
-        _ask_policy(sequences, idle, drafters, policy, max_queries, budgets, chosen)
+        _ask_policy(sequences, idle, drafters, policy, max_queries, budgets, chosen, siblings)
     for at, sequence in enumerate(sequences):
         if not idle[at] and not sequence.skip_draft:
             forced = forced_length(sequence, min(sequence.remaining, max_queries) - 1)
             if forced > budgets[at]:
                 budgets[at], chosen[at] = forced, JUMP_FORWARD
-    return budgets, chosen
+        if not (takes_leaves and _may_have_siblings(sequence, chosen[at], drafters)):
+            siblings[at] = 0
+    return budgets, chosen, siblings
+
+
+def _may_have_siblings(sequence: Sequence, chosen: str | None, drafters: Mapping[str, Drafter]) -> bool:
+    """Return whether a row's draft may have siblings.
+
+    A guesser has no further choices. The lossy rule would say another text with siblings: the token after one
+    is the target's own, where a drafted one might have stood.
+    """
+    if chosen is None or chosen == JUMP_FORWARD or not isinstance(drafters[chosen], Stepper):
+        return False
+    return sequence.constraint is None and sequence.params.bound is None
 
 
 def _ask_policy(
@@ -59,8 +77,9 @@ def _ask_policy(
     max_queries: int,
     budgets: list[int],
     chosen: list[str | None],
+    siblings: list[int],
 ) -> None:
-    """Write the policy's decisions into budgets [B] and drafters [B]; other arguments as `choose_drafts`."""
+    """Write the policy's decisions into budgets, drafters and siblings [B]; others as `choose_drafts`."""
     rows = [
         Candidates(sequence, {}, idle=True)
         if is_idle
@@ -72,6 +91,7 @@ def _ask_policy(
         if name not in row.limits or decision.budget < 1:
             continue
         budgets[at], chosen[at] = min(decision.budget, row.limits[name]), name
+        siblings[at] = min(decision.siblings, max_queries - 1 - budgets[at])
         if decision.context is not None and name in row.late:
             start = len(row.sequence.tokens) - 1 - decision.context
             drafters[name].start_context(row.sequence, max(0, start))

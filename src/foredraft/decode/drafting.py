@@ -23,8 +23,9 @@ from foredraft.decode.noise import DRAFT, DrawKeys, HashedKeys, Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
 from foredraft.decode.replays import ONCE, Replays
-from foredraft.decode.round_draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows
-from foredraft.decode.step_draws import StepDraws, StepLogits, draw, hashed
+from foredraft.decode.round_draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows, with_siblings
+from foredraft.decode.siblings import choices_of
+from foredraft.decode.step_draws import StepDraws, StepLogits, draw, hashed, next_in_draw
 from foredraft.model.runner import DraftInputs, Resume
 from foredraft.model.transfers import HOST, upload
 
@@ -108,7 +109,7 @@ def _draft_loop(
 ) -> Draft:
     """The one draft loop: step, transform, draw, ask the policy."""
     sequences, device, policy = inputs.sequences, inputs.device, tools.policy
-    steps = _Steps(budgets, device)
+    steps, choices = _Steps(budgets, device), choices_of(budgets, inputs.siblings)
     walks = _walks(budgets, inputs)
     samples = not (tools.greedy or inputs.table.all_greedy)
     keys: DrawKeys | None = None
@@ -132,6 +133,8 @@ def _draft_loop(
         if may_draw is not None:
             drawable = drawable & may_draw[:, None]
         steps.add(token, q, drawable, found.sound)
+        if j < len(choices):
+            steps.further.append(next_in_draw(step, found, choices[j]))
         if j + 1 == max(budgets):
             break
         go_on = policy.go_on(sequences, j, q, logits) if policy.stops_by_content else None
@@ -142,7 +145,12 @@ def _draft_loop(
         tokens, counts = token, [1] * len(sequences)
     if walks is not None:
         walks.undo()
-    return steps.draft(drafter.resume(), counts_undrawn=policy.stops_by_content)
+    draft = steps.draft(drafter.resume(), counts_undrawn=policy.stops_by_content)
+    if choices:
+        widest = choices[0]
+        further = [F.pad(each, (0, widest - each.shape[2]), value=-1) for each in steps.further]
+        draft = with_siblings(draft, torch.cat(further, 1), budgets, inputs.siblings)
+    return draft
 
 
 def _fused_draft(
@@ -166,8 +174,9 @@ def _fused_draft(
             return None
         if tools.temperature != 1:
             sampling = replace(sampling, temperature=sampling.temperature * tools.temperature)
-    own = DraftInputs(first_inputs, starts, budgets, sampling)
-    fused = FusedDrafting(drafter, own, _walks(budgets, inputs))
+    choices = choices_of(budgets, inputs.siblings)
+    own = DraftInputs(first_inputs, starts, budgets, sampling, choices=choices)
+    fused = FusedDrafting(drafter, own, _walks(budgets, inputs), inputs.siblings)
     return fused.all_steps() or fused.single_steps()
 
 
@@ -249,12 +258,14 @@ class _Steps:
         device: Of the tensors.
         stopped: [B] rows that take no further step, as far as the host knows.
         host_lengths: [B] upper bounds of the drafts' lengths.
+        further: Of the steps that have siblings, the tokens that come next in the draw, [B, 1, M] each.
     """
 
     budgets: list[int]
     device: torch.device
     stopped: list[bool] = field(init=False)
     host_lengths: list[int] = field(init=False)
+    further: list[Tensor] = field(default_factory=list)
     _tokens: list[Tensor] = field(default_factory=list)
     _q: list[Distribution] = field(default_factory=list)
     _drawable: list[Tensor] = field(default_factory=list)  # logits are finite, and the policy let it be drawn

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -221,6 +222,7 @@ class Engine:
         results = fetch_results(
             inputs.sequences, draft, found.verdict, found.p, forward.logits, found.finite,
             judge=found.p if found.limit is None else found.limit.judge,
+            p_after=found.p_after,
             dead_ends=dead_ends,
             masks=masks,
             signal=policy.target_signal if has_drafters(inputs.sequences) else None,
@@ -245,19 +247,25 @@ class Engine:
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends, self.vocab_ops)
-        budgets, drafters = choose_drafts(sequences, idle, self.drafters, policy, self.target.max_queries)
+        budgets, drafters, siblings = choose_drafts(
+            sequences, idle, self.drafters, policy, self.target.max_queries, self.target.takes_leaves
+        )
         return self.round_inputs(
-            sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device
+            sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device, siblings
         )
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
-        """Run one forward over [pending, *draft] of every row."""
+        """Run one forward over [pending, *draft, *siblings] of every row."""
         pending = upload([[s.tokens[-1]] for s in inputs.sequences], self.device)
         tokens = torch.cat([pending, draft.tokens], 1) if draft.tokens.shape[1] else pending
         width = tokens.shape[1]
         lengths = inputs.budgets if draft.host_lengths is None else draft.host_lengths
         taps = sorted({d for s in inputs.sequences for name in s.drafters for d in self.drafters[name].taps})
-        resume = draft.resume
+        resume, leaves = draft.resume, None
+        if draft.siblings is not None:
+            leaves = draft.siblings.leaves(width)
+            tokens = torch.cat([tokens, draft.siblings.tokens.clamp_min(0)], 1)
+            resume = resume and resume.fit(tokens.shape[1])
         if resume is not None and any(tap < resume.depth for tap in taps):
             resume = None  # another row's drafter wants states that a resumed pass does not compute
         return self.target.forward(
@@ -268,6 +276,7 @@ class Engine:
             counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)],
             resume=resume,
             taps=taps,
+            leaves=leaves,
         )
 
     def _commit(self, inputs: RoundInputs, results: list[RowResult], forward: Forward) -> list[Sequence]:
@@ -288,16 +297,23 @@ class Engine:
                 finished.append((sequence, Finish.ERROR, nonfinite_message(sequence)))
                 continue
             outcome = self._append(sequence, result, drafter)
+            self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
+            failure = None
+            try:
+                self._tell_drafters(sequence, base, outcome.emitted, forward)
+                whole = outcome.emitted == result.accepted + 1 and sequence.finish is None
+                if result.sibling is not None and whole:
+                    column = 1 + len(result.tokens) + result.sibling
+                    emitted = self._append_after_sibling(sequence, result, base, column, forward)
+                    outcome = replace(outcome, emitted=outcome.emitted + emitted, sibling=True)
+            except torch.OutOfMemoryError as error:
+                failure = memory_message(error)
             sequence.rounds.append(outcome)
             if sequence.traced:
                 sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
-            self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
-            try:
-                self._tell_drafters(sequence, base, outcome.emitted, forward)
-            except torch.OutOfMemoryError as error:
-                if sequence.finish is None:  # else the text is whole, and needs no drafter any more
-                    finished.append((sequence, Finish.ERROR, memory_message(error)))
-                    continue
+            if failure is not None and sequence.finish is None:  # else the text needs no drafter any more
+                finished.append((sequence, Finish.ERROR, failure))
+                continue
             if learns and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
                 self.policy_of(sequence).learn(sequence, outcome, result.target_confidence)
             if result.drafter_nonfinite:
@@ -329,16 +345,42 @@ class Engine:
             return Round(taken, taken, emitted, drafter)
         return Round(result.drafted, result.accepted, emitted, drafter, result.undrawn)
 
-    def _tell_drafters(self, sequence: Sequence, base: int, emitted: int, forward: Forward) -> None:
+    def _append_after_sibling(
+        self, sequence: Sequence, result: RowResult, base: int, column: int, forward: Forward
+    ) -> int:
+        """Append the token after a sibling, as the plain step would that was spared; return how many came.
+
+        Args:
+            sequence: It ends with the sibling.
+            result: Of the round.
+            base: The position of the pass's first column.
+            column: The sibling's.
+            forward: The pass.
+        """
+        before = len(sequence.tokens)
+        sequence.origins[-1] = Origin.DRAFTER
+        self.cache.move(sequence.row, base + column, before - 1)
+        sequence.extend([result.after_sibling], [Origin.BONUS], result.scores[result.accepted + 1 :])
+        self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
+        emitted = len(sequence.tokens) - before
+        self._tell_drafters(sequence, before - 1, emitted, forward, column)
+        return emitted
+
+    def _tell_drafters(
+        self, sequence: Sequence, base: int, emitted: int, forward: Forward, column: int = 0
+    ) -> None:
         """Hand tapped states of the committed positions to the row's drafters, and roll them back.
 
         A drafter may copy the states, or read them: nothing else in a commit allocates a GPU's memory. What
         it does is for this row alone. So where memory ends there, the other rows commit as they would.
+
+        base: the first of these positions; column: its column in the pass.
         """
         for name in sequence.drafters:
             drafter = self.drafters[name]
             if drafter.taps and emitted > 0:
-                states = {depth: forward.taps[depth][sequence.row, :emitted] for depth in drafter.taps}
+                columns = slice(column, column + emitted)
+                states = {depth: forward.taps[depth][sequence.row, columns] for depth in drafter.taps}
                 drafter.observe(sequence, base, states)
             drafter.rewind(sequence)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Forward, Resume
+from foredraft.model.runner import Forward, Leaves, Resume
 
 __all__ = ["Target"]
 
@@ -22,6 +22,9 @@ class Target(Protocol):
     @property
     def by_kernels(self) -> bool: ...  # whether the C kernels run its passes, with threads of their own
 
+    @property
+    def takes_leaves(self) -> bool: ...  # whether a pass may have them
+
     def forward(
         self,
         cache: KVCache,
@@ -32,6 +35,7 @@ class Target(Protocol):
         counts: list[int] | None = None,
         resume: Resume | None = None,
         taps: Seq[int] = (),
+        leaves: Leaves | None = None,
     ) -> Forward: ...
 
     def prefill(

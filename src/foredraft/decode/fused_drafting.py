@@ -6,15 +6,17 @@ one call turns out to be what masks at every step would have given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.decode.constraint import Walks
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import Stepper
-from foredraft.decode.round_draft import Draft, lengths_tensor, pad_rows
+from foredraft.decode.round_draft import Draft, lengths_tensor, pad_rows, with_siblings
 from foredraft.model.runner import DraftInputs
 
 __all__ = ["FusedDrafting"]
@@ -30,11 +32,13 @@ class FusedDrafting:
         drafter: The drafter.
         inputs: What each row reads first, and drafts at most; no token is masked.
         walks: Constraints along the drafts; None without any.
+        siblings: [B] further choices beside each row's draft, at most.
     """
 
     drafter: Stepper
     inputs: DraftInputs
     walks: Walks | None
+    siblings: Seq[int] = ()
 
     def all_steps(self) -> Draft | None:
         """Return the draft by one call; None also where a mask of a later step would change a draw."""
@@ -72,7 +76,7 @@ class FusedDrafting:
         if lengths != budgets:
             beyond = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
             tokens = tokens.masked_fill(beyond, 0)
-        return self._draft(tokens, fused.probs, lengths, nonfinite)
+        return self._draft(tokens, fused.probs, lengths, nonfinite, fused.further)
 
     def single_steps(self) -> Draft | None:
         """Return the draft by one call a step."""
@@ -82,17 +86,24 @@ class FusedDrafting:
         drafts: list[list[int]] = [[] for _ in budgets]
         nonfinite = [False] * len(budgets)
         columns: list[Tensor] = []
+        further: list[Tensor] = []
         going = [budget > 0 for budget in budgets]
         tokens, starts = inputs.tokens, inputs.starts
         for j in range(max(budgets)):
             sampling = None if inputs.sampling is None else inputs.sampling.step(j)
-            step = DraftInputs(tokens, starts, list(map(int, going)), sampling, walks.allowed())
+            step = DraftInputs(
+                tokens, starts, list(map(int, going)), sampling, walks.allowed(),
+                choices=inputs.choices[j : j + 1],
+            )  # fmt: skip
             fused = self.drafter.fused_draft(step)
             if fused is None:
                 walks.undo()
                 return None
             if fused.probs is not None:
                 columns.append(fused.probs)
+            if fused.further is not None:
+                missing = inputs.choices[0] - inputs.choices[j]
+                further.append(F.pad(fused.further, (0, missing), value=-1))
             found = fused.tokens[:, 0].tolist()
             for row, (token, finite) in enumerate(zip(found, fused.finite[:, 0].tolist(), strict=True)):
                 if going[row]:
@@ -106,15 +117,22 @@ class FusedDrafting:
             tokens = [[token] for token in found]
         walks.undo()
         drafted = torch.tensor(pad_rows(drafts), dtype=torch.int64)
-        return self._draft(
-            drafted, torch.cat(columns, 1) if columns else None, list(map(len, drafts)), nonfinite
-        )
+        probs, others = (torch.cat(each, 1) if each else None for each in (columns, further))
+        return self._draft(drafted, probs, list(map(len, drafts)), nonfinite, others)
 
     def _draft(
-        self, tokens: Tensor, probs: Tensor | None, lengths: list[int], nonfinite: list[bool]
+        self,
+        tokens: Tensor,
+        probs: Tensor | None,
+        lengths: list[int],
+        nonfinite: list[bool],
+        further: Tensor | None,
     ) -> Draft:
         q = Distribution(ids=tokens) if probs is None else Distribution(probs[:, : tokens.shape[1]])
         faults = torch.tensor(nonfinite) if any(nonfinite) else None
         on_device = lengths_tensor(tuple(lengths), tokens.device)
         resume = self.drafter.resume()
-        return Draft(tokens, on_device, q, resume and resume.fit(tokens.shape[1] + 1), faults, lengths)
+        draft = Draft(tokens, on_device, q, resume and resume.fit(tokens.shape[1] + 1), faults, lengths)
+        if further is None:
+            return draft
+        return with_siblings(draft, further, self.inputs.lengths, self.siblings)

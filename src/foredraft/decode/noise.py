@@ -33,6 +33,7 @@ __all__ = [
     "DRAFT",
     "RESIDUAL",
     "ROLLBACK",
+    "SIBLING",
     "DrawKeys",
     "Noise",
     "NoiseKeys",
@@ -46,6 +47,7 @@ COUPLED: Final = 4  # shared by drafter and target, on purpose
 ROLLBACK: Final = 5  # the target's token after what a lossy rule let stand
 BLOCK: Final = 6  # the coins of block verification
 BLOCK_NEXT: Final = 7  # the target's token after what it keeps
+SIBLING: Final = 8  # the target's token after a sibling, but under `coupled`
 
 
 def seed_key(seed: int, sample: int) -> int:

@@ -34,7 +34,7 @@ class PenaltyContext:
         prompted: [B, S] bool, it is in the prompt. All three are None where no row has a penalty.
         new: [B] int64, tokens of the output.
         drafted: [B, K] int64, tokens along the pass; column t follows the first `ahead + t` of them.
-        ahead: Drafted tokens before the first column.
+        ahead: Drafted tokens before the first column, of all rows or of each, [B] int64.
     """
 
     ids: Tensor | None
@@ -42,7 +42,7 @@ class PenaltyContext:
     prompted: Tensor | None
     new: Tensor
     drafted: Tensor | None = None
-    ahead: int = 0
+    ahead: int | Tensor = 0
 
     @classmethod
     def of(cls, sequences: Seq[Sequence], device: torch.device) -> PenaltyContext | None:
@@ -83,13 +83,18 @@ class PenaltyContext:
         )
         return cls(ids, counts, prompted, upload([len(output)], device))
 
-    def along(self, drafted: Tensor, ahead: int = 0) -> PenaltyContext:
+    def along(self, drafted: Tensor, ahead: int | Tensor = 0) -> PenaltyContext:
         """Return the context of a pass whose column t follows the first `ahead + t` of drafted [B, K]."""
         return replace(self, drafted=drafted, ahead=ahead)
 
     def said(self, columns: int) -> Tensor:
         """Return the tokens of the output before each column, [B, T] int64."""
-        return self.new[:, None] + torch.arange(self.ahead, self.ahead + columns, device=self.new.device)
+        return self.new[:, None] + self._drafted_before(columns)
+
+    def _drafted_before(self, columns: int) -> Tensor:
+        """Return how many drafted tokens each column follows, [1 or B, T] int64."""
+        ahead = self.ahead[:, None] if isinstance(self.ahead, Tensor) else self.ahead
+        return (ahead + torch.arange(columns, device=self.new.device)).view(-1, columns)
 
     def token_counts(self, columns: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids [B, N], how often each is in the output before a column [B, T, N], and whether it is in
@@ -101,6 +106,10 @@ class PenaltyContext:
         counts = torch.cat([self.counts, (known * self.counts[:, None]).amax(-1)], 1)
         prompted = torch.cat([self.prompted, (known & self.prompted[:, None]).any(-1)], 1)
         steps = (ids[:, None] == drafted[:, :, None]).cumsum(1)  # [B, K, N]
-        along = torch.nn.functional.pad(steps, (0, 0, 1, 0))[:, self.ahead : self.ahead + columns]
+        steps = torch.nn.functional.pad(steps, (0, 0, 1, 0))  # [B, K + 1, N]
+        if isinstance(self.ahead, Tensor):
+            along = steps.gather(1, self._drafted_before(columns)[..., None].expand(-1, -1, ids.shape[1]))
+        else:
+            along = steps[:, self.ahead : self.ahead + columns]
         counts = counts[:, None] + along  # [B, T, N]
         return ids, counts, prompted[:, None] | (counts > 0)

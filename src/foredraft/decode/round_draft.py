@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -14,10 +15,11 @@ from foredraft.decode.noise import NoiseKeys
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.siblings import Siblings
 from foredraft.model.runner import Resume
 from foredraft.model.transfers import upload
 
-__all__ = ["Draft", "RoundInputs", "lengths_tensor", "no_draft", "pad_rows"]
+__all__ = ["Draft", "RoundInputs", "lengths_tensor", "no_draft", "pad_rows", "with_siblings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Draft:
         undrawn: [B] int64, draft steps that proposed no token; None where the policy leaves no place undrawn.
         host_tokens: The tokens of every row as far as they reach, [B] lists; None where the host has to read
             them.
+        siblings: Further choices beside the tokens; None without any.
     """
 
     tokens: Tensor
@@ -44,11 +47,12 @@ class Draft:
     host_lengths: list[int] | None = None
     undrawn: Tensor | None = None
     host_tokens: list[list[int]] | None = None
+    siblings: Siblings | None = None
 
     @property
     def proposal(self) -> Draft:
-        """Return what the acceptance rules read: tokens, lengths and q."""
-        return Draft(self.tokens, self.lengths, self.q)
+        """Return what the decision reads: tokens, lengths, q and siblings."""
+        return Draft(self.tokens, self.lengths, self.q, siblings=self.siblings)
 
     @classmethod
     def combine(cls, parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
@@ -82,7 +86,9 @@ class Draft:
         )
         # The verifying pass resumes at one depth; the lower layers of other rows simply run again.
         resume = next((draft.resume for _, draft in parts if draft.resume is not None), None)
-        return cls(tokens, lengths, q, resume and resume.fit(width + 1), nonfinite, host_lengths, undrawn)
+        siblings = Siblings.combine([(upload(own, device), draft.siblings) for own, draft in parts])
+        resume = resume and resume.fit(width + 1)
+        return cls(tokens, lengths, q, resume, nonfinite, host_lengths, undrawn, siblings=siblings)
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class RoundInputs:
         table: Sampling parameters of the rows.
         vocabulary: Size V.
         device: Of the target.
+        siblings: [B] further choices beside the draft of each row, at most; none without.
         penalty_context: What the rows said, where penalties depend on it.
     """
 
@@ -107,6 +114,7 @@ class RoundInputs:
     table: SamplingTable
     vocabulary: int
     device: torch.device
+    siblings: Seq[int] = ()
 
     @cached_property
     def penalty_context(self) -> PenaltyContext | None:
@@ -164,6 +172,11 @@ class RoundInputs:
             attempt = upload(rows, self.device)
         position = start[:, None] + torch.arange(width, device=self.device)
         return NoiseKeys(base, position, attempt, rounds, self.table.vocab_ops, self.coupled)
+
+
+def with_siblings(draft: Draft, further: Tensor, budgets: Seq[int], siblings: Seq[int]) -> Draft:
+    """Return the draft with siblings out of its further choices; arguments as `Siblings.of`."""
+    return replace(draft, siblings=Siblings.of(further, draft.lengths, budgets, siblings))
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,8 @@ class RowResult:
     Attributes:
         accepted: Drafted tokens that are kept.
         next_token: The correction, the bonus or a plain step's token.
+        sibling: The sibling of the draft that `next_token` is; None where it is none.
+        after_sibling: The token after it.
         drafted: Length of the draft.
         target_nonfinite: The target's logits of a real column were not finite.
         drafter_nonfinite: The drafter's logits were not finite.
@@ -62,6 +65,8 @@ class RowResult:
     undrawn: int = 0
     dead_end: bool = False
     legal: list[int] | None = None
+    sibling: int | None = None
+    after_sibling: int = -1
 
     @property
     def new_tokens(self) -> list[int]:
@@ -98,6 +103,7 @@ def fetch_results(
     finite: Tensor,
     *,
     judge: Distribution,
+    p_after: Distribution | None = None,
     dead_ends: Seq[int | None],
     masks: Tensor | None = None,
     signal: Signal | None = None,
@@ -109,9 +115,10 @@ def fetch_results(
         draft: The round's.
         verdict: What the acceptance rule decided.
         p: The target's distributions at the K + 1 positions.
-        logits: The target's own, [B, K + 1, V].
-        finite: [B, K + 1] bool, the logits were finite.
+        logits: The target's own, [B, K + 1 + S, V]; the last S of siblings.
+        finite: [B, K + 1 + S] bool, the logits were finite.
         judge: Distributions by which the draft was judged; p, but under the lossy rule.
+        p_after: The target's distributions after a sibling, at one position.
         dead_ends: [B] drafted tokens after which a row's constraint allows none; None where it always does.
         masks: Of the constraints, [B, K + 1, V].
         signal: Confidence of the target that the policy wants.
@@ -128,21 +135,28 @@ def fetch_results(
         wanted["drafter_nonfinite"] = draft.nonfinite
     if draft.undrawn is not None:
         wanted["undrawn"] = draft.undrawn
+    last, k = verdict.last_column(draft.tokens.shape[1]), draft.tokens.shape[1]
+    if verdict.sibling is not None and verdict.after_sibling is not None:
+        wanted |= {"sibling": verdict.sibling, "after_sibling": verdict.after_sibling}
     if rows or traced:
         # the decided tokens in their columns; nothing reads past them
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
         new = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted, next_token)
     if rows:
         index = upload(rows, logits.device)
-        wanted["scores"] = score(logits[index], p.rows(index), new[index], top)
+        wanted["scores"] = score(logits[index, : k + 1], p.rows(index), new[index], top)
+        if p_after is not None:
+            own = logits[index, last[index]][:, None]
+            after = score(own, p_after.rows(index), verdict.last_token[index][:, None], top)
+            wanted["scores"] = torch.cat([wanted["scores"], after], 1)
     if traced:
         pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
         wanted["chances"] = torch.cat([*pair, p.at(new).gather(1, accepted)], 1)
         if masks is not None:
             wanted["legal"] = masks.sum(-1)
     if signal is not None:
-        last = logits[torch.arange(len(sequences), device=logits.device), verdict.accepted]  # [B, V]
-        wanted["target_confidence"] = target_confidence(last, verdict.next_token, signal)
+        own = logits[torch.arange(len(sequences), device=logits.device), last]  # [B, V]
+        wanted["target_confidence"] = target_confidence(own, verdict.last_token, signal)
     fetched = dict(zip(wanted, download(list(wanted.values())), strict=True))
     scores = dict(zip(rows, fetched.pop("scores").numpy(), strict=True)) if rows else {}
     columns = {name: tensor.tolist() for name, tensor in fetched.items()}
@@ -161,14 +175,18 @@ def _row_result(
     accepted, drafted, tokens = values["accepted"], values["drafted"], values["tokens"]
     chances: list[float] = values["chances"] if sequence.traced else []
     scores: list[Score] = []
+    sibling = values["sibling"] if values.get("sibling", -1) >= 0 else None
     if figures is not None:
         new = [*tokens[:accepted], values["next_token"]]
+        if sibling is not None:
+            new.append(values["after_sibling"])
+            figures = np.concatenate([figures[: accepted + 1], figures[-1:]])
         scores = scores_in(figures, new, top, sequence.params.logprobs or 0)
     return RowResult(
         accepted=accepted,
         next_token=values["next_token"],
         drafted=drafted,
-        target_nonfinite=not all(values["finite"][: drafted + 1]),
+        target_nonfinite=not all(values["finite"][: drafted + 1] + values["finite"][len(tokens) + 1 :]),
         drafter_nonfinite=bool(values.get("drafter_nonfinite", False)),
         tokens=tokens,
         scores=scores,
@@ -178,5 +196,7 @@ def _row_result(
         target_confidence=values.get("target_confidence"),
         undrawn=values.get("undrawn", 0),
         dead_end=dead_end == accepted,
+        sibling=sibling,
+        after_sibling=values.get("after_sibling", -1),
         legal=values.get("legal") if sequence.traced and sequence.constraint is not None else None,
     )

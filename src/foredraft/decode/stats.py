@@ -27,6 +27,7 @@ class Round:
             the number negative.
         drafter: The drafter that the policy chose; None in a plain step.
         undrawn: Draft steps that proposed no token, because the policy left their place to the target.
+        sibling: A sibling of the draft followed the accepted tokens, and one token more.
     """
 
     drafted: int
@@ -34,6 +35,7 @@ class Round:
     emitted: int
     drafter: str | None = None
     undrawn: int = 0
+    sibling: bool = False
 
     @property
     def steps(self) -> int:

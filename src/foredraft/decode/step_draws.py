@@ -5,8 +5,10 @@ All are functions of trees of tensors, which the draft loop and a draft in one c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
@@ -14,7 +16,7 @@ from foredraft.decode.noise import DRAFT, DrawKeys, HashedKeys, Noise, NoiseKeys
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.sampling import SamplingTable, distribution_of
 
-__all__ = ["Drawn", "StepDraws", "StepLogits", "draw", "hashed"]
+__all__ = ["Drawn", "StepDraws", "StepLogits", "draw", "hashed", "next_in_draw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,26 @@ def _token(q: Distribution, step: StepLogits) -> Tensor:
         return step.noise.pick(weights, step.keys, DRAFT)
 
     return q.draw(pick)
+
+
+def next_in_draw(step: StepLogits, drawn: Drawn, count: int) -> Tensor:
+    """Return the `count` tokens of every row that come next in the draw of a step, [B, 1, count] int64.
+
+    They are what the same draw gives without the tokens before them; -1 where no token is left.
+    """
+    logits, probs, token = step.logits, drawn.q.probs, drawn.token
+    found = [token]
+    for _ in range(count):
+        logits = logits.scatter(2, found[-1][..., None].clamp_min(0), -math.inf)
+        token = logits.argmax(-1)
+        token = token.where(logits.amax(-1) > -math.inf, -1)
+        if probs is not None:
+            assert step.keys is not None
+            probs = probs.scatter(2, found[-1][..., None].clamp_min(0), 0.0)
+            picked = step.noise.pick(probs, step.keys, DRAFT).where(probs.amax(-1) > 0, -1)
+            token = picked if drawn.q.one_hot is None else token.where(drawn.q.one_hot[:, None], picked)
+        found.append(token)
+    return torch.stack(found[1:], 2)
 
 
 def hashed(keys: NoiseKeys) -> HashedKeys:

@@ -113,15 +113,21 @@ typedef struct {
     Linear join;
 } Model;
 
-// Columns of a ragged batch. A group is a run of columns of one cache row at successive positions.
+// Columns of a ragged batch. A group is a run of columns of one cache row at successive positions. A leaf is a group of one
+// column whose key and value lie elsewhere in the row, because another column has them at its position: its attention takes them
+// as if they lay there, and no other column sees them.
 typedef struct {
     int64_t groups;
     const int64_t *first, *count, *start, *row;  // [groups]: first column, columns, first position, cache row
+    const int64_t *slot;  // [groups]: where the first column's key and value lie; null: all at their positions
     const void *const *rotary;  // rotary tables [positions, cos|sin, rotated]
     void *const *cache;  // of each layer [k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
     int64_t rows, positions;
     const void *inputs;  // [columns, input_layers, input_size], or the embeddings of pairs [columns, hidden]; null without both
 } Pass;
+
+// How far behind their positions the keys and values of a group lie; 0 but for a leaf.
+static inline int64_t behind(const Pass *p, int64_t group) { return p->slot ? p->slot[group] - p->start[group] : 0; }
 
 static inline int64_t last_column(const Pass *p, int64_t group) { return p->first[group] + p->count[group] - 1; }
 
@@ -319,7 +325,7 @@ static inline int64_t rotary_tables(const Model *m) {
 
 // The bytes of the copies of a pass and of two masks [layers].
 static int64_t pass_bytes(const Model *m, const Pass *p) {
-    return sizeof(int64_t) * (4 * p->groups + rotary_tables(m) + m->layers) + 2 * m->layers + 8 * LANES;
+    return sizeof(int64_t) * (5 * p->groups + rotary_tables(m) + m->layers) + 2 * m->layers + 8 * LANES;
 }
 
 static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
@@ -329,6 +335,7 @@ static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
     pass.count = copied(p->count, groups, memory);
     pass.start = copied(p->start, groups, memory);
     pass.row = copied(p->row, groups, memory);
+    if (p->slot) pass.slot = copied(p->slot, groups, memory);
     pass.rotary = copied(p->rotary, rotary_tables(m) * sizeof(void *), memory);
     pass.cache = copied(p->cache, m->layers * sizeof(void *), memory);
     return pass;
@@ -410,6 +417,9 @@ typedef struct {
     void *left;                    // [rows, hidden] output: the state of the pair that would follow; null: unwanted
     const int64_t *words;          // [the head's outputs] the tokens that they stand for; null: they are all tokens
     int64_t vocabulary;            // tokens
+    const int64_t *choices;        // [steps] how many tokens are wanted that come next in the draw of a step, `most` at most
+    int64_t most;
+    int64_t *further;              // [rows, steps, most] output: these, the likeliest first, or -1; null: unwanted
 } Draft;
 
 // Returns full [vocabulary]: the logits of the words [count] at the tokens that they stand for, and -inf elsewhere.

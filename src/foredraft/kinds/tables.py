@@ -65,12 +65,13 @@ class DrafterKind:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOption:
-    """One entry of `policy_options`: a number from `least` to `most`, or one of `words`."""
+    """One entry of `policy_options`: a number from `least` to `most`, perhaps `whole`, or one of `words`."""
 
     default: float | str
     least: float = 0.0
     most: float = 1.0
     words: tuple[str, ...] = ()
+    whole: bool = False
 
     @property
     def allowed(self) -> str:
@@ -78,7 +79,7 @@ class PolicyOption:
         return (
             f"one of {', '.join(self.words)}"
             if self.words
-            else f"a number from {self.least:g} to {self.most:g}"
+            else f"a {'whole ' * self.whole}number from {self.least:g} to {self.most:g}"
         )
 
 
@@ -208,7 +209,12 @@ POLICIES: dict[str, PolicyKind] = {
         max_draft=10,
         uses_costs=True,
     ),
-    "fixed": PolicyKind("always the longest draft", _policy("Fixed"), max_draft=5),
+    "fixed": PolicyKind(
+        "always the longest draft",
+        _policy("Fixed"),
+        max_draft=5,
+        settings={"siblings": PolicyOption(0, most=32, whole=True)},
+    ),
     "heuristic": PolicyKind(
         "2 tokens more after a fully accepted draft, 1 fewer otherwise",
         _policy("Heuristic"),

@@ -59,9 +59,9 @@ def _read(name: str, value: object, setting: PolicyOption) -> float | str:
         number = float(value)
     except (ValueError, OverflowError):
         raise wrong from None
-    if not setting.least <= number <= setting.most:
+    if not setting.least <= number <= setting.most or (setting.whole and number % 1):
         raise wrong
-    return number
+    return int(number) if setting.whole else number
 
 
 def make_policy(
@@ -84,8 +84,13 @@ def make_policy(
         longest: Draft length that may pay with a loaded drafter. Only a policy that compares costs uses it.
 
     Raises:
-        ConfigError: No verifying pass takes `max_draft`.
+        ConfigError: No verifying pass takes `max_draft`, or siblings.
     """
+    if settings.get("siblings") and not target.takes_leaves:
+        raise ConfigError(
+            "has siblings, which only passes of the C kernels take", option="policy_options",
+            remedy="leave them out",
+        )  # fmt: skip
     kind = POLICIES[policy]
     own = max(kind.max_draft, longest) if kind.uses_costs else planned or kind.max_draft
     return kind.make(longest_draft(max_draft, own, target), **settings)

@@ -225,6 +225,16 @@ class KVCache(CacheLayers):
                 copy.copy_(original)
         self.lengths[target] = length
 
+    def move(self, row: int, source: int, target: int) -> None:
+        """Copy the keys and values at position `source` of one row to position `target`."""
+        for keys, values in self._pairs:
+            values[:, row, :, target] = values[:, row, :, source]
+            if self.blocked:
+                moved = keys[:, row, :, source // BLOCK, :, source % BLOCK]
+                keys[:, row, :, target // BLOCK, :, target % BLOCK] = moved
+            else:
+                keys[:, row, :, target] = keys[:, row, :, source]
+
     def take(self, row: int, start: int, stop: int) -> Span:
         """Return a copy of the positions `start` up to, not including, `stop` of one row."""
         return Span(row, start, stop, tuple(part.clone() for part in self._views(row, start, stop)))

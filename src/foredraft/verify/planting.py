@@ -130,7 +130,7 @@ class _CommittedContext(PenaltyContext):
 
     __slots__ = ()
 
-    def along(self, drafted: Tensor, ahead: int = 0) -> PenaltyContext:
+    def along(self, drafted: Tensor, ahead: int | Tensor = 0) -> PenaltyContext:
         return self
 
 

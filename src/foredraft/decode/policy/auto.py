@@ -216,7 +216,7 @@ class Auto(Policy):
         held.rounds -= 1
         self._read_loss_ms += held.read_loss_ms
         held.read_loss_ms = 0.0
-        name, budget, context = held.decision
+        name, budget, context, _ = held.decision
         if name is not None:
             self._reads.append(row.unread.get(name, 0) if context is None else context)
         return Decision(name, min(budget, row.limits[name]), context) if name is not None else PLAIN

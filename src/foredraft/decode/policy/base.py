@@ -31,11 +31,13 @@ class Decision(NamedTuple):
         budget: Tokens to draft at most; 0 takes a plain step.
         context: Where the text is new to the drafter: how many of the last tokens before the pending one it
             reads. None reads all that it has not read.
+        siblings: Further choices beside the drafted tokens, at most.
     """
 
     drafter: str | None
     budget: int
     context: int | None = None
+    siblings: int = 0
 
 
 PLAIN = Decision(None, 0)
@@ -69,6 +71,7 @@ class Policy:
     Attributes:
         name: As users name it.
         max_draft: Longest draft, in tokens.
+        siblings: Further choices beside the tokens of each draft.
         stops_by_content: `may_draw` and `go_on` are called. Each call costs a [B]-sized read of the device.
         target_signal: Which confidence of the target `learn` receives; None spares its computation.
         uses_costs: The policy chooses among drafters by their cost. A drafter then reads a text only once it
@@ -77,6 +80,7 @@ class Policy:
 
     name: str
     max_draft: int
+    siblings: int = 0
     stops_by_content: bool = False
     target_signal: Signal | None = None
     uses_costs: bool = False
@@ -99,7 +103,7 @@ class Policy:
         for row in rows:
             name = next(iter(row.limits), None)
             budget = 0 if name is None else min(self.budget(row.sequence), row.limits[name])
-            decisions.append(Decision(name, budget))
+            decisions.append(Decision(name, budget, siblings=self.siblings))
         return decisions
 
     def may_draw(

@@ -13,9 +13,10 @@ __all__ = ["Fixed", "Heuristic"]
 
 @dataclass(frozen=True)
 class Fixed(Policy):
-    """Always draft `max_draft` tokens (gamma of Leviathan et al. 2023, arXiv 2211.17192)."""
+    """Always draft `max_draft` tokens (gamma of Leviathan et al. 2023, arXiv 2211.17192), with `siblings`."""
 
     max_draft: int
+    siblings: int = 0
     name: str = "fixed"
 
 

@@ -85,7 +85,7 @@ class EagleKernels:
     ) -> Tensor:
         """Run the layers over pairs; arguments and result as `Eagle3Head.run`. Keys lie in blocks."""
         (batch, width), rows = tokens.shape, enumerate(zip(starts, counts, strict=True), first_row)
-        groups = [(row, start, count) for row, (start, count) in rows if count]
+        groups = [(row, start, count, start) for row, (start, count) in rows if count]
         columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
         real = None if len(columns) == batch * width else upload(columns, cache.device)
         ids, x = tokens.flatten(), states.reshape(batch * width, -1)

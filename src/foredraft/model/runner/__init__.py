@@ -4,7 +4,7 @@ from foredraft.model.runner.compiled import check_compiler
 from foredraft.model.runner.fused import DraftInputs, FusedDraft, HeadWords, SamplingInputs
 from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
 from foredraft.model.runner.native import unserved_because
-from foredraft.model.runner.passes import Forward, Resume
+from foredraft.model.runner.passes import Forward, Leaves, Resume
 from foredraft.model.runner.runner import Runner, next_chunk
 from foredraft.model.runner.shape_cache import cached_shapes
 
@@ -14,6 +14,7 @@ __all__ = [
     "FusedDraft",
     "HeadWords",
     "InvariantShapes",
+    "Leaves",
     "Resume",
     "Runner",
     "SamplingInputs",

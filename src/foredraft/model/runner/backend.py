@@ -37,6 +37,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def takes_leaves(self) -> bool:
+        """Whether passes may have leaves, with the bits that plain decoding gives their tokens."""
+        ...
+
+    @property
     def shapes(self) -> InvariantShapes:
         """The shapes of its passes."""
         ...

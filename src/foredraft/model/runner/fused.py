@@ -85,6 +85,8 @@ class DraftInputs:
         allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
         draws: Draws the tokens where PyTorch's operators run the steps; the kernels draw by `sampling`.
         words: Those of a reduced head; every other token's logit is -inf. None: its outputs are the tokens.
+        choices: How many tokens are wanted that come next in the draw of each step, from the first one on;
+            the kernels alone give them.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -94,6 +96,7 @@ class DraftInputs:
     allowed: Sequence[Tensor | None] | None = None
     draws: Draws | None = None
     words: HeadWords | None = None
+    choices: Sequence[int] = ()
 
     @property
     def active(self) -> list[int]:
@@ -114,6 +117,8 @@ class FusedDraft:
         states: The states after which each token was drawn, entering the tapped layer, [B, K, D]; 0 past a
             row's draft length. None: no layer was tapped.
         drawn: What `draws` gave at each step; None where the kernels drew.
+        further: The tokens that come next in the draw of each one, [B, K, M] int64, -1 where there is none;
+            None: unwanted, or not known.
     """
 
     tokens: Tensor
@@ -121,3 +126,4 @@ class FusedDraft:
     probs: Tensor | None
     states: Tensor | None = None
     drawn: tuple[Any, ...] | None = None
+    further: Tensor | None = None

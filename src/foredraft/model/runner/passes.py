@@ -6,7 +6,9 @@ besides the weights. Both back ends (`backend`) give the real columns of a pass 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +16,11 @@ from torch import Tensor
 from foredraft.model.cache import CacheLayers
 from foredraft.model.plan import Plan
 
-__all__ = ["Forward", "Pass", "Resume"]
+__all__ = ["Forward", "Leaves", "Pass", "Resume"]
+
+# The leaves of each row, [B]: their columns, in order -> the column whose place each shares. A leaf is
+# another token in that place. It sees what is before the place, and itself; no other column sees it.
+Leaves: TypeAlias = Sequence[Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,8 @@ class Resume:
 class Pass:
     """One pass: column t of row b is position starts[b] + t of the cache row first_row + b.
 
+    A leaf has the position of the place that it shares. Its key and value lie where its own column is.
+
     Attributes:
         cache: The KV cache.
         tokens: Token ids, [B, T].
@@ -57,6 +65,7 @@ class Pass:
         at: The column of each row whose logits are wanted, [B]; None wants all.
         invariant: Keep to batch-invariant shapes.
         prefill: The pass reads a chunk of a prompt, which always has the same shape.
+        leaves: The leaves, behind all columns of `real`; None: there are none.
     """
 
     cache: CacheLayers
@@ -74,6 +83,11 @@ class Pass:
     at: Tensor | None = None
     invariant: bool = True
     prefill: bool = False
+    leaves: Leaves | None = None
+
+    def leaves_of(self, row: int) -> Mapping[int, int]:
+        """Return the leaves of a row of the pass: column -> the column whose place it shares."""
+        return {} if self.leaves is None else self.leaves[row]
 
     def check(self, queries: int) -> int:
         """Check that `queries` columns per row fit into the cache, and return the largest start of a row.
@@ -92,7 +106,9 @@ class Pass:
 
     def real_columns(self, queries: int) -> list[int]:
         """Return the indices of the real columns among [B, queries] columns, in row-major order."""
-        return [b * queries + t for b, columns in enumerate(self.real) for t in columns]
+        return [
+            b * queries + t for b, columns in enumerate(self.real) for t in (*columns, *self.leaves_of(b))
+        ]
 
     def below(self, resume: Resume) -> Pass | None:
         """Return the pass below `resume.depth` over the columns of unknown state; None: all are known."""
@@ -100,9 +116,11 @@ class Pass:
             range(max(real.start, known), real.stop)
             for real, known in zip(self.real, resume.known, strict=True)
         ]
-        first = min((columns.start for columns in unknown if columns), default=None)
-        if first is None:
+        starts = [columns.start for columns in unknown if columns]
+        starts += [column for row in self.leaves or () for column in row]
+        if not starts:
             return None
+        first = min(starts)
         return replace(
             self,
             tokens=self.tokens[:, first:],
@@ -112,6 +130,8 @@ class Pass:
             taps=(),
             head=False,
             at=None,
+            leaves=self.leaves
+            and [{column - first: place - first for column, place in row.items()} for row in self.leaves],
         )
 
 

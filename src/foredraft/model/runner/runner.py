@@ -28,7 +28,7 @@ from foredraft.model.runner.backend import Backend
 from foredraft.model.runner.fused import DraftInputs, FusedDraft
 from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.runner.native import NativeBackend
-from foredraft.model.runner.passes import Forward, Pass, Resume
+from foredraft.model.runner.passes import Forward, Leaves, Pass, Resume
 from foredraft.model.runner.torch_backend import CHUNK, TorchBackend
 from foredraft.model.transfers import dtype_name, upload
 
@@ -97,6 +97,11 @@ class Runner:
         decoder = self.decoder
         return "; ".join([f"{dtype_name(decoder.dtype)} on {decoder.device}", *self.backend.choices])
 
+    @property
+    def takes_leaves(self) -> bool:
+        """Whether a pass may have leaves: further tokens in the place of one of its columns."""
+        return self.backend.takes_leaves
+
     def uncaptured(self) -> AbstractContextManager[None]:
         """Capture no CUDA graph within the block: its passes have shapes that no later pass has."""
         return self.backend.uncaptured()
@@ -133,6 +138,7 @@ class Runner:
         at: Tensor | None = None,
         want_logits: bool = True,
         invariant: bool = True,
+        leaves: Leaves | None = None,
     ) -> Forward:
         """Run one pass: column t of row b is position starts[b] + t of the cache row first_row + b.
 
@@ -151,10 +157,15 @@ class Runner:
             at: The column of each row whose logits are wanted, [B]; None wants all.
             want_logits: Compute logits, where the pass runs to the last layer.
             invariant: Keep to batch-invariant shapes. False allows any shape; draft passes use it.
+            leaves: Columns behind the `counts` of each row that share the place of another one; only where
+                `takes_leaves`.
 
         Raises:
-            ValueError: Every row is idle, or the pass is too wide, or the columns do not fit into the cache.
+            ValueError: Every row is idle, or the pass is too wide, or the columns do not fit into the cache,
+                or this back end takes no leaves.
         """
+        if leaves is not None and not self.takes_leaves:
+            raise ValueError("passes of PyTorch's operators take no leaves")
         idle = idle or [False] * len(starts)
         active = [b for b, dummy in enumerate(idle) if not dummy]
         if not active:
@@ -162,7 +173,7 @@ class Runner:
         width = tokens.shape[1]
         real = [width] * len(starts) if counts is None else counts
         real = [0 if dummy else count for count, dummy in zip(real, idle, strict=True)]
-        self.forwarded += sum(real)
+        self.forwarded += sum(real) + sum(map(len, leaves or ()))
         depth = self.decoder.spec.layers if stop is None else stop
         pass_ = Pass(
             cache=cache,
@@ -178,6 +189,7 @@ class Runner:
             head=want_logits and depth == self.decoder.spec.layers,
             at=at,
             invariant=invariant,
+            leaves=leaves,
         )
         if resume is not None:
             self._resume(pass_, resume)

@@ -54,6 +54,7 @@ class TorchBackend:
     """
 
     native = False
+    takes_leaves = False  # a leaf's key, in a further place behind a mask, would be summed in another order
 
     def __init__(
         self,

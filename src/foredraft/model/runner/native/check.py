@@ -169,7 +169,7 @@ def _attention(probe: AttentionProbe, batch: int, queries: int, place: int, scal
     model = CModel(layers=1, heads=spec.heads)
     model.scale, model.softcap = spec.attention_scale, spec.attention_softcap or 0.0
     model.layer = ctypes.pointer(layer)
-    pass_: CPass = pass_struct(cache, [(row, start, queries) for row, start in enumerate(starts)], ())
+    pass_: CPass = pass_struct(cache, [(row, start, queries, start) for row, start in enumerate(starts)], ())
     out = torch.empty_like(x)
     kernels = library()
     assert kernels is not None

@@ -111,6 +111,7 @@ class NativeBackend:
 
     native = True
     fuses = True
+    takes_leaves = True
     shapes = KERNEL_SHAPES
 
     @classmethod
@@ -208,9 +209,8 @@ class NativeBackend:
     def run(self, pass_: Pass) -> Forward:
         batch, width = pass_.tokens.shape
         pass_.check(width)
-        rows = enumerate(zip(pass_.starts, pass_.real, strict=True), start=pass_.first_row)
-        groups = [(row, first + columns.start, len(columns)) for row, (first, columns) in rows if columns]
-        count = sum(columns for _, _, columns in groups)
+        groups = _groups(pass_)
+        count = sum(columns for _, _, columns, _ in groups)
         indices = None if count == batch * width else pass_.real_columns(width)
         real = None if indices is None else upload(indices, pass_.tokens.device)
 
@@ -348,8 +348,11 @@ class NativeBackend:
         rows, steps, words = len(lengths), max(lengths), inputs.words
         vocabulary = self.decoder.spec.vocab_size if words is None else words.vocabulary
         read = [token for row in active for token in tokens[row]]
-        pass_ = pass_struct(cache, [(row, starts[row], len(tokens[row])) for row in active], self._rotary)
-        numbers = array("q", (*read, *active, *(lengths[row] for row in active)))
+        pass_ = pass_struct(cache, _runs(starts, tokens, active), self._rotary)
+        most = max(inputs.choices, default=0)
+        choices = (*inputs.choices, *(0,) * (steps - len(inputs.choices)))
+        further = torch.full((rows, steps, most), -1) if most else None
+        numbers = array("q", (*read, *active, *(lengths[row] for row in active), *choices))
         address, _ = numbers.buffer_info()
         active_address = address + numbers.itemsize * len(read)
         drawn = torch.zeros(rows, steps, dtype=torch.int64)
@@ -379,6 +382,9 @@ class NativeBackend:
             states=pointer(states),
             words=None if words is None else words.tokens.data_ptr(),
             vocabulary=vocabulary,
+            choices=active_address + 2 * numbers.itemsize * len(active),
+            most=most,
+            further=pointer(further),
         )
         per_column = self._scratch_per_column + self.decoder.spec.hidden_size + 2 * self._inputs
         logits = torch.empty(len(active) * self.decoder.output.shape[0] + vocabulary)
@@ -400,7 +406,7 @@ class NativeBackend:
         )
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, cache, scratch)
-        return FusedDraft(drawn, finite, probs, states)
+        return FusedDraft(drawn, finite, probs, states, further=further)
 
     def _scratch(self, values: int) -> Tensor:
         """Return work memory of at least `values` elements, which the next call can use again."""
@@ -459,3 +465,19 @@ class NativeBackend:
             if product is not None:
                 setattr(made, name, linear_struct_of(product, spec.residual_scale if adds else None))
         return made
+
+
+def _groups(pass_: Pass) -> Groups:
+    """Return the runs of a pass in the order of its real columns; each leaf is a run of its own."""
+    groups = list[tuple[int, int, int, int]]()
+    for b, (start, columns) in enumerate(zip(pass_.starts, pass_.real, strict=True)):
+        row, first = pass_.first_row + b, start + columns.start
+        if columns:
+            groups.append((row, first, len(columns), first))
+        groups += [(row, start + place, 1, start + column) for column, place in pass_.leaves_of(b).items()]
+    return groups
+
+
+def _runs(starts: Sequence[int], tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> Groups:
+    """Return the runs of the first step of a draft."""
+    return [(row, starts[row], len(tokens[row]), starts[row]) for row in rows]

@@ -32,9 +32,8 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 512  # the head dimension that buffers in kernels.c have room for
-Groups: TypeAlias = Sequence[
-    tuple[int, int, int]
-]  # runs of columns: (cache row, first position, number of columns)
+# runs of columns: (cache row, first position, number of columns, where the first one's key and value lie)
+Groups: TypeAlias = Sequence[tuple[int, int, int, int]]
 
 
 class CNorm(ctypes.Structure):
@@ -93,7 +92,7 @@ class CModel(ctypes.Structure):
 class CPass(ctypes.Structure):
     _fields_ = (
         ("groups", c_int64),
-        *((name, c_void_p) for name in ("first", "count", "start", "row")),
+        *((name, c_void_p) for name in ("first", "count", "start", "row", "slot")),
         ("rotary", ctypes.POINTER(c_void_p)),
         ("cache", c_void_p),
         ("rows", c_int64),
@@ -118,6 +117,9 @@ class CDraft(ctypes.Structure):
         ("tap", c_int64),
         *((name, c_void_p) for name in ("states", "pairs", "left", "words")),
         ("vocabulary", c_int64),
+        ("choices", c_void_p),
+        ("most", c_int64),
+        ("further", c_void_p),
     )
 
 
@@ -133,13 +135,14 @@ def pass_struct(
         inputs: The address of the layers' inputs; None in models without.
     """
     assert cache.blocked, "the kernels read keys in blocks"
-    rows, starts, counts = zip(*groups, strict=True)
-    numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows))
+    rows, starts, counts, slots = zip(*groups, strict=True)
+    numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows, *slots))
     address, _ = numbers.buffer_info()
-    size = numbers.itemsize * len(groups)  # bytes of each of the four arrays
+    size = numbers.itemsize * len(groups)  # bytes of each of the five arrays
     pass_ = CPass(
         len(groups),
         *range(address, address + 4 * size, size),
+        None if slots == starts else address + 4 * size,  # no group is a leaf
         (c_void_p * len(rotary))(*rotary),
         cache.pointers,
         cache.rows,

@@ -1,0 +1,118 @@
+"""Siblings: further choices of a drafter at places of its draft, of which nothing is drafted further.
+
+A draft with siblings is a *comb*. One pass of the target verifies both: a sibling is a leaf of the pass, in
+the place of a drafted token (`model.runner.Leaves`). The acceptance rule judges the draft alone, and writes a
+token where the draft ends or is rejected. Where this token is a sibling, the target's row of the leaf gives
+the token after it as well. That is the plain step that would follow, a round earlier: the text keeps its law
+under every lossless rule, whatever the siblings are.
+
+Siblings are the tokens that come next in the draw of the drafted one: at temperature 0 the next likeliest; of
+a sampled draft those that the same noise draws without the tokens before them, so under `coupled` those that
+the target most likely writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.verdict import Verdict
+from foredraft.model.runner import Leaves
+from foredraft.model.transfers import upload
+
+__all__ = ["Siblings", "choices_of"]
+
+
+def choices_of(budgets: Seq[int], siblings: Seq[int]) -> list[int]:
+    """Return how many further choices a batch needs of each draft step, from the first one on.
+
+    The siblings of a row lie one to a place, from the first place on; those beyond the draft's length are
+    third choices, and so on.
+
+    Args:
+        budgets: [B] tokens that each row drafts at most.
+        siblings: [B] how many it has; empty where no row has any.
+
+    Examples:
+        >>> choices_of([4, 2], [3, 0]), choices_of([2], [3])
+        ([1, 1, 1], [2, 1])
+    """
+    if not any(siblings):
+        return []
+    rows = [(budget, count) for budget, count in zip(budgets, siblings, strict=True) if budget]
+    reached = max((min(pair) for pair in rows), default=0)
+    return [max(-(-(count - place) // budget) for budget, count in rows) for place in range(reached)]
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """The siblings of every row's draft.
+
+    Attributes:
+        tokens: [B, S] int64; -1 where there is none.
+        places: [B, S] int64, drafted tokens before each; 0 where there is none.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, further: Tensor, lengths: Tensor, budgets: Seq[int], siblings: Seq[int]) -> Siblings | None:
+        """Lay out the further choices [B, K, M] of a draft; None where no row has siblings.
+
+        Args:
+            further: -1 where there is none.
+            lengths: [B] of the drafts.
+            budgets: [B], as `choices_of`.
+            siblings: [B], as `choices_of`.
+        """
+        if not any(siblings):
+            return None
+        width, device = max(siblings), further.device
+        at = [
+            [divmod(index, budget)[::-1] for index in range(count)] + [(0, -1)] * (width - count)
+            if budget
+            else [(0, -1)] * width
+            for budget, count in zip(budgets, siblings, strict=True)
+        ]
+        places, choice = upload(at, device, torch.int64).unbind(2)  # [B, S] each
+        rows = torch.arange(len(at), device=device)[:, None]
+        reached = (choice >= 0) & (places < lengths[:, None])
+        steps = further.shape[1]  # all drafts may have ended before a place
+        tokens = further[rows, places.clamp_max(steps - 1), choice].where(reached, -1)
+        return cls(tokens, places.where(tokens >= 0, 0))
+
+    @classmethod
+    def combine(cls, parts: Seq[tuple[Tensor, Siblings | None]]) -> Siblings | None:
+        """Return the siblings of rows that several drafters drafted; each part's rows are [B] bool."""
+        known = [(own, part) for own, part in parts if part is not None]
+        if not known:
+            return None
+        width = max(part.tokens.shape[1] for _, part in known)
+        tokens = torch.full((len(known[0][0]), width), -1, device=known[0][0].device)
+        places = torch.zeros_like(tokens)
+        for own, part in known:
+            s = part.tokens.shape[1]
+            tokens[:, :s] = part.tokens.where(own[:, None], tokens[:, :s])
+            places[:, :s] = part.places.where(own[:, None], places[:, :s])
+        return cls(tokens, places)
+
+    def leaves(self, width: int) -> Leaves:
+        """Return the leaves of a verifying pass whose columns from `width` on are the siblings."""
+        rows = zip(self.tokens.tolist(), self.places.tolist(), strict=True)
+        return [
+            {
+                width + index: 1 + place
+                for index, (token, place) in enumerate(zip(*row, strict=True))
+                if token >= 0
+            }
+            for row in rows
+        ]
+
+    def written(self, verdict: Verdict) -> Tensor:
+        """Return which sibling the rule wrote after the accepted tokens, [B]; -1 where it is none."""
+        same = (self.places == verdict.accepted[:, None]) & (self.tokens == verdict.next_token[:, None])
+        return same.to(torch.int64).argmax(1).where(same.any(1), -1)
