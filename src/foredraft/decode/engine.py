@@ -294,9 +294,9 @@ class Engine:
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             try:
                 self._tell_drafters(sequence, base, outcome.emitted, forward)
-            except torch.OutOfMemoryError as error:
+            except torch.OutOfMemoryError as shortage:
                 if sequence.finish is None:  # else the text is whole, and needs no drafter any more
-                    finished.append((sequence, Finish.ERROR, memory_message(error)))
+                    finished.append((sequence, Finish.ERROR, memory_message(shortage)))
                     continue
             if learns and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
                 self.policy_of(sequence).learn(sequence, outcome, result.target_confidence)
