@@ -16,6 +16,7 @@ import torch
 
 from foredraft import LLM, SamplingParams
 from foredraft.decode.prefix_cache import PrefixCache
+from foredraft.kinds.tables import DRAFTERS as KINDS
 from foredraft.kinds.tables import POLICIES
 from tests.exactness import test_out_of_memory as memory
 from tests.rehearsal.graphs import Graph
@@ -55,7 +56,8 @@ SHORT = [
     ("draft model", "prediction", "prediction"),
     ("other tokenizer", "retokenize", "bias"), ("eagle3", "eagle3", "speculative"), ("eagle3", "eagle3", "ban"),
     ("early exit", "layer-skip", "typical"), ("skipped layers", "layer-skip", "bild"),
-    ("adapter", "kangaroo", "greedy"), ("adapter", "kangaroo", "scores"),
+    ("eagle", "eagle", "penalties"), ("medusa", "medusa", "regex"), ("dflash", "dflash", "speculative"),
+    ("dspark", "dspark", "cuts"), ("adapter", "kangaroo", "greedy"), ("adapter", "kangaroo", "scores"),
     ("gemma4", "gemma4-assistant", "cuts"), ("gemma4", "gemma4-assistant", "json"), ("gemma4", "none", "greedy"),
     ("gemma4 unified", "gemma4-assistant", "speculative"),
 ]  # fmt: skip
@@ -129,6 +131,9 @@ def check_option(models: Models, loaded: str, drafter: str, name: str) -> None:
 
 def test_every_drafter_and_every_option_once(models: Models) -> None:
     assert {loaded for loaded, *_ in SHORT} == {*DRAFTERS} and {name for *_, name in SHORT} == {*OPTIONS}
+    rehearsed = {name for names in DRAFTERS.values() for name in names}
+    # a request's own prediction drafts, `auto` is a choice among the others, and kernels of a CPU run the last
+    assert {*KINDS} == rehearsed | {"prediction", "auto", "low-bit"}, "a drafter is not rehearsed"
     for case in SHORT:
         check_option(models, *case)
 

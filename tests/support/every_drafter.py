@@ -15,8 +15,11 @@ from foredraft import LLM
 from foredraft.model.runner import packed
 from tests.support.adapters import save_adapter
 from tests.support.assistants import save_assistant, save_target
+from tests.support.blocks import save_block
 from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
+from tests.support.eagle import save_eagle
 from tests.support.heads import save_head
+from tests.support.medusa import save_medusa
 
 __all__ = ["DRAFT", "DRAFTERS", "load", "save_models"]
 
@@ -29,6 +32,10 @@ LOADED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "draft model": ({"draft": "small", "recent_texts": 4}, ("draft-model", "none", "lookup", "suffix")),
     "other tokenizer": ({"draft": "other"}, ("retokenize",)),
     "eagle3": ({"draft": "head", "drafter": "eagle3"}, ("eagle3",)),
+    "eagle": ({"draft": "eagle", "drafter": "eagle"}, ("eagle",)),
+    "medusa": ({"draft": "medusa", "drafter": "medusa"}, ("medusa",)),
+    "dflash": ({"draft": "dflash", "drafter": "dflash"}, ("dflash",)),
+    "dspark": ({"draft": "dspark", "drafter": "dspark"}, ("dspark",)),
     "early exit": ({"plan": "exit:3"}, ("layer-skip",)),
     "skipped layers": ({"plan": "skip:attn=1/mlp=2"}, ("layer-skip",)),
     "adapter": ({"adapter": "adapter"}, ("kangaroo",)),
@@ -49,6 +56,10 @@ def save_models(folder: Path) -> Path:
     _save_spoilt(target, folder / "small")
     save_checkpoint(folder / "other", seed=3, **{**keys, "num_hidden_layers": 1}, vocab_size=300)
     save_head(folder / "head", "speculators", WORDS, words=200, config=TAPS)
+    save_eagle(folder / "eagle", "eagle-2", WORDS)
+    save_medusa(folder / "medusa", "vllm", WORDS)
+    save_block(folder / "dflash", "speculators", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
+    save_block(folder / "dspark", "gated", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
     save_adapter(target, folder / "adapter")
     for kind, name in (("shared", "gemma4"), ("unified", "gemma4-unified")):
         own = save_target(folder / name, kind, WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0)
