@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import tempfile
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from foredraft import kernels
-from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
+from foredraft.decode.noise import DRAFT, DrawKeys, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.step_draws import StepLogits, draw, next_in_draw
 from foredraft.kernels.vocab import KernelVocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder
@@ -187,6 +189,76 @@ def test_tapped_states_are_those_of_single_steps(family: str, dtype: torch.dtype
             start, own = start + len(own), [int(drafted.tokens[row, step])]
         assert not drafted.states[row, count:].any()
     assert torch.equal(cache.memory, other.memory)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_further_choices_are_the_next_in_each_draw(sampled: bool, masked: bool) -> None:
+    """As the definition gives them; the draft is the same as without them."""
+    runner = Runner(decoder("llama", torch.float32))
+    allowed = masks() if masked else None
+    table = SamplingTable.of(PARAMS, CPU)
+    sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
+    asked = DraftInputs(READ, STARTS, LENGTHS, sampling_inputs, allowed, choices=(3, 1))
+    plain, drafted = (
+        fused(runner, filled(runner), sampled, allowed=allowed),
+        runner.draft(filled(runner), asked),
+    )
+    assert drafted is not None and drafted.further is not None
+    assert torch.equal(drafted.tokens, plain.tokens)
+    if drafted.probs is not None:
+        assert plain.probs is not None and torch.equal(drafted.probs, plain.probs)
+    other = filled(runner)
+    for row, count in enumerate(LENGTHS):
+        params = PARAMS[row] if sampled else SamplingParams(temperature=0)
+        own, start = READ[row], STARTS[row]
+        for step in range(count):
+            logits = runner.forward(other, torch.tensor([own]), [start], first_row=row).logits
+            assert logits is not None
+            mask = None if allowed is None or step else allowed[row]
+            seen = logits[:, -1:] if mask is None else logits[:, -1:].where(mask, -math.inf)
+            of_row = SamplingTable.of([params], CPU, vocab_ops=KernelVocabOps())
+            key = OneKey(noise().bits(DRAFT)[row : row + 1, step : step + 1])
+            by = StepLogits(seen, of_row, None, None, key, Noise(), greedy=False)
+            drawn = draw(by)
+            assert int(drawn.token) == drafted.tokens[row, step]
+            want = next_in_draw(by, drawn, (3, 1, 0, 0, 0, 0)[step])[0, 0] if step < 2 else torch.empty(0)
+            assert drafted.further[row, step].tolist() == want.tolist() + [-1] * (3 - len(want))
+            start, own = start + len(own), [int(drawn.token)]
+        assert (drafted.further[row, count:] == -1).all()
+
+
+class OneKey(DrawKeys):
+    """The key of one draw, [1, 1]."""
+
+    vocab_ops = KernelVocabOps()
+
+    def __init__(self, key: Tensor) -> None:
+        self.key = key
+
+    def bits(self, purpose: int) -> Tensor:
+        return self.key
+
+
+CHOICE_DEFECTS = {
+    "weights stay without the choices": ("while (found--) weights[tokens[found]] = before[found];", ""),
+    "a choice may come again": ("weights[token] = d->probs ? 0 : -INFINITY;", ""),
+    "every step has the choices of the first": ("d->choices[step], logits", "d->choices[0], logits"),
+    "a token without weight is chosen": ("if (weights[token] == (d->probs ? 0 : -INFINITY)) token = -1;", ""),
+}
+
+
+@pytest.mark.parametrize("name", CHOICE_DEFECTS)
+def test_wrong_choices_are_caught(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    decoder("llama", torch.float32)  # loaded before the defect
+    plant(monkeypatch, tmp_path, *CHOICE_DEFECTS[name])
+
+    def check() -> None:
+        for sampled, masked in ((True, True), (False, True), (True, False)):
+            test_further_choices_are_the_next_in_each_draw(sampled, masked)
+
+    with pytest.raises(AssertionError):
+        check()
 
 
 @pytest.mark.parametrize("size", [3, 97, 5000, 40000])

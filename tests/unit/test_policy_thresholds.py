@@ -86,7 +86,7 @@ def test_the_target_confidence_policy_drafts_above_its_threshold() -> None:
         (
             "fixed",
             {"threshold": 0.5},
-            "policy_options names 'threshold', which policy='fixed' does not have; leave it out",
+            "policy_options names 'threshold', which policy='fixed' does not have; give siblings",
         ),
         ("confidence", {"treshold": 0.5}, "policy_options names 'treshold', .*; give threshold"),
         ("confidence", {"threshold": 1.5}, "policy_options has threshold 1.5; give a number from 0 to 1"),
@@ -118,7 +118,10 @@ def test_the_target_confidence_policy_drafts_above_its_threshold() -> None:
             [("threshold", 0.5)],
             r"policy_options is \[.*\]; give a table, such as {'threshold': 0.6}",
         ),
-        ("fixed", "", "policy_options is '', but policy='fixed' has none; leave it out"),
+        ("fixed", "", "policy_options is ''; give a table, such as {'siblings': 0}"),
+        ("heuristic", "", "policy_options is '', but policy='heuristic' has none; leave it out"),
+        ("fixed", {"siblings": 1.5}, "policy_options has siblings 1.5; give a whole number from 0 to 32"),
+        ("fixed", {"siblings": 33}, "policy_options has siblings 33; give a whole number from 0 to 32"),
     ],
 )
 def test_bad_policy_options_are_refused_by_name(policy: str, given: Any, message: str) -> None:
@@ -132,6 +135,7 @@ def test_every_setting_reaches_its_policy() -> None:
         made = kind.make(5)
         for setting, about in kind.settings.items():
             assert getattr(made, setting) == about.default, (name, setting)
-            other = about.words[-1] if about.words else "0.125"
+            given, read = ("3", 3) if about.whole else ("0.125", 0.125)
+            other = about.words[-1] if about.words else given
             changed = kind.make(5, **check_settings(name, {setting: other}))
-            assert getattr(changed, setting) == (other if about.words else 0.125)
+            assert getattr(changed, setting) == (other if about.words else read)
