@@ -17,13 +17,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
 
 
-FEW = 3  # cases of one test
+FEW, MORE = 3, 12  # cases of one test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--cases", choices=("few", "others", "all"), default="few",
-        help=f"of each test with more than {FEW} cases: {FEW} of them, the others, or all",
+        "--cases", choices=("few", "more", "others", "all"), default="few",
+        help=f"of each test with more than {FEW} cases: {FEW} of them, more up to {MORE}, all others, or all",
     )  # fmt: skip
 
 
@@ -49,17 +49,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    few = {item for each in cases.values() for item in _few(each)}
-    left = [item for item in items if (item in few) != (asked == "few")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if (item in few) == (asked == "few")]
+    few = {item for each in cases.values() for item in _spread(each, FEW)}
+    more = {item for each in cases.values() for item in _spread(each, MORE)}
+    chosen = {"few": few, "more": more - few, "others": {*items} - few}[asked]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
-def _few(cases: list[pytest.Item]) -> list[pytest.Item]:
+def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
     """Return the cases of a test that stand for it: the first one, the last one, and some between."""
-    if len(cases) <= FEW:
+    if len(cases) <= count:
         return cases
-    return [cases[place * (len(cases) - 1) // (FEW - 1)] for place in range(FEW)]
+    return [cases[place * (len(cases) - 1) // (count - 1)] for place in range(count)]
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
