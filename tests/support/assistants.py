@@ -93,7 +93,7 @@ def reference_assistant(
     text_class, config_class, model_class = classes
     config = config_class(text_config=text_class(**text | own), **{"backbone_hidden_size": 64, **keys})
     config._attn_implementation = "eager"
-    with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+    with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
         torch.manual_seed(seed)
         # transformers 5.23 looks for layers with keys of their own, which an assistant has not
         patch.setattr(text_class, "kv_sharing_modes", property(lambda own: ["reuse"] * own.num_hidden_layers))

@@ -140,7 +140,7 @@ def save_lora(
         dtype: Of its tensors.
         **options: Of PEFT's `LoraConfig`.
     """
-    with quiet(), torch.random.fork_rng():
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + 1)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         config = peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": QKVO, "r": 4, **options})

@@ -81,7 +81,7 @@ def save_wrapped(
         text["vocab_size"] = trained.get_vocab_size()
     config = config_class(text_config=text, **top)
     config._attn_implementation = "eager"
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
         for parameter, tensor in model.named_parameters():
