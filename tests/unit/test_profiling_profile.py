@@ -75,7 +75,7 @@ class FakeCache:
 class FakeRunner:
     """A forward over n columns takes `first` + `column` (n - 1) ms; a whole draft 0.1 ms and `first` a step."""
 
-    chunk, max_queries, by_kernels, choices = 4, 16, False, ""
+    chunk, max_queries, by_kernels, takes_leaves, choices = 4, 16, False, False, ""
 
     def __init__(self, machine: Machine, name: str, first: float, column: float) -> None:
         self.decoder = SimpleNamespace(spec=name)
