@@ -118,9 +118,9 @@ def first_drafter_again(plan: Function) -> Function:
     first: dict[int, str] = {}
 
     def spoilt(sequences: list[Sequence], *rest: Any) -> Any:
-        budgets, chosen = plan(sequences, *rest)
+        budgets, chosen, siblings = plan(sequences, *rest)
         stale = [name and first.setdefault(s.id, name) for s, name in zip(sequences, chosen, strict=True)]
-        return budgets, stale
+        return budgets, stale, siblings
 
     return spoilt
 

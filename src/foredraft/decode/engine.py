@@ -297,6 +297,7 @@ class Engine:
                 finished.append((sequence, Finish.ERROR, nonfinite_message(sequence)))
                 continue
             outcome = self._append(sequence, result, drafter)
+            sequence.rounds.append(outcome)
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             failure = None
             try:
@@ -306,9 +307,9 @@ class Engine:
                     column = 1 + len(result.tokens) + result.sibling
                     emitted = self._append_after_sibling(sequence, result, base, column, forward)
                     outcome = replace(outcome, emitted=outcome.emitted + emitted, sibling=True)
+                    sequence.rounds[-1] = outcome
             except torch.OutOfMemoryError as error:
                 failure = memory_message(error)
-            sequence.rounds.append(outcome)
             if sequence.traced:
                 sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
             if failure is not None and sequence.finish is None:  # else the text needs no drafter any more
