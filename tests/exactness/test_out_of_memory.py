@@ -236,7 +236,7 @@ def test_a_defect_of_a_commit_is_caught(
 def test_a_drafter_that_is_not_rewound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache claims the tokens of its broken draft."""
     found = defect(
-        "no drafter is told of a broken round", faults.abandon_round, _without("rewind", DraftModel),
+        "the engine tells no drafter of a broken round", faults.abandon_round, _without("rewind", DraftModel),
         lambda: check_forgotten("draft-model"),
     )  # fmt: skip
     assert_caught(found, monkeypatch)

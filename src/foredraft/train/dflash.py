@@ -10,20 +10,18 @@ from typing import Any
 from foredraft.drafters.heads.block_files import MOST_SLOTS, is_dflash, layers_of
 from foredraft.drafters.heads.block_record import BlockRecord, spread_taps
 from foredraft.drafters.heads.block_writing import qwen3_body, z_lab_config
-from foredraft.drafters.heads.eagle3_writing import write_head
 from foredraft.errors import ConfigError
 from foredraft.model.spec import ModelSpec
 from foredraft.train.block_student import BlockStudent
 from foredraft.train.frequent_words import frequent_words
-from foredraft.train.loop import OnProgress, TrainingRun
+from foredraft.train.head_run import train_head
+from foredraft.train.loop import OnProgress
 from foredraft.train.preparation import Prepared, check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.target import step_weights
-from foredraft.train.training_checkpoints import TrainingProgress
 from foredraft.train.training_options import DFlashOptions
-from foredraft.train.validation import Validation
-from foredraft.train.written_drafter import holds_a_head, write_drafter
+from foredraft.train.written_drafter import holds_a_head
 
 __all__ = ["train_dflash"]
 
@@ -71,17 +69,8 @@ def _trained(
         decay=options.decay,
         seed=options.seed,
     )
-
-    def keep(validation: Validation, progress: TrainingProgress) -> None:
-        dtype = prepared.checkpoint.dtype
-        config = z_lab_config(body, record, spec, dtype)
-        write_drafter(student, processes, dtype, place, partial(write_head, place, config))
-
-    run = TrainingRun(
-        student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
-        prepared.folder, prepared.digest, processes, keep, place.exists, report,
-    )  # fmt: skip
-    return Result.of(place, run.train(), prepared)
+    config = z_lab_config(body, record, spec, prepared.checkpoint.dtype)
+    return train_head(student, config, _cost(prepared, student), options, prepared, processes, report)
 
 
 def _check(place: Path, target: ModelSpec, options: DFlashOptions) -> None:

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.drafters.heads.eagle3_files import is_eagle3
-from foredraft.drafters.heads.eagle3_writing import llama_body, specforge_config, write_head
+from foredraft.drafters.heads.eagle3_writing import llama_body, specforge_config
 from foredraft.drafters.heads.record import HeadRecord, default_taps
 from foredraft.errors import ConfigError
 from foredraft.model.spec import ModelSpec
 from foredraft.train.eagle3_student import Eagle3Student
 from foredraft.train.frequent_words import frequent_words
-from foredraft.train.loop import OnProgress, TrainingRun
+from foredraft.train.head_run import train_head
+from foredraft.train.loop import OnProgress
 from foredraft.train.preparation import Prepared, check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.target import step_weights
-from foredraft.train.training_checkpoints import TrainingProgress
 from foredraft.train.training_options import Eagle3Options
-from foredraft.train.validation import Validation
-from foredraft.train.written_drafter import holds_a_head, write_drafter
+from foredraft.train.written_drafter import holds_a_head
 
 __all__ = ["train_eagle3"]
 
@@ -66,17 +65,8 @@ def _trained(
         record, prepared.target.decoder, prepared.target.head_weight, vocabulary=words,
         steps=options.draft_length, decay=options.decay, seed=options.seed,
     )  # fmt: skip
-
-    def keep(validation: Validation, progress: TrainingProgress) -> None:
-        dtype = prepared.checkpoint.dtype
-        config = specforge_config(body, record, spec.eos_token_ids, dtype)
-        write_drafter(student, processes, dtype, place, partial(write_head, place, config))
-
-    run = TrainingRun(
-        student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
-        prepared.folder, prepared.digest, processes, keep, place.exists, report,
-    )  # fmt: skip
-    return Result.of(place, run.train(), prepared)
+    config = specforge_config(body, record, spec.eos_token_ids, prepared.checkpoint.dtype)
+    return train_head(student, config, _cost(prepared, student), options, prepared, processes, report)
 
 
 def _check(place: Path, target: ModelSpec, options: Eagle3Options) -> None:
