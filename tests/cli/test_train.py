@@ -125,49 +125,37 @@ def test_a_head_drafts_where_the_option_names_it(
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("kind", "more", "message"),
     [
-        (["--block", "1"], "--block is 1; give 2 or more"),
-        (["--block", "400"], "--block is 400; give 256 or less"),
         (
+            "eagle3",
+            [],
+            "--taps is '2,1,0', but the target has 3 layers, and a head reads after some of them in",
+        ),
+        ("eagle3", ["--taps", "1,3"], "--taps is '1,3', but the target has 3 layers"),
+        ("eagle3", ["--taps", "2,x"], "--taps is '2,x'; give layers such as 0,15"),
+        ("eagle3", ["--taps", "2,3", "--decay", "0"], "--decay is 0.0; give a number above 0, at most 1"),
+        ("dflash", ["--block", "1"], "--block is 1; give 2 or more"),
+        ("dflash", ["--block", "400"], "--block is 400; give 256 or less"),
+        (
+            "dflash",
             ["--taps", "2,3"],
             "--taps is '2,3', but the target has 3 layers, and a head reads after some of them in",
         ),
-        (["--layers", "1", "--mask-token", "99999"], "--mask-token is 99999, but the model has "),
-        (["--decay", "0"], "--decay is 0.0; give a number above 0, at most 1"),
-    ],
-)
-def test_what_a_block_cannot_be(
-    models: Path,
-    data: Path,
-    tmp_path: Path,
-    more: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(command(models, "dflash", data, "--out", str(tmp_path / "head"), *more)) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"foredraft: error: {message}")
-    assert not (tmp_path / "head").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([], "--taps is '2,1,0', but the target has 3 layers, and a head reads after some of them in"),
-        (["--taps", "1,3"], "--taps is '1,3', but the target has 3 layers"),
-        (["--taps", "2,x"], "--taps is '2,x'; give layers such as 0,15"),
-        (["--taps", "2,3", "--decay", "0"], "--decay is 0.0; give a number above 0, at most 1"),
+        ("dflash", ["--layers", "1", "--mask-token", "99999"], "--mask-token is 99999, but the model has "),
+        ("dflash", ["--decay", "0"], "--decay is 0.0; give a number above 0, at most 1"),
     ],
 )
 def test_a_mistake_on_a_head_is_one_line(
     models: Path,
     data: Path,
     tmp_path: Path,
+    kind: str,
     more: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(command(models, "eagle3", data, "--out", str(tmp_path / "head"), *more)) == 2
+    assert main(command(models, kind, data, "--out", str(tmp_path / "head"), *more)) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"foredraft: error: {message}")
     assert not (tmp_path / "head").exists()
 
