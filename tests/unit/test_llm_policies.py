@@ -9,6 +9,7 @@ import pytest
 import foredraft
 from foredraft import SamplingParams, demo
 from foredraft.decode.policy import Auto, ByRequest
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.errors import RequestError
 from foredraft.kinds import POLICIES
 from tests.support.loaded import engine_of
@@ -65,10 +66,13 @@ def test_a_request_has_its_own_longest_draft(llm: foredraft.LLM) -> None:
     check_longest_drafts(llm)
 
 
-def test_the_longest_draft_bounds_a_policy_that_compares_costs() -> None:
+def test_the_longest_draft_bounds_a_policy_that_compares_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Auto, "took", lambda self, seconds: None)  # a busy machine's clock decides nothing
     auto = load(policy="auto")
     [plain] = auto.generate(PROMPTS[:1], params(drafter="none"))
     free = {"prediction": plain.token_ids, "drafter": "prediction"}  # drafts that cost nothing and are right
+    policy: Any = engine_of(auto).policy
+    policy.use(CostTable({1: {1: 1.0}}, {"prediction": {1: (0.0, 0.0)}}))
     outputs = auto.generate(PROMPTS[:1] * 2, [params(max_draft=2, **free), params(**free)])
     assert 0 < len(outputs[0].stats.drafted_at) <= 2 < len(outputs[1].stats.drafted_at)
 
