@@ -14,6 +14,7 @@ import argparse
 import ast
 import json
 import random
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,11 +38,12 @@ def questions(corpus: Path) -> Iterator[str]:
                 tree = ast.parse(source.text)
         except (SyntaxError, ValueError):
             continue
+        lines = source.text.splitlines(keepends=True)
         for number, node in enumerate(ast.walk(tree)):
-            if not isinstance(node, ast.FunctionDef):
+            if not isinstance(node, ast.FunctionDef) or (told := ast.get_docstring(node)) is None:
                 continue
-            code, told = ast.get_source_segment(source.text, node), ast.get_docstring(node)
-            if code is None or told is None or not SHORTEST <= len(told) <= len(code) <= LONGEST:
+            code = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])).rstrip()
+            if not SHORTEST <= len(told) <= len(code) <= LONGEST:
                 continue
             yield (
                 f"Explain what this Python function does:\n\n{code}",

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from foredraft.decode import decision, draft_choice, step_draws
+from foredraft.decode.accept import Turns
 from foredraft.decode.decision import Decision, Evidence
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.engine import Engine
+from foredraft.decode.noise import ACCEPT, DrawKeys, Noise
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.siblings import Siblings
 from foredraft.decode.verdict import Verdict
+from tests.exactness import test_chi_square as chi
 from tests.exactness import test_siblings as tests
 from tests.support.parts import StopUnsure
 from tests.support.planting import Mutant, defect, replaced
@@ -32,6 +36,14 @@ Function = Callable[..., Any]
 
 def greedy_siblings() -> None:
     tests.test_tokens_are_those_of_plain_decoding(Fixed(3, siblings=5), 8)
+
+
+def sampled_siblings() -> None:
+    chi.test_two_tokens_of_an_often_rejected_drafter(2)
+
+
+def law_of_several_siblings() -> None:
+    tests.test_the_law_of_every_rule("speculative", 3)
 
 
 def coupled_siblings() -> None:
@@ -185,6 +197,34 @@ def sibling_not_counted(along: Function) -> Function:
     return spoilt
 
 
+def with_the_rejected_residual(take: Function) -> Function:
+    """A token is drawn from what was left before the siblings had their turns."""
+    return lambda turns, p, *rest: (p, take(turns, p, *rest)[1])
+
+
+def kept_at_its_turn(take: Function) -> Function:
+    """A sibling is kept whatever the coin says, if the target may write it."""
+
+    def spoilt(turns: Turns, p: Distribution, q: Distribution, *rest: Any) -> tuple[Distribution, Tensor]:
+        left, kept = take(turns, p, q, *rest)
+        first = turns.siblings.at(turns.places, 0)
+        may_be = (first >= 0) & (p.at(first.clamp_min(0)[:, None])[:, 0] > 0)
+        return left, first.where(may_be, kept)
+
+    return spoilt
+
+
+def by_the_coin_of_the_draft(take: Function) -> Function:
+    def spoilt(turns: Turns, p: Distribution, q: Distribution, keys: DrawKeys, noise: Noise) -> Any:
+        class Same:
+            def coin(self, keys: DrawKeys, purpose: int) -> Tensor:
+                return noise.coin(keys, ACCEPT)
+
+        return take(turns, p, q, keys, Same())
+
+    return spoilt
+
+
 def drawn_again(next_in_draw: Function) -> Function:
     def spoilt(step: Any, drawn: Any, count: int) -> Tensor:
         found: Tensor = next_in_draw(step, drawn, count)
@@ -233,6 +273,13 @@ DEFECTS: list[Mutant] = [
         sibling_not_counted,
         law_of_siblings_with_penalties,
     ),
+    defect("q as if nothing was drawn", Distribution.without, lambda _: lambda q, *_: q, law_of_siblings),
+    defect("a residual that is no law", Distribution.normalised, lambda _: lambda p, _: p, sampled_siblings),
+    defect(
+        "a rejected sibling's part drawn", Turns.take, with_the_rejected_residual, law_of_several_siblings
+    ),
+    defect("a sibling kept whatever the coin says", Turns.take, kept_at_its_turn, law_of_siblings),
+    defect("a sibling by the coin of the draft", Turns.take, by_the_coin_of_the_draft, sampled_siblings),
     defect("a duplicate sibling", step_draws.next_in_draw, drawn_again, greedy_siblings),
     defect("siblings beyond a draft", Siblings.of, beyond_the_draft, law_of_siblings_of_short_drafts),
     defect(

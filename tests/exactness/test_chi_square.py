@@ -53,7 +53,7 @@ def distribution(options: dict[str, Any]) -> dict[tuple[int, ...], float]:
     return outputs(TARGET.after, [1, 0], SamplingParams(max_new_tokens=JOINT, **options))
 
 
-@pytest.mark.parametrize("policy", [Fixed(3), RandomBudgets(4)], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [Fixed(3), RandomBudgets(4), Fixed(3, siblings=5)], ids=str)
 def test_the_joint_distribution_of_four_tokens(policy: Policy) -> None:
     for found, (drafter, options) in zip(sample(600, policy), ROWS, strict=True):
         assert_distributed(found, distribution(options), f"{drafter} {options}")
@@ -75,7 +75,8 @@ def test_a_policy_that_looks_at_rejected_tokens_keeps_the_distribution() -> None
     assert_distributed([output[:3] for output in found], outputs(target.after, [1, 0], params, limit=3))
 
 
-def test_two_tokens_of_an_often_rejected_drafter() -> None:
+@pytest.mark.parametrize("siblings", [0, 1, 2, 3])
+def test_two_tokens_of_an_often_rejected_drafter(siblings: int) -> None:
     """Rejected often, with residuals of several tokens."""
     target, draft = Table(4, 43, scale=0.5), Table(4, 44, scale=1.5)
     params = SamplingParams(max_new_tokens=2)
@@ -83,12 +84,14 @@ def test_two_tokens_of_an_often_rejected_drafter() -> None:
         Sequence(i, [1], params, seed=3, sample=i, drafters=("draft-model",), group=0) for i in range(3000)
     ]
     assert_distributed(
-        run(make_engine(target, draft, Fixed(1), rows=48), several), outputs(target.after, [1], params)
+        run(make_engine(target, draft, Fixed(1, siblings), rows=48), several),
+        outputs(target.after, [1], params),
     )
 
 
-def test_greedy_drafts_keep_the_distribution() -> None:
-    (found,) = sample(3000, Fixed(3), ROWS[:1], greedy_drafts=True)
+@pytest.mark.parametrize("siblings", [0, 3, 6])
+def test_greedy_drafts_keep_the_distribution(siblings: int) -> None:
+    (found,) = sample(3000, Fixed(3, siblings=siblings), ROWS[:1], greedy_drafts=True)
     assert_distributed(found, distribution({}))
 
 

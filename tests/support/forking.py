@@ -32,15 +32,21 @@ from foredraft.decode.noise import (
     DRAFT,
     RESIDUAL,
     ROLLBACK,
+    SIBLING_COIN,
     Noise,
     NoiseKeys,
 )
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Finish, Sequence, State
 
+SIBLING_COINS = tuple(range(SIBLING_COIN, SIBLING_COIN + 8))  # of the siblings of one place
 # What each rule draws by, beside the drafter; a rule that is not named draws as `speculative` does.
-DRAWN_BY = {"bild": (ROLLBACK,), "block": (BLOCK, BLOCK_NEXT), "speculative": (ACCEPT, RESIDUAL)}
-COINS = (ACCEPT, BLOCK)
+DRAWN_BY = {
+    "bild": (ROLLBACK,),
+    "block": (BLOCK, BLOCK_NEXT),
+    "speculative": (ACCEPT, RESIDUAL, *SIBLING_COINS),
+}
+COINS = (ACCEPT, BLOCK, *SIBLING_COINS)
 PREDICTED = (1, 0, 2, 1, 1, 0) * 8  # the prediction of every request
 
 
@@ -166,6 +172,7 @@ class Coin:
         ):
             kept.append([1] * len(own))
             whole = self.purpose == BLOCK
+            length = 1 if self.purpose in SIBLING_COINS else length
             for column in reversed(range(length)) if whole else range(length):
                 q, p_at = q_row[column], p_row[column]
                 chance = float(p_at > 0) if q == 0 else min(1.0, p_at / q)

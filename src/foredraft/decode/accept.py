@@ -3,6 +3,8 @@
 `speculative` (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a drafted
 token x is kept if u q(x) < p(x); the first rejected one is replaced by a draw from the residual
 norm(max(p - q, 0)); if all are kept, one more is drawn from p. The kept tokens have exactly p's distribution.
+Siblings of the rejected token are tested by turns before a token is drawn (recursive rejection without
+replacement: Jeon et al. 2024, arXiv 2402.14160; Yang et al. 2024, arXiv 2401.06706).
 
 `coupled`: the target's token at each position is y = argmax_v(log p(v) + g(position, v)) with Gumbel
 noise keyed by the position; the longest prefix where the draft equals y is kept, then y itself. The
@@ -30,15 +32,16 @@ from torch import Tensor
 
 from foredraft.decode.block_verification import block
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, DrawKeys, Noise
+from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, SIBLING_COIN, DrawKeys, Noise
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.round_draft import Draft
 from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.siblings import Siblings
 from foredraft.decode.verdict import Verdict
 from foredraft.decode.vocab_ops import leading
 from foredraft.model.transfers import upload
 
-__all__ = ["Rule", "SurpriseLimit", "Verdict", "accept", "bild", "coupled", "speculative"]
+__all__ = ["Rule", "SurpriseLimit", "Turns", "Verdict", "accept", "bild", "coupled", "speculative"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +102,61 @@ def speculative(draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Noi
         assert keys is not None
         accepted = leading(_keeps(noise.coin(keys, ACCEPT)[:, :k], draft.q.at(x), p.at(x)), draft.lengths)
     correction = p.position(accepted)
+    sibling = None
     if k:
-        rejected = accepted < draft.lengths
-        correction = correction.minus(draft.q.position(accepted.clamp_max(k - 1)), rejected)
+        rejected, q = accepted < draft.lengths, draft.q.position(accepted.clamp_max(k - 1))
+        correction = correction.minus(q, rejected)
+        if draft.siblings is not None:
+            assert keys is not None
+            token = x.gather(1, accepted.clamp_max(k - 1)[:, None])[:, 0]
+            turns = Turns(draft.siblings, accepted, token)
+            correction, sibling = turns.take(correction, q, keys.columns(accepted), noise)
 
     def pick(weights: Tensor) -> Tensor:
         assert keys is not None
         return noise.pick(weights, keys.columns(accepted), RESIDUAL)
 
-    return Verdict(accepted, correction.draw(pick)[:, 0])
+    next_token = correction.draw(pick)[:, 0]
+    return Verdict(accepted, next_token if sibling is None else sibling.where(sibling >= 0, next_token))
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of the siblings of rejected tokens; all [B].
+
+    Sibling x_j was drawn from q_j: q without the tokens that were drawn before it. It is kept if
+    u q_j(x_j) < p_j(x_j), where p_1 is the residual after the rejected token. Else p_{j+1} is the residual
+    norm(max(p_j - q_j, 0)), and the next sibling has its turn.
+
+    Attributes:
+        siblings: Of the draft. None lies at the place after its last token.
+        places: Drafted tokens that were accepted.
+        token: The token that was drafted next, and rejected; any token where all were accepted.
+    """
+
+    siblings: Siblings
+    places: Tensor
+    token: Tensor
+
+    def take(
+        self, p: Distribution, q: Distribution, keys: DrawKeys, noise: Noise
+    ) -> tuple[Distribution, Tensor]:
+        """Return what is left to draw a token from, and the sibling that is kept [B], -1 where none is.
+
+        p: the residual; q: of the drafter. Both at the place of the rejected token alone, as the keys are.
+        """
+        drawn, kept = self.token, torch.full_like(self.token, -1)
+        for choice in range(self.siblings.most):
+            x = self.siblings.at(self.places, choice)
+            has_turn = (x >= 0) & (kept < 0)
+            x = x.clamp_min(0)
+            p, q = p.normalised(has_turn), q.without(drawn, x, has_turn)
+            chance, own = (each.at(x[:, None]).where(has_turn[:, None], 0.0) for each in (q, p))
+            keeps = _keeps(noise.coin(keys, SIBLING_COIN + choice), chance, own)[:, 0]
+            kept = x.where(keeps & has_turn, kept)
+            p = p.minus(q, has_turn & ~keeps)
+            drawn = x
+        return p, kept
 
 
 def _keeps(u: Tensor, q: Tensor, p: Tensor) -> Tensor:

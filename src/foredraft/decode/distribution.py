@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
+from foredraft.decode.vocab_sums import total
 
 __all__ = ["Distribution"]
 
@@ -139,6 +140,29 @@ class Distribution:
             return self.probs
         hot = torch.nn.functional.one_hot(self.ids, vocabulary).to(torch.float32)
         return hot if self.probs is None else torch.where(self._one_hot_rows[:, None, None], hot, self.probs)
+
+    def without(self, tokens: Tensor, heir: Tensor, where: Tensor) -> Distribution:
+        """Return what is left to draw from without tokens [B], in rows where `where` [B], with T = 1.
+
+        Args:
+            tokens: Were drawn.
+            heir: [B] the only possible tokens of one-hot rows after them.
+            where: Rows in which any token is left.
+        """
+        probs = ids = None
+        if self.probs is not None:
+            left = self.probs.scatter(2, tokens[:, None, None], 0.0)
+            probs = (left / total(left)).where(where[:, None, None], self.probs)
+        if self.ids is not None:
+            ids = heir[:, None].where(where[:, None], self.ids)
+        return Distribution(probs, ids, self.one_hot, self.vocab_ops)
+
+    def normalised(self, where: Tensor) -> Distribution:
+        """Return the distributions with sums of 1, in rows where `where` [B], with T = 1."""
+        if self.probs is None:
+            return self
+        probs = (self.probs / total(self.probs)).where(where[:, None, None], self.probs)
+        return Distribution(probs, self.ids, self.one_hot, self.vocab_ops)
 
     def scaled(self, weight: Tensor) -> Distribution:
         """Return the distributions times weight [B, T], unnormalised; one-hot rows stay as they are."""

@@ -34,6 +34,7 @@ __all__ = [
     "RESIDUAL",
     "ROLLBACK",
     "SIBLING",
+    "SIBLING_COIN",
     "DrawKeys",
     "Noise",
     "NoiseKeys",
@@ -48,6 +49,9 @@ ROLLBACK: Final = 5  # the target's token after what a lossy rule let stand
 BLOCK: Final = 6  # the coins of block verification
 BLOCK_NEXT: Final = 7  # the target's token after what it keeps
 SIBLING: Final = 8  # the target's token after a sibling, but under `coupled`
+SIBLING_COIN: Final = (
+    9  # the coin of a place's first sibling; each further one of the place has the next purpose
+)
 
 
 def seed_key(seed: int, sample: int) -> int:

@@ -1,10 +1,10 @@
 """Siblings: further choices of a drafter at places of its draft, of which nothing is drafted further.
 
 A draft with siblings is a *comb*. One pass of the target verifies both: a sibling is a leaf of the pass, in
-the place of a drafted token (`model.runner.Leaves`). The acceptance rule judges the draft alone, and writes a
-token where the draft ends or is rejected. Where this token is a sibling, the target's row of the leaf gives
-the token after it as well. That is the plain step that would follow, a round earlier: the text keeps its law
-under every lossless rule, whatever the siblings are.
+the place of a drafted token (`model.runner.Leaves`). The acceptance rule writes a token where the draft ends
+or is rejected. Where this token is a sibling, the target's row of the leaf gives the token after it as well.
+That is the plain step that would follow, a round earlier: the text keeps its law, whatever the siblings are.
+Rule `speculative` tests them by turns after a rejection (`accept`); the other rules do not know of them.
 
 Siblings are the tokens that come next in the draw of the drafted one: at temperature 0 the next likeliest; of
 a sampled draft those that the same noise draws without the tokens before them, so under `coupled` those that
@@ -52,12 +52,14 @@ class Siblings:
     """The siblings of every row's draft.
 
     Attributes:
-        tokens: [B, S] int64; -1 where there is none.
+        tokens: [B, S] int64; -1 where there is none. Those of one place lie in the order of the draw.
         places: [B, S] int64, drafted tokens before each; 0 where there is none.
+        most: Siblings of one place, at most.
     """
 
     tokens: Tensor
     places: Tensor
+    most: int
 
     @classmethod
     def of(cls, further: Tensor, lengths: Tensor, budgets: Seq[int], siblings: Seq[int]) -> Siblings | None:
@@ -83,7 +85,7 @@ class Siblings:
         reached = (choice >= 0) & (places < lengths[:, None])
         steps = further.shape[1]  # all drafts may have ended before a place
         tokens = further[rows, places.clamp_max(steps - 1), choice].where(reached, -1)
-        return cls(tokens, places.where(tokens >= 0, 0))
+        return cls(tokens, places.where(tokens >= 0, 0), further.shape[2])
 
     @classmethod
     def combine(cls, parts: Seq[tuple[Tensor, Siblings | None]]) -> Siblings | None:
@@ -98,7 +100,14 @@ class Siblings:
             s = part.tokens.shape[1]
             tokens[:, :s] = part.tokens.where(own[:, None], tokens[:, :s])
             places[:, :s] = part.places.where(own[:, None], places[:, :s])
-        return cls(tokens, places)
+        return cls(tokens, places, max(part.most for _, part in known))
+
+    def at(self, places: Tensor, choice: int) -> Tensor:
+        """Return each row's sibling at a place [B]: the first for `choice` 0. [B] int64, -1 where none is."""
+        there = (self.places == places[:, None]) & (self.tokens >= 0)
+        own = there & (there.cumsum(1) == choice + 1)
+        index = own.to(torch.int64).argmax(1)
+        return self.tokens.gather(1, index[:, None])[:, 0].where(own.any(1), -1)
 
     def leaves(self, width: int) -> Leaves:
         """Return the leaves of a verifying pass whose columns from `width` on are the siblings."""
