@@ -17,6 +17,7 @@ from foredraft.decode import decision, draft_choice, step_draws
 from foredraft.decode.accept import Turns
 from foredraft.decode.decision import Decision, Evidence
 from foredraft.decode.distribution import Distribution
+from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.noise import ACCEPT, DrawKeys, Noise
 from foredraft.decode.penalty_context import PenaltyContext
@@ -285,13 +286,13 @@ DEFECTS: list[Mutant] = [
     defect(
         "siblings under the lossy rule",
         draft_choice._may_have_siblings,
-        lambda sound: lambda sequence, *rest: sequence.constraint is None and rest[0] is not None,
+        lambda _: lambda sequence, drafter: sequence.constraint is None and isinstance(drafter, Stepper),
         lossy_law_of_siblings,
     ),
     defect(
         "siblings of a constrained row",
         draft_choice._may_have_siblings,
-        lambda sound: lambda sequence, *rest: rest[0] is not None,
+        lambda _: lambda sequence, drafter: isinstance(drafter, Stepper),
         law_of_siblings_beside_constraints,
     ),
     defect("scores of the chain's row", Verdict.last_column, row_of_the_chain, scores_of_siblings),

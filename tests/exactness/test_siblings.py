@@ -11,7 +11,7 @@ import torch
 
 import foredraft
 from foredraft import LLM, SamplingParams, kernels
-from foredraft.decode.policy import Confidence, Fixed, Policy
+from foredraft.decode.policy import Auto, Confidence, Fixed, Policy
 from foredraft.decode.sequence import Finish, Origin, Sequence
 from tests.exactness import test_bits as bits
 from tests.exactness import test_coupled as coupled
@@ -21,6 +21,7 @@ from tests.support.forking import Case, outputs_of
 from tests.support.harness import DRAFTERS, make_engine, request, run
 from tests.support.loaded import engine_of
 from tests.support.parts import RandomBudgets, StopUnsure
+from tests.support.simulation import flat
 from tests.support.tabular import Table, Tabular
 
 V = identity.V
@@ -48,6 +49,17 @@ def test_tokens_are_those_of_plain_decoding(policy: Fixed, rows: int) -> None:
     for drafter in STEPPERS:
         assert written([s for s in sequences if drafter in s.drafters])
     assert not written([s for s in sequences if not set(STEPPERS) & set(s.drafters)])
+
+
+def test_a_policy_that_compares_costs_takes_siblings() -> None:
+    """Where rows cost next to nothing; and texts that may have none say what they would."""
+    engine = make_engine(identity.TARGET, identity.DRAFT, Auto(4, flat(0.1, drafters=STEPPERS)), rows=8)
+    sequences = [identity.greedy(prompt, "draft-model") for prompt in identity.PROMPTS * 4]
+    assert run(engine, sequences) == [identity.reference(s.prompt) for s in sequences]
+    assert written(sequences)
+    sampled = [coupled.requests("draft-model"), coupled.requests(None)]
+    engine = make_engine(coupled.TARGET, coupled.DRAFT, Auto(4, flat(0.1, drafters=STEPPERS)), rows=5)
+    assert run(engine, sampled[0]) == run(make_engine(coupled.TARGET, rows=1), sampled[1])
 
 
 def test_a_round_with_a_sibling_emits_one_token_more() -> None:

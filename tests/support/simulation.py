@@ -41,6 +41,7 @@ class Row:
         confidence: Name -> confidence in its proposal, by tokens emitted.
         late: Drafters for which the text may begin late.
         enters: Rounds in which the row is still in prefill.
+        beside: Name -> where the sibling of a wrong token is right; drafters without have no siblings.
     """
 
     drafters: Mapping[str, Right]
@@ -50,6 +51,7 @@ class Row:
     confidence: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     late: frozenset[str] = frozenset()
     enters: int = 0
+    beside: Mapping[str, Right] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Simulated:
         ms: Time taken.
         plain: Time of plain decoding.
         rounds: Of every round, (drafter, budget) of the rows that decode.
+        siblings: Of every round, siblings in all.
         read: Tokens of texts that were new to a drafter and that it read, in order.
         ended: When each row ended, in ms.
     """
@@ -67,6 +70,7 @@ class Simulated:
     ms: float
     plain: float
     rounds: list[list[tuple[str | None, int]]]
+    siblings: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
 
@@ -127,19 +131,24 @@ def simulate(
         candidates = [_candidates(row, sequence) for _, row, sequence in decoding]
         decisions = policy.decide([*candidates, *idle])[: len(candidates)]
         result.rounds.append([(decision.drafter, decision.budget) for decision in decisions])
-        drafts = [*((d.drafter, d.budget) for d in decisions), *[(None, 0)] * len(idle)]
+        result.siblings.append(sum(decision.siblings for decision in decisions))
+        drafts = [*((d.drafter, d.budget, d.siblings) for d in decisions), *[(None, 0, 0)] * len(idle)]
         before = result.ms
         result.ms += round_ms(clock, drafts)
         for (index, row, sequence), options, decision in zip(decoding, candidates, decisions, strict=True):
             accepted = _draft(row, sequence, options, decision, clock, result)
-            sequence.tokens += [0] * (accepted + 1)
+            sibling = _sibling(row, sequence, decision, accepted)
+            sequence.tokens += [0] * (accepted + 1 + sibling)
             if decision.drafter is not None and decision.budget:
                 sequence.read[decision.drafter] = len(sequence.tokens) - 1 - (accepted == decision.budget)
-            outcome = Round(decision.budget, accepted, accepted + 1, decision.drafter)
+            outcome = Round(
+                decision.budget, accepted, accepted + 1 + sibling, decision.drafter,
+                siblings=decision.siblings, sibling=sibling,
+            )  # fmt: skip
             policy.learn(sequence, outcome, None)
             result.ended[index] = result.ms
         if slowdown is not None:
-            drafter = next((name for name, budget in drafts if budget), None)
+            drafter = next((name for name, budget, _ in drafts if budget), None)
             taken = (result.ms - before) * slowdown(len(result.rounds) - 1, drafter)
             result.ms = before + taken
             policy.took(taken / 1e3)
@@ -159,7 +168,16 @@ def _candidates(row: Row, sequence: Any) -> Candidates:
     }
     confidence = {name: row.confidence[name](done) for name in row.confidence if name in limits}
     late = {name for name in row.late if name not in sequence.read}
-    return Candidates(sequence, limits, unread, confidence, late)
+    combs = {name for name in row.beside if name in limits}
+    return Candidates(sequence, limits, unread, confidence, late, combs)
+
+
+def _sibling(row: Row, sequence: Any, decision: Decision, accepted: int) -> bool:
+    """Return whether a sibling is written, and a token after it is wanted."""
+    if decision.drafter is None or accepted >= min(decision.budget, decision.siblings):
+        return False
+    done = len(sequence.tokens) - row.prompt + accepted
+    return done + 1 < row.tokens and row.beside[decision.drafter](done)
 
 
 def _draft(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import PLAIN, Auto, Candidates, CostTable, Decision, Fixed
 from foredraft.decode.policy.auto import DECISION_ROUNDS, FIRST_WAIT, LATE_CONTEXT, LONGEST_WAIT, LossAccount
 from foredraft.decode.stats import Round
@@ -136,7 +137,7 @@ def test_rounds_that_draw_have_costs_of_their_own() -> None:
     policy = Auto(LONGEST)
     policy.use(flat(0.1), flat(2.0))
     for temperature, drafts in ((0, True), (0.7, False)):
-        sequence = sequence_of(policy, params=SimpleNamespace(temperature=temperature))
+        sequence = sequence_of(policy, params=SamplingParams(temperature=temperature))
         (decision,) = policy.decide([Candidates(sequence, {"small": LONGEST})])
         assert (decision.budget > 0) is drafts
 
@@ -393,3 +394,63 @@ def test_prompts_in_prefill_count_in_the_batch() -> None:
     assert simulate(Auto(LONGEST, STEEP), STEEP, rows[:1]).rounds[0] != [(None, 0)]
     batch = simulate(Auto(LONGEST, STEEP), STEEP, rows)
     assert all(choice == (None, 0) for each in batch.rounds[:8] for choice in each)
+
+
+# --- siblings -------------------------------------------------------------------------------------------
+
+
+def with_siblings(right: float, stands: float) -> Row:
+    """Return a row whose drafter is right, and whose siblings stand where it is not, with these probabilities."""
+    return Row({"small": right_with(right)}, tokens=2000, beside={"small": right_with(stands, seed=1)})
+
+
+@pytest.mark.parametrize("right", [0.4, 0.7])
+def test_siblings_are_drafted_where_they_pay(right: float) -> None:
+    """Against the best draft with a fixed number of siblings, and the best without."""
+    table, row = flat(), with_siblings(right, 0.6)
+
+    def fixed(budget: int, siblings: int) -> float:
+        return simulate(Fixed(budget, siblings), table, [row]).speedup
+
+    chain = max(fixed(budget, 0) for budget in range(1, 11))
+    comb = max(fixed(budget, siblings) for budget in range(1, 11) for siblings in range(1, budget + 1))
+    found = simulate(Auto(LONGEST, table), table, [row]).speedup
+    assert comb > 1.05 * chain
+    assert found > chain and found > 0.97 * comb
+
+
+def test_siblings_that_never_stand_cost_little() -> None:
+    table, row = flat(column=0.05), with_siblings(0.7, 0.0)
+    without = simulate(Auto(LONGEST, table), table, [replace(row, beside={})]).speedup
+    assert simulate(Auto(LONGEST, table), table, [row]).speedup > 0.97 * without
+
+
+def test_no_siblings_where_their_host_work_is_dear() -> None:
+    table, row = flat(), with_siblings(0.7, 0.9)
+    passes = {batch: dict(by) for batch, by in table.passes.items()}
+    dear = CostTable(passes, table.drafts, combs={1: 2.0})
+    found = simulate(Auto(LONGEST, dear), dear, [row])
+    assert found.speedup > 1.2 and not any(found.siblings)
+
+
+def test_rows_of_a_batch_share_columns_with_siblings() -> None:
+    table = flat(0.1)
+    rows = [with_siblings(right, 0.6) for right in (0.6, 0.65, 0.7)]
+    found = simulate(Auto(LONGEST, table), table, rows)
+    without = simulate(Auto(LONGEST, table), table, [replace(row, beside={}) for row in rows])
+    assert found.speedup > without.speedup
+    assert any(found.siblings)
+
+
+def test_each_rule_has_estimates_of_its_own() -> None:
+    """A sibling stands less often where a token was drawn from a residual."""
+    policy = Auto(LONGEST, flat())
+    rows = [
+        Candidates(
+            sequence_of(policy, params=SamplingParams(temperature=temperature, acceptance=rule)), {"small": 8},
+            combs={"small"},
+        )
+        for temperature, rule in ((0, "block"), (1, None), (1, "coupled"), (1, "block"))
+    ]  # fmt: skip
+    estimates = [policy._estimate(row, "small").pooled for row in rows]
+    assert len({*map(id, estimates)}) == 4

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from foredraft.decode.policy import CostTable
 from foredraft.decode.policy.acceptance import Acceptance
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.budgets import Prospect, Shape, best_budgets, best_length
 from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 from tests.support.simulation import flat
@@ -31,9 +32,16 @@ def test_costs_lie_on_lines_between_measured_ones() -> None:
 
 def test_a_round_costs_its_drafts_and_its_pass() -> None:
     table = CostTable({3: {3: 2.0, 9: 5.0}}, {"small": {3: (0.3, 0.1)}, "other": {3: (0.5, 0.2)}})
-    rows = [("small", 3), ("other", 1), ("small", 2)]
+    rows = [("small", 3, 0), ("other", 1, 0), ("small", 2, 0)]
     assert round_ms(table, rows) == pytest.approx((0.3 + 2 * 0.1) + 0.5 + (2.0 + 0.5 * 6)), "rows share steps"
-    assert round_ms(table, [(None, 0)] * 3) == 2.0
+    assert round_ms(table, [(None, 0, 0)] * 3) == 2.0
+
+
+def test_siblings_cost_their_columns_and_host_work() -> None:
+    table = CostTable({1: {1: 2.0, 9: 4.0}}, {"small": {1: (0.3, 0.1)}}, combs={1: 0.1, 4: 0.4})
+    assert round_ms(table, [("small", 2, 1)]) == pytest.approx(0.4 + 2.0 + 0.25 * 3 + 0.1)
+    assert [table.comb(batch) for batch in (1, 2, 4)] == pytest.approx([0.1, 0.2, 0.4])
+    assert CostTable({1: {1: 2.0}}, {}).comb(3) == 0.0
 
 
 def test_reading_costs_as_measured_or_as_a_pass_of_the_target() -> None:
@@ -75,11 +83,15 @@ def test_acceptance_is_estimated_as_its_equations_say() -> None:
     assert pooled.known
 
 
-def rate(table: CostTable, rows: list[Prospect | None], budgets: tuple[int, ...]) -> float:
-    """Return tokens per ms of a round with these draft lengths, by the definition."""
-    pairs = list(zip(rows, budgets, strict=True))
-    tokens = len(rows) + sum(sum(row.survival[:budget]) for row, budget in pairs if row is not None)
-    return tokens / round_ms(table, [(row and row.drafter, budget) for row, budget in pairs])
+def rate(table: CostTable, rows: list[Prospect | None], shapes: Sequence[Shape]) -> float:
+    """Return tokens per ms of a round with these drafts, by the definition."""
+    pairs = list(zip(rows, shapes, strict=True))
+    tokens = len(rows) + sum(
+        sum(row.survival[: shape.budget]) + sum(row.gains[: shape.siblings])
+        for row, shape in pairs
+        if row is not None
+    )
+    return tokens / round_ms(table, [(row and row.drafter, *shape) for row, shape in pairs])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -90,18 +102,30 @@ def test_no_budgets_are_better_than_the_best(seed: int) -> None:
     for _ in range(dice.randint(1, 3)):
         rates = [dice.choice([0.2, 0.6, 0.9, 1.0]) for _ in range(dice.randint(1, 4))]
         prospect = Prospect(
-            dice.choice(["small", "other", "lookup"]), tuple(itertools.accumulate(rates, float.__mul__))
+            dice.choice(["small", "other", "lookup"]),
+            tuple(itertools.accumulate(rates, float.__mul__)),
+            dice.choice([0.0, 0.3, 0.9]),
         )
         rows.append(prospect if dice.random() < 0.9 else None)
     batch = len(rows)
     widths, times = sorted(dice.sample(range(batch + 1, 16), 3)), sorted(dice.uniform(1, 2) for _ in range(4))
     steps = {name: {batch: (dice.uniform(0.05, 0.6), dice.uniform(0.05, 0.3))} for name in ("small", "other")}
     passes = {batch: dict(zip([batch, *widths], times, strict=True))}
-    table = CostTable(passes, steps | {"lookup": {batch: (0.0, 0.0)}})
+    combs = {batch: dice.choice([0.0, 0.02])}
+    table = CostTable(passes, steps | {"lookup": {batch: (0.0, 0.0)}}, combs=combs)
     found = best_budgets(table, rows)
-    ranges = [range(1 if row is None else len(row.survival) + 1) for row in rows]
-    best = max(rate(table, rows, budgets) for budgets in itertools.product(*ranges))
-    assert rate(table, rows, tuple(found)) == pytest.approx(best, rel=1e-12)
+    shapes = [
+        [Shape(k, m) for k in range(1 if row is None else len(row.survival) + 1) for m in range(k + 1)]
+        for row in rows
+    ]
+    best = max(
+        rate(table, rows, each)
+        for each in itertools.product(*shapes)
+        if all(
+            row is None or row.sibling or not shape.siblings for row, shape in zip(rows, each, strict=True)
+        )
+    )
+    assert rate(table, rows, found) == pytest.approx(best, rel=1e-12)
     if batch == 1 and rows[0] is not None:
         assert best_length(table, 1, rows[0]) == (pytest.approx(best), found[0])
 
@@ -109,9 +133,9 @@ def test_no_budgets_are_better_than_the_best(seed: int) -> None:
 def test_a_bad_row_among_good_ones_gets_no_draft() -> None:
     good, bad = Prospect("small", (0.8, 0.64, 0.5)), Prospect("small", (0.05, 0.0, 0.0))
     budgets = best_budgets(flat(), [bad, *[good] * 7])
-    assert budgets[0] == 0 and min(budgets[1:]) > 1
+    assert budgets[0].budget == 0 and min(budgets[1:]).budget > 1
 
 
 def test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out() -> None:
     table = CostTable({1: {1: 1.0, 2: 2.0}}, {"lookup": {1: (0.0, 0.0)}})
-    assert best_budgets(table, [Prospect("lookup", (0.5,))]) == [0]
+    assert best_budgets(table, [Prospect("lookup", (0.5,))]) == [Shape(0)]

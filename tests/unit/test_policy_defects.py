@@ -20,7 +20,7 @@ from foredraft.decode.policy import budgets as budgets_module
 from foredraft.decode.policy.acceptance import Acceptance
 from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Estimate, HeldDecision, LossAccount
 from foredraft.decode.policy.base import PLAIN
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.budgets import Prospect, Shape, best_budgets, best_length
 from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
@@ -30,6 +30,8 @@ from tests.unit import test_policy_cost_table as costs
 
 Function = Callable[..., Any]
 ALPHA: Any = Acceptance.alpha
+ACCEPTANCE_SIBLING: Any = Acceptance.sibling
+GAINS: Any = Prospect.gains
 
 
 def brute_force() -> None:
@@ -172,12 +174,12 @@ def a_trial_ends_at_once(learn: Function) -> Function:
     return spoilt
 
 
-def a_draft_always_pays(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, int]:
-    rate, length = best_length(table, batch, prospect)
-    return rate, max(length, 1)
+def a_draft_always_pays(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, Shape]:
+    rate, shape = best_length(table, batch, prospect)
+    return rate, max(shape, Shape(1))
 
 
-def one_token(table: CostTable, rows: Any) -> list[int]:
+def one_token(table: CostTable, rows: Any) -> list[Shape]:
     return best_budgets(table, [row and Prospect(row.drafter, row.survival[:1]) for row in rows])
 
 
@@ -252,6 +254,11 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[], object]]] = [
     ("one rejected draft drops a decision", auto_module._still_stands, during(auto_module, "REJECTED_DRAFTS", 1), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
     ("greedy costs for all rounds", Auto.decide, with_own("sampled", lambda policy: policy.greedy), auto.test_rounds_that_draw_have_costs_of_their_own),
     ("reasons of one row", Auto.why_plain, during(auto_module, "round_ms", lambda table, rows: round_ms(table, rows[:1])), auto.test_the_policy_says_why_it_decodes_plainly),
+    ("siblings cost nothing", round_ms, lambda sound: lambda table, rows: sound(table, [(*row[:2], 0) for row in rows]), costs.test_siblings_cost_their_columns_and_host_work),
+    ("siblings that gain nothing", GAINS, lambda _: lambda prospect: [], lambda: auto.test_siblings_are_drafted_where_they_pay(0.4)),
+    ("siblings believed to stand", ACCEPTANCE_SIBLING, lambda _: lambda own: 0.9, auto.test_siblings_that_never_stand_cost_little),
+    ("siblings at no host work", CostTable.comb, lambda _: lambda *args: 0.0, auto.test_no_siblings_where_their_host_work_is_dear),
+    ("one estimate for all rules", auto_module._rule_of, lambda _: lambda sequence: "", auto.test_each_rule_has_estimates_of_its_own),
     ("the wait stays", Estimate.learn, the_wait_stays, auto.test_the_wait_before_a_drafter_is_tried_again_doubles),
     ("a trial ends at once", Estimate.learn, a_trial_ends_at_once, auto.test_a_trial_that_succeeds_goes_on),
     ("hopeless trials", Auto._try_another, during(auto_module, "best_length", a_draft_always_pays), never_slower),

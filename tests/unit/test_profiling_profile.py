@@ -107,6 +107,10 @@ class Small(Drafter):
         self.draft_pass = DraftPass(runner)
 
 
+class Steps(Stepper):
+    name = "steps"
+
+
 class Free(Guesser):
     name = "free"
 
@@ -116,14 +120,20 @@ class Free(Guesser):
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    """Return the machine; `accept` takes 0.5 ms, and 0.1 ms for each drafted token; twice that where rows draw."""
+    """Return the machine. `accept` takes 0.5 ms, 0.1 ms for each drafted token and sibling, and 0.3 ms with siblings.
+
+    It takes twice that where rows draw.
+    """
     machine = Machine()
     for module in (timing, phases, measuring, profile, host):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     accept = engine_module.accept
 
     def slow(draft: Any, p: Any, *given: Any) -> Any:
-        machine.spend((0.5 + 0.1 * draft.tokens.shape[1]) * (1 if p.all_one_hot else 2), "accept")
+        ms = 0.5 + 0.1 * draft.tokens.shape[1]
+        if draft.siblings is not None:
+            ms += 0.3 + 0.1 * draft.siblings.tokens.shape[1]
+        machine.spend(ms * (1 if p.all_one_hot else 2), "accept")
         return accept(draft, p, *given)
 
     monkeypatch.setattr(engine_module, "accept", slow)
@@ -169,6 +179,21 @@ def test_a_profile_holds_passes_host_work_drafts_and_reads(machine: Machine) -> 
             )
             assert table.drafts["free"][batch] == (0.0, 0.0)
         assert table.reads == pytest.approx({"small": 0.01})
+
+
+def test_a_profile_holds_what_siblings_cost_the_host(machine: Machine) -> None:
+    """Where a drafter has further choices, and the passes of the target take them."""
+    engine = engine_of(machine, None, Steps())
+    assert not measure_profile(engine, LONGEST).greedy.combs
+    target: Any = engine.target
+    target.takes_leaves = True
+    found = measure_profile(engine, LONGEST)
+    assert found.believed
+    for table, factor in ((found.greedy, 1), (found.sampled, 2)):
+        assert dict(table.combs) == pytest.approx({1: 0.3 * factor, 4: 0.3 * factor})
+    assert not measure_profile(engine_of(machine, None, Free()), LONGEST).greedy.combs
+    target.max_queries = LONGEST + 1
+    assert not measure_profile(engine, LONGEST).greedy.combs, "no room for siblings"
 
 
 @pytest.mark.parametrize("positions", [8, 300])
@@ -646,7 +671,7 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
     ("host work ignores the budget", host._host_ms_of, lambda sound: lambda *args: sound(*args[:-1], inf), test_host_work_takes_no_further_round_once_time_is_up),
     ("a late profile is never believed", profile._doubt, lambda doubt: lambda seconds, budget, steady, sound: doubt(seconds, budget, [*steady, seconds < budget], sound), lambda machine: believed_however_late(machine)),
     ("a kept profile is not read", load_profile, during(user_cache, "read", lambda kind, key: None), test_a_kept_profile_is_read_back_without_measuring),
-    ("greedy host work for all rounds", host.host_ms, lambda sound: lambda *args, draws, until: sound(*args, draws=False), test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("greedy host work for all rounds", host.host_ms, lambda sound: lambda *args, draws, **more: sound(*args, draws=False, **more), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("host work does not grow with the columns", profile._with_host, host_spoilt(lambda ms: [ms[0], ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("no host work in a plain round", profile._with_host, host_spoilt(lambda ms: [0.0, ms[1] - ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step that holds its verifying pass", profile._draft_cost, lambda cost: lambda ms, *rest: cost(ms | {2: 0.0}, *rest), test_a_profile_holds_passes_host_work_drafts_and_reads),

@@ -47,31 +47,33 @@ def choose_drafts(
     siblings = [0] * len(sequences)
     chosen: list[str | None] = [None] * len(sequences)
     if has_drafters(sequences):
-        _ask_policy(sequences, idle, drafters, policy, max_queries, budgets, chosen, siblings)
+        rows = [
+            Candidates(sequence, {}, idle=True)
+            if is_idle
+            else _candidates(sequence, drafters, policy.of(sequence), max_queries, takes_leaves)
+            for sequence, is_idle in zip(sequences, idle, strict=True)
+        ]
+        _ask_policy(rows, drafters, policy, max_queries, budgets, chosen, siblings)
     for at, sequence in enumerate(sequences):
         if not idle[at] and not sequence.skip_draft:
             forced = forced_length(sequence, min(sequence.remaining, max_queries) - 1)
             if forced > budgets[at]:
-                budgets[at], chosen[at] = forced, JUMP_FORWARD
-        if not (takes_leaves and _may_have_siblings(sequence, chosen[at], drafters)):
-            siblings[at] = 0
+                budgets[at], chosen[at], siblings[at] = forced, JUMP_FORWARD, 0
     return budgets, chosen, siblings
 
 
-def _may_have_siblings(sequence: Sequence, chosen: str | None, drafters: Mapping[str, Drafter]) -> bool:
+def _may_have_siblings(sequence: Sequence, drafter: Drafter) -> bool:
     """Return whether a row's draft may have siblings.
 
     A guesser has no further choices. The lossy rule would say another text with siblings: the token after one
     is the target's own, where a drafted one might have stood.
     """
-    if chosen is None or chosen == JUMP_FORWARD or not isinstance(drafters[chosen], Stepper):
-        return False
-    return sequence.constraint is None and sequence.params.bound is None
+    free = sequence.constraint is None and sequence.params.bound is None
+    return free and isinstance(drafter, Stepper)
 
 
 def _ask_policy(
-    sequences: list[Sequence],
-    idle: list[bool],
+    rows: list[Candidates],
     drafters: Mapping[str, Drafter],
     policy: Policy,
     max_queries: int,
@@ -80,25 +82,24 @@ def _ask_policy(
     siblings: list[int],
 ) -> None:
     """Write the policy's decisions into budgets, drafters and siblings [B]; others as `choose_drafts`."""
-    rows = [
-        Candidates(sequence, {}, idle=True)
-        if is_idle
-        else _candidates(sequence, drafters, policy.of(sequence), max_queries)
-        for sequence, is_idle in zip(sequences, idle, strict=True)
-    ]
     for at, (row, decision) in enumerate(zip(rows, policy.decide(rows), strict=True)):
         name = decision.drafter
         if name not in row.limits or decision.budget < 1:
             continue
         budgets[at], chosen[at] = min(decision.budget, row.limits[name]), name
-        siblings[at] = min(decision.siblings, max_queries - 1 - budgets[at])
+        if name in row.combs:
+            siblings[at] = min(decision.siblings, max_queries - 1 - budgets[at])
         if decision.context is not None and name in row.late:
             start = len(row.sequence.tokens) - 1 - decision.context
             drafters[name].start_context(row.sequence, max(0, start))
 
 
 def _candidates(
-    sequence: Sequence, drafters: Mapping[str, Drafter], policy: Policy, max_queries: int
+    sequence: Sequence,
+    drafters: Mapping[str, Drafter],
+    policy: Policy,
+    max_queries: int,
+    takes_leaves: bool,
 ) -> Candidates:
     """Return what the row may draft.
 
@@ -127,4 +128,6 @@ def _candidates(
                 row.late.add(name)
         if limit > 0:
             row.limits[name] = limit
+            if takes_leaves and _may_have_siblings(sequence, drafter):
+                row.combs.add(name)
     return row

@@ -283,8 +283,11 @@ class Engine:
         """Move tokens, cache length, constraint, drafters and policy of every row together."""
         learns = has_drafters(inputs.sequences)
         finished: list[tuple[Sequence, Finish, str | None]] = []
-        rows = zip(inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, results, strict=True)
-        for sequence, idle, budget, drafter, result in rows:
+        siblings = inputs.siblings or [0] * len(results)
+        rows = zip(
+            inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, siblings, results, strict=True
+        )
+        for sequence, idle, budget, drafter, wanted, result in rows:
             if idle:
                 continue
             if sequence.failure is not None:  # what the round decided for the row was perhaps not constrained
@@ -296,7 +299,7 @@ class Engine:
             if result.target_nonfinite and result.drafted == 0:
                 finished.append((sequence, Finish.ERROR, nonfinite_message(sequence)))
                 continue
-            outcome = self._append(sequence, result, drafter)
+            outcome = replace(self._append(sequence, result, drafter), siblings=wanted)
             sequence.rounds.append(outcome)
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             failure = None

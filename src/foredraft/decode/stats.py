@@ -27,6 +27,7 @@ class Round:
             the number negative.
         drafter: The drafter that the policy chose; None in a plain step.
         undrawn: Draft steps that proposed no token, because the policy left their place to the target.
+        siblings: Further choices that the policy wanted beside the draft.
         sibling: A sibling of the draft followed the accepted tokens, and one token more.
     """
 
@@ -35,6 +36,7 @@ class Round:
     emitted: int
     drafter: str | None = None
     undrawn: int = 0
+    siblings: int = 0
     sibling: bool = False
 
     @property

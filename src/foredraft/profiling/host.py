@@ -6,11 +6,15 @@ import math
 import time
 from statistics import median_low
 
-from foredraft.decode.drafter import Guesser
+import torch
+from torch import Tensor
+
+from foredraft.decode.drafter import Guesser, Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sequence import Finish, Sequence
+from foredraft.model.runner import DraftInputs, FusedDraft
 from foredraft.profiling.phases import RoundClock, observed
 
 __all__ = ["host_ms"]
@@ -21,8 +25,12 @@ PROMPT = 1  # tokens of the sequences: nothing to read first, so that all rows b
 TEXTS = 4  # choices of the sequences' tokens that are tried: a model may be finite on most of its ids only
 
 
-def host_ms(engine: Engine, batch: int, length: int, *, draws: bool, until: float = math.inf) -> float | None:
+def host_ms(
+    engine: Engine, batch: int, length: int, *, draws: bool, siblings: int = 0, until: float = math.inf
+) -> float | None:
     """Return the ms of a round outside of drafts and forwards; each of `batch` rows drafts `length` tokens.
+
+    Each draft has so many siblings besides.
 
     The rounds run over the engine's target and cache, which must hold no sequence and are left empty. Where
     the model's logits are not finite on a text, a round leaves rows out, so another text is tried. After
@@ -35,19 +43,21 @@ def host_ms(engine: Engine, batch: int, length: int, *, draws: bool, until: floa
     for text in range(TEXTS):
         first = text * engine.vocabulary // TEXTS
         ids = [(first + row) % engine.vocabulary for row in range(batch)]
-        if (ms := _host_ms_of(engine, ids, length, draws, until)) is not None:
+        if (ms := _host_ms_of(engine, ids, Fixed(length, siblings), draws, until)) is not None:
             return ms
     return None
 
 
-def _host_ms_of(engine: Engine, ids: list[int], length: int, draws: bool, until: float) -> float | None:
+def _host_ms_of(engine: Engine, ids: list[int], policy: Fixed, draws: bool, until: float) -> float | None:
     """Return the ms with a row for each id, which is its text; None where no round counts."""
-    tokens = (ROUNDS + 3) * (length + 1) + 1  # a first round makes the engine steady
+    length = policy.max_draft
+    tokens = (ROUNDS + 3) * (length + 1 + bool(policy.siblings)) + 1  # a first round makes the engine steady
     if PROMPT + tokens > engine.cache.positions:
         tokens = engine.cache.positions - PROMPT
     own = Engine(
-        engine.target, engine.cache, Fixed(length), {"filler": _Filler()}, vocabulary=engine.vocabulary,
-        device=engine.device, vocab_ops=engine.vocab_ops,
+        engine.target, engine.cache, policy,
+        {"filler": _CombFiller(engine.vocabulary) if policy.siblings else _Filler()},
+        vocabulary=engine.vocabulary, device=engine.device, vocab_ops=engine.vocab_ops,
     )  # fmt: skip
     params = SamplingParams(temperature=float(draws), max_new_tokens=tokens, ignore_eos=True)
     drafters = ("filler",) if length else ()
@@ -90,3 +100,27 @@ class _Filler(Guesser):
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         return [sequence.prompt[:1] * budget for sequence, budget in requests]
+
+
+class _CombFiller(Stepper):
+    """Drafts token 0 again and again, with other tokens beside it, at no cost."""
+
+    name = "filler"
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._probs: Tensor | None = None
+
+    def length(self, sequence: Sequence) -> int:
+        return len(sequence.tokens) - 1
+
+    def fused_draft(self, inputs: DraftInputs) -> FusedDraft:
+        rows, steps, most = len(inputs.lengths), max(inputs.lengths), max(inputs.choices, default=0)
+        if inputs.sampling is not None and (self._probs is None or self._probs.shape[:2] != (rows, steps)):
+            self._probs = torch.full((rows, steps, self._vocabulary), 1 / self._vocabulary)
+        return FusedDraft(
+            tokens=torch.zeros(rows, steps, dtype=torch.int64),
+            finite=torch.arange(steps) < torch.tensor(inputs.lengths)[:, None],
+            probs=None if inputs.sampling is None else self._probs,
+            further=torch.arange(1, 1 + most).expand(rows, steps, most),
+        )

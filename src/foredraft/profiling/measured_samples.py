@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.profiling.forwards import ForwardMeter, reading
 from foredraft.profiling.host import host_ms
@@ -72,7 +73,9 @@ class Forwards:
 
 
 class HostWork:
-    """The host work of rounds by batch: of plain ones and of the longest drafts, greedy and sampled.
+    """The host work of rounds by batch: of plain ones, of the longest drafts, and of these with siblings.
+
+    Each greedy and sampled; those with siblings where the engine may draft any.
 
     Attributes:
         batches: Those that were asked for.
@@ -81,6 +84,11 @@ class HostWork:
 
     def __init__(self, engine: Engine, longest: int) -> None:
         self.engine, self.longest = engine, longest
+        self.drafts = [(0, 0), (longest, 0)]
+        siblings = min(longest, engine.target.max_queries - 1 - longest)  # of one pass
+        steppers = any(isinstance(drafter, Stepper) for drafter in engine.drafters.values())
+        if steppers and engine.target.takes_leaves and siblings > 0:
+            self.drafts.append((longest, siblings))
         self.batches: list[int] = []
         self.sound = True
 
@@ -89,9 +97,10 @@ class HostWork:
         self.batches.append(batch)
         tried = False
         for draws in (False, True):
-            for length, cost in self._costs(batch, draws).items():
+            for (length, siblings), cost in self._costs(batch, draws).items():
                 if samples.ms(cost) is None and time.perf_counter() < deadline:
-                    took, tried = host_ms(self.engine, batch, length, draws=draws, until=deadline), True
+                    took = host_ms(self.engine, batch, length, draws=draws, siblings=siblings, until=deadline)
+                    tried = True
                     self.sound &= took is not None
                     if took is not None:
                         samples.add(cost, [took])
@@ -100,19 +109,32 @@ class HostWork:
     def ms(self, samples: Samples, *, draws: bool) -> dict[int, tuple[float, ...]]:
         """Return batch -> ms of a plain round and of the longest draft's: 0, where it is not known."""
         return {
-            batch: tuple(samples.ms(cost) or 0.0 for cost in self._costs(batch, draws).values())
+            batch: tuple(samples.ms(cost) or 0.0 for cost in list(self._costs(batch, draws).values())[:2])
             for batch in self.batches
         }
+
+    def comb_ms(self, samples: Samples, *, draws: bool) -> dict[int, float]:
+        """Return batch -> ms that siblings add to the longest draft's round beside their columns."""
+        found = {}
+        for batch, (plain, drafting) in self.ms(samples, draws=draws).items():
+            for (length, siblings), cost in list(self._costs(batch, draws).items())[2:]:
+                if (ms := samples.ms(cost)) is not None:
+                    column = max(0.0, drafting - plain) / length
+                    found[batch] = max(0.0, ms - plain - column * (length + siblings))
+        return found
 
     def steady(self, samples: Samples) -> list[bool]:
         """Return of each cost whether it has a sample, the least of a run's rounds, or none can be had."""
         costs = [self._costs(batch, draws) for batch in self.batches for draws in (False, True)]
         return [samples.ms(cost) is not None or not self.sound for named in costs for cost in named.values()]
 
-    def _costs(self, batch: int, draws: bool) -> dict[int, str]:
-        """Return drafted tokens -> the name of the cost among the samples."""
+    def _costs(self, batch: int, draws: bool) -> dict[tuple[int, int], str]:
+        """Return (drafted tokens, siblings) -> the name of the cost among the samples."""
         kind = "sampled" if draws else "greedy"
-        return {length: f"host of {batch} x {length}, {kind}" for length in (0, self.longest)}
+        return {
+            (length, siblings): f"host of {batch} x {length} + {siblings}, {kind}"
+            for length, siblings in self.drafts
+        }
 
 
 class Reading:

@@ -32,7 +32,7 @@ __all__ = ["Profile", "load_profile", "measure_profile", "use_profile"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 7  # of kept profiles; raised when what is measured changes, or the speed of the kernels
+FORMAT = 8  # of kept profiles; raised when what is measured changes, or the speed of the kernels
 ASSUMED_PASS = 2.0  # plain steps: most that the pass over the longest draft costs where samples scatter
 BUDGET_SECONDS = 3.0  # for all measuring: a load must not wait longer; only the work that runs then ends
 BUDGET_AGAIN = 1.0  # the same at later starts, which have costs to begin with
@@ -173,10 +173,11 @@ def measure_profile(
     if doubt is not None:
         passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
     drafts, reads = _drafts(engine, timed, samples), reading.ms(samples)  # these draw no tokens
-    greedy, sampled = (
-        CostTable(_with_host(passes, host.ms(samples, draws=draws), longest), drafts, reads)
-        for draws in (False, True)
-    )
+    tables = []
+    for draws in (False, True):
+        known = _with_host(passes, host.ms(samples, draws=draws), longest)
+        tables.append(CostTable(known, drafts, reads, combs=host.comb_ms(samples, draws=draws)))
+    greedy, sampled = tables
     return Profile(greedy, sampled, doubt, seconds)
 
 

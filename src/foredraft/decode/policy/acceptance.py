@@ -11,6 +11,8 @@ __all__ = ["Acceptance"]
 
 PRIOR_ALPHA = 0.7  # acceptance of a drafter without history: typical of published draft models
 PRIOR_ROUNDS = 8.0  # rounds that a prior weighs as much as: few enough that a text that differs shows
+# Share of rejected tokens whose sibling stands: of most replays the least (benchmarks/notes/trees.md).
+PRIOR_SIBLING = 0.4
 REQUEST_FADE = 0.9  # weight of a request's round after the next one: it remembers about 10 rounds
 POOL_FADE = 0.98  # the same of all requests together: about 50 rounds
 
@@ -24,6 +26,10 @@ class Acceptance:
         alpha = (sum_j kept_j + w alpha') / (sum_j tried_j + w)
         r_j   = (kept_j + w r'_j alpha / alpha') / (tried_j + w)
         s_j   = r_1 ... r_j,  P(the first j drafted tokens are all accepted)
+        h     = (written + w h') / (met + w),  P(a sibling is written | the token beside it is rejected)
+
+    `met` counts rejected tokens that had a sibling. It fades in every round, so that siblings that did not
+    pay are tried again.
 
     Args:
         length: Longest draft.
@@ -34,6 +40,7 @@ class Acceptance:
     def __init__(self, length: int, prior: Acceptance | None = None, assumed: float = PRIOR_ALPHA) -> None:
         self.prior, self.assumed = prior, assumed
         self.tried, self.kept = [0.0] * length, [0.0] * length
+        self.met = self.written = 0.0
 
     @property
     def known(self) -> bool:
@@ -54,6 +61,16 @@ class Acceptance:
         for position in range(min(outcome.accepted + 1, drafted, len(self.tried))):
             self.tried[position] += 1
             self.kept[position] += position < outcome.accepted
+        self.met, self.written = fade * self.met, fade * self.written
+        if outcome.accepted < min(outcome.drafted, outcome.siblings):
+            self.met += 1
+            self.written += outcome.sibling
+
+    @property
+    def sibling(self) -> float:
+        """Return P(a sibling is written | the token beside it is rejected)."""
+        prior = PRIOR_SIBLING if self.prior is None else self.prior.sibling
+        return (self.written + PRIOR_ROUNDS * prior) / (self.met + PRIOR_ROUNDS)
 
     def rates(self, length: int) -> list[float]:
         """Return r_1 ... r_length."""

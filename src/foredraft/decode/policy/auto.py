@@ -1,4 +1,4 @@
-"""The default policy: for the batch, the drafters and draft lengths that maximise tokens per millisecond.
+"""The default policy: for the batch, the drafters and drafts that maximise tokens per millisecond.
 
 Costs come from a `CostTable`, which no request changes, and a `Clock`, to which the engine tells what rounds
 took. Acceptance comes from running estimates: a request's own, with the drafter's pooled estimate as its
@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.budgets import Prospect, Shape, best_budgets, best_length
 from foredraft.decode.policy.clock import LEAST, TEXT, Clock, ClockedTable, TimedRound
 from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
@@ -133,7 +133,7 @@ class Auto(Policy):
         self.max_draft = max_draft
         self.use(greedy or CostTable.unmeasured(), sampled)
         self.measured = greedy is not None
-        self._pool: dict[tuple[Source, bool], Pooled] = {}
+        self._pool: dict[tuple[Source, str], Pooled] = {}  # by source and rule
         # Of the last round, until `_settle` charges it to its requests:
         self._round: list[tuple[RequestState, Round]] = []
         self._believed_ms = inf  # its cost before the clock learned from it; inf where the clock did not
@@ -176,8 +176,8 @@ class Auto(Policy):
         self._round.append((state, outcome))
 
     def took(self, seconds: float) -> None:
-        drafted = [(each.drafter, each.drafted) for _, each in self._round]
-        drafters = {name for name, _ in drafted if name is not None}
+        drafted = [_draft_of(each) for _, each in self._round]
+        drafters = {name for name, *_ in drafted if name is not None}
         if len(drafted) < self._rows or len(drafters) > 1:
             return  # forced tokens, or two drafters: neither tells what one drafter takes
         # `_settle` charges no more than this: a round that takes longer than the costs corrects them, and is
@@ -189,14 +189,14 @@ class Auto(Policy):
             ms, judged_ms = self._believed_ms + read_ms, read_ms
         else:
             ms = round_ms(told, drafted) + read_ms
-            judged_ms = ms - told.verify(len(drafted), len(drafted) + sum(count for _, count in drafted))
+            judged_ms = ms - round_ms(told, [(None, tokens, siblings) for _, tokens, siblings in drafted])
         self.table.clock.learn(name, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
         reasons: dict[str, str] = {}  # a drafter with several confidences is reported by the best
         for (name, _), known in sorted(state.estimates.items(), key=lambda each: each[1].acceptance.alpha):
-            chance, ms = known.acceptance.rates(1)[0], round_ms(self.table, [(name, 1)] * state.batch)
+            chance, ms = known.acceptance.rates(1)[0], round_ms(self.table, [(name, 1, 0)] * state.batch)
             speed = (1 + chance) * self.table.plain(state.batch) / ms
             reasons[name] = f"{name} at {speed:.2f} x plain decoding (acceptance {chance:.0%})"
         best = ", ".join(reasons.values())
@@ -216,10 +216,12 @@ class Auto(Policy):
         held.rounds -= 1
         self._read_loss_ms += held.read_loss_ms
         held.read_loss_ms = 0.0
-        name, budget, context, _ = held.decision
-        if name is not None:
-            self._reads.append(row.unread.get(name, 0) if context is None else context)
-        return Decision(name, min(budget, row.limits[name]), context) if name is not None else PLAIN
+        name, budget, context, siblings = held.decision
+        if name is None:
+            return PLAIN
+        self._reads.append(row.unread.get(name, 0) if context is None else context)
+        budget = min(budget, row.limits[name])
+        return Decision(name, budget, context, min(siblings, budget))
 
     def _decide_anew(self, rows: Seq[Candidates], keys: Seq[Key], left: float, plain: float) -> None:
         """Make the decision of every row: the most tokens per ms for the batch, within the cap."""
@@ -239,10 +241,10 @@ class Auto(Policy):
         best = [self._best(row, len(rows)) for row in rows]
         limit = self.max_draft
         while limit:
-            cut = [each and Prospect(each.drafter, each.survival[:limit]) for each in best]
+            cut = [each and each._replace(survival=each.survival[:limit]) for each in best]
             choices = [
-                self._hold(row, each.drafter, budget) if each and budget else HeldDecision(PLAIN)
-                for row, each, budget in zip(rows, cut, best_budgets(self.table, cut), strict=True)
+                self._hold(row, each.drafter, shape) if each and shape.budget else HeldDecision(PLAIN)
+                for row, each, shape in zip(rows, cut, best_budgets(self.table, cut), strict=True)
             ]
             read_loss_ms = sum(choice.read_loss_ms for choice in choices)
             if REJECTED_DRAFTS * (self._loss(choices, plain) - read_loss_ms) + read_loss_ms <= left:
@@ -260,10 +262,10 @@ class Auto(Policy):
         best, chosen = 0.0, None
         for name in row.limits:
             prospect, (_, read_ms, _) = self._prospect(row, name), self._reading(row, name)
-            rate, length = best_length(self.table, batch, prospect)
+            rate, shape = best_length(self.table, batch, prospect)
             if read_ms:
                 rate = rest / (rest / rate + batch * read_ms)
-                if not length or rate <= plain_rate:
+                if not shape.budget or rate <= plain_rate:
                     continue
             if rate > best:
                 best, chosen = rate, prospect
@@ -285,9 +287,9 @@ class Auto(Policy):
                 due = name != choices[at].decision.drafter and pooled.waited >= pooled.wait
                 if not due or tried not in (None, name) or not self._may_pay(row, name):
                     continue
-                length = best_length(self.table, 1, self._prospect(row, name))[1]
-                for budget in (max(length, 1), 1):
-                    trial = self._hold(row, name, budget, trial=True)
+                shape = best_length(self.table, 1, self._prospect(row, name))[1]
+                for tried_shape in (shape if shape.budget else Shape(1), Shape(1)):
+                    trial = self._hold(row, name, tried_shape, trial=True)
                     trial.alone = not drafts
                     if self._loss([*choices[:at], trial, *choices[at + 1 :]], plain) <= left:
                         choices[at], tried = trial, name
@@ -301,18 +303,20 @@ class Auto(Policy):
     def _may_pay(self, row: Candidates, name: str) -> bool:
         """Return whether a drafter would pay if it were always right, or has long waited to be timed."""
         certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
-        if best_length(self.table, 1, certain)[1] > 0:
+        if best_length(self.table, 1, certain)[1].budget:
             return True
         return self._estimate(row, name).pooled.waited >= TIMED_AFTER and self.table.clock.misses(name)
 
     def _loss(self, choices: Seq[HeldDecision], plain: float) -> float:
         """Return what a row loses in a round of these choices, in ms, if it gains nothing."""
-        ms = round_ms(self.table, [choice.decision[:2] for choice in choices])
+        drafts = [(each.drafter, each.budget, each.siblings) for each in (held.decision for held in choices)]
+        ms = round_ms(self.table, drafts)
         return ms - plain + sum(choice.read_loss_ms for choice in choices)
 
-    def _hold(self, row: Candidates, name: str, budget: int, trial: bool = False) -> HeldDecision:
+    def _hold(self, row: Candidates, name: str, shape: Shape, trial: bool = False) -> HeldDecision:
         context, _, loss_ms = self._reading(row, name, trial)
-        decision, estimate = Decision(name, budget, context), self._estimate(row, name)
+        decision = Decision(name, shape.budget, context, shape.siblings)
+        estimate = self._estimate(row, name)
         return HeldDecision(decision, estimate=estimate, trial=trial, read_loss_ms=loss_ms)
 
     def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
@@ -331,15 +335,16 @@ class Auto(Policy):
         return context, ms, 0.0 if is_new and (is_chosen or tokens <= LATE_CONTEXT) else ms
 
     def _prospect(self, row: Candidates, name: str) -> Prospect:
-        length = min(row.limits[name], self.max_draft)
-        return Prospect(name, self._estimate(row, name).acceptance.survival(length))
+        length, acceptance = min(row.limits[name], self.max_draft), self._estimate(row, name).acceptance
+        sibling = acceptance.sibling if name in row.combs else 0.0
+        return Prospect(name, acceptance.survival(length), sibling)
 
     def _estimate(self, row: Candidates, name: str) -> Estimate:
         """Return the request's own estimate of a drafter, which begins with the pooled one."""
         state, confidence = _state(row), row.confidence.get(name)
         source = name, confidence
         if source not in state.estimates:
-            kind, assumed = (source, row.sequence.params.temperature == 0), confidence or PRIOR_ALPHA
+            kind, assumed = (source, _rule_of(row.sequence)), confidence or PRIOR_ALPHA
             pooled = self._pool.setdefault(kind, Pooled(Acceptance(self.max_draft, assumed=assumed)))
             state.estimates[source] = Estimate(Acceptance(self.max_draft, pooled.acceptance), pooled)
         return state.estimates[source]
@@ -349,9 +354,9 @@ class Auto(Policy):
         if not self._round:
             return
         batch, outcomes = len(self._round), [outcome for _, outcome in self._round]
-        ms = round_ms(self.table, [(each.drafter, each.drafted) for each in outcomes])
+        ms = round_ms(self.table, [_draft_of(each) for each in outcomes])
         ms = min(ms, self._believed_ms) + self._read_loss_ms
-        plain, emitted = self.table.plain(batch), [1 + each.accepted for each in outcomes]
+        plain, emitted = self.table.plain(batch), [1 + each.accepted + each.sibling for each in outcomes]
         smaller = (plain - self.table.plain(1)) / max(1, batch - 1)  # what a row adds to a plain step
         for (state, _), tokens in zip(self._round, emitted, strict=True):
             ahead = sum(max(0, others - tokens) for others in emitted)
@@ -361,6 +366,19 @@ class Auto(Policy):
         for pooled in self._pool.values():
             pooled.waited += 1
         self._round, self._read_loss_ms, self._believed_ms = [], 0.0, inf
+
+
+def _draft_of(outcome: Round) -> tuple[str | None, int, int]:
+    """Return (drafter, tokens, siblings) of one row's draft."""
+    return outcome.drafter, outcome.drafted, outcome.siblings if outcome.drafted else 0
+
+
+def _rule_of(sequence: Sequence) -> str:
+    """Return the rule that judges a sequence's drafts: each accepts another share of the same drafts."""
+    params = sequence.params
+    if params.temperature == 0:
+        return "greedy"
+    return "coupled" if params.is_coupled else params.acceptance or "speculative"
 
 
 def _state(row: Candidates) -> RequestState:

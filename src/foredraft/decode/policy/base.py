@@ -53,6 +53,7 @@ class Candidates:
         unread: Drafter -> tokens before the pending one that it has not read.
         confidence: Drafter -> confidence in its next proposal, where it can tell (`Drafter.peek`).
         late: Drafters to which the text is new and for which it may begin late.
+        combs: Drafters whose drafts may have siblings.
         idle: The row is in prefill, or paused. It has no candidates, but it counts in the batch, where it
             soon decodes.
     """
@@ -62,6 +63,7 @@ class Candidates:
     unread: dict[str, int] = field(default_factory=dict)
     confidence: dict[str, float] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
+    combs: set[str] = field(default_factory=set)
     idle: bool = False
 
 

@@ -197,7 +197,7 @@ class ClockedTable:
 
     def __init__(self, table: CostTable, clock: Clock) -> None:
         self.told, self.clock = table, clock
-        self.verify, self.plain = table.verify, table.plain
+        self.verify, self.plain, self.comb = table.verify, table.plain, table.comb
 
     def draft(self, drafter: str, batch: int, steps: int) -> float:
         """Return the cost of `steps` draft steps for any of the batch's rows.

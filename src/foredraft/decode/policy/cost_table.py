@@ -26,6 +26,10 @@ class Costs(Protocol):
         """Return the cost of a plain step of `batch` rows."""
         ...
 
+    def comb(self, batch: int) -> float:
+        """Return what siblings add to a round beside their columns: host work."""
+        ...
+
     def draft(self, drafter: str, batch: int, steps: int) -> float:
         """Return the cost of `steps` draft steps for any of the batch's rows."""
         ...
@@ -46,6 +50,7 @@ class CostTable:
             tokens costs as many draft steps as a target's pass of n columns costs plain steps, on the line
             from its narrowest to its widest one.
         assumed: What is assumed of a drafter that is not in `drafts`: a draft step in plain steps.
+        combs: Batch -> what siblings add to a round beside their columns; nothing where it is missing.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class CostTable:
         drafts: Mapping[str, Mapping[int, tuple[float, float]]],
         reads: Mapping[str, float] | None = None,
         assumed: float = 0.25,
+        combs: Mapping[int, float] | None = None,
     ) -> None:
         # More columns never cost less: a sample that shows otherwise was disturbed.
         self.passes = {
@@ -61,6 +67,7 @@ class CostTable:
         }
         self.drafts = {drafter: dict(by) for drafter, by in drafts.items()}
         self.reads, self.assumed = dict(reads or {}), assumed
+        self.combs = sorted((combs or {}).items())
         self._verify: dict[tuple[int, int], float] = {}  # memos, because a decision asks for many costs
         self._steps: dict[tuple[str, int], list[float]] = {}
 
@@ -84,6 +91,10 @@ class CostTable:
     def plain(self, batch: int) -> float:
         """Return the cost of a plain step of `batch` rows."""
         return self.verify(batch, batch)
+
+    def comb(self, batch: int) -> float:
+        """Return what siblings add to a round beside their columns: host work."""
+        return _on_line(self.combs, batch) if self.combs else 0.0
 
     def draft(self, drafter: str, batch: int, steps: int) -> float:
         """Return the cost of `steps` draft steps for any of the batch's rows."""
@@ -110,17 +121,19 @@ class CostTable:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON."""
-        return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads}
+        return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads, "combs": dict(self.combs)}
 
 
-def round_ms(table: Costs, rows: Sequence[tuple[str | None, int]]) -> float:
-    """Return the cost of a round in which each row drafts (drafter, tokens), reading left out."""
+def round_ms(table: Costs, rows: Sequence[tuple[str | None, int, int]]) -> float:
+    """Return the cost of a round in which each row drafts (drafter, tokens, siblings), reading left out."""
     batch, steps = len(rows), dict[str, int]()
-    for drafter, drafted in rows:
+    for drafter, drafted, _ in rows:
         if drafter is not None and drafted:
             steps[drafter] = max(steps.get(drafter, 0), drafted)
     drafting = sum(table.draft(drafter, batch, count) for drafter, count in steps.items())
-    return drafting + table.verify(batch, batch + sum(drafted for _, drafted in rows))
+    beside = sum(siblings for *_, siblings in rows)
+    columns = batch + sum(drafted for _, drafted, _ in rows) + beside
+    return drafting + table.verify(batch, columns) + (table.comb(batch) if beside else 0.0)
 
 
 def _around(sizes: Iterable[int], batch: int) -> list[int]:
