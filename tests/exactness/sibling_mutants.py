@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.decode import decision, draft_choice, step_draws
+from foredraft.decode import constraint, decision, draft_choice, step_draws
 from foredraft.decode.accept import Turns
+from foredraft.decode.constraint import Constraint
 from foredraft.decode.decision import Decision, Evidence
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import Stepper
@@ -63,8 +64,8 @@ def law_of_siblings_with_penalties() -> None:
     tests.test_the_law_under_transforms("repetition")
 
 
-def law_of_siblings_beside_constraints() -> None:
-    tests.test_constraints_keep_the_output("no repeat")
+def law_of_constrained_siblings() -> None:
+    tests.test_constrained_texts_are_those_of_plain_decoding(2)
 
 
 def law_of_siblings_of_short_drafts() -> None:
@@ -235,6 +236,32 @@ def drawn_again(next_in_draw: Function) -> Function:
     return spoilt
 
 
+def without_masks(under: Function) -> Function:
+    return lambda *args: replace(under(*args), masks=None)
+
+
+def masks_of_the_next(under: Function) -> Function:
+    return lambda siblings, after, *rest: under(siblings, [row[1:] + row[:1] for row in after], *rest)
+
+
+def never_last(under: Function) -> Function:
+    return lambda *args: replace(under(*args), last=None)
+
+
+def left_there(along: Function) -> Function:
+    """The constraint is not rewound after siblings."""
+
+    def spoilt(own: Constraint, draft: Any, vocabulary: int, device: Any, siblings: Any = ()) -> Any:
+        found = along(own, draft, vocabulary, device, siblings)
+        for place, token in siblings:
+            if place == 0 and token >= 0:
+                own.advance(token)
+                break
+        return found
+
+    return spoilt
+
+
 def beyond_the_draft(of: Function) -> Function:
     return lambda cls, further, lengths, *rest: of(cls, further, lengths + 1, *rest)
 
@@ -286,14 +313,14 @@ DEFECTS: list[Mutant] = [
     defect(
         "siblings under the lossy rule",
         draft_choice._may_have_siblings,
-        lambda _: lambda sequence, drafter: sequence.constraint is None and isinstance(drafter, Stepper),
+        lambda _: lambda sequence, drafter: isinstance(drafter, Stepper),
         lossy_law_of_siblings,
     ),
+    defect("no mask after a sibling", Siblings.under, without_masks, law_of_constrained_siblings),
+    defect("the mask after another sibling", Siblings.under, masks_of_the_next, law_of_constrained_siblings),
+    defect("a text that goes on where it may not", Siblings.under, never_last, law_of_constrained_siblings),
     defect(
-        "siblings of a constrained row",
-        draft_choice._may_have_siblings,
-        lambda _: lambda sequence, drafter: isinstance(drafter, Stepper),
-        law_of_siblings_beside_constraints,
+        "a constraint left after a sibling", constraint.masks_along, left_there, law_of_constrained_siblings
     ),
     defect("scores of the chain's row", Verdict.last_column, row_of_the_chain, scores_of_siblings),
 ]

@@ -350,7 +350,7 @@ def test_masks_along_a_draft_leave_no_trace(name: str) -> None:
     constraint, _ = replay(CONSTRAINTS[name], [3, 2, 4])
     before = state_of(constraint)
     for drafted in ([], [1], [1, 0, 2], [2, 2], [0, 1, 0, 1, 0]):
-        masks, legal, _ = masks_along(constraint, drafted, V, CPU)
+        masks, legal, *_ = masks_along(constraint, drafted, V, CPU)
         assert masks.shape == (len(drafted) + 1, V)
         assert 0 <= legal <= len(drafted)
         assert masks.any(-1).all()

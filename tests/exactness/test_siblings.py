@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import foredraft
 from foredraft import LLM, SamplingParams, kernels
+from foredraft.decode.constraint import Constraint
 from foredraft.decode.policy import Auto, Confidence, Fixed, Policy
 from foredraft.decode.sequence import Finish, Origin, Sequence
 from tests.exactness import test_bits as bits
@@ -20,7 +22,7 @@ from tests.exactness import test_identity as identity
 from tests.support.forking import Case, outputs_of
 from tests.support.harness import DRAFTERS, make_engine, request, run
 from tests.support.loaded import engine_of
-from tests.support.parts import RandomBudgets, StopUnsure
+from tests.support.parts import LateBan, NoRepeat, RandomBudgets, StopUnsure
 from tests.support.simulation import flat
 from tests.support.tabular import Table, Tabular
 
@@ -181,8 +183,43 @@ def test_the_law_with_ties_and_impossible_tokens(world: str) -> None:
 @pytest.mark.parametrize("constraint", ["no repeat", "late ban"])
 def test_constraints_keep_the_output(constraint: str) -> None:
     cases = [enumeration.case(t, "draft-model", constraint) for t in ("as it is", "greedy")]
-    cases += [enumeration.case("as it is", "tapping")]  # a free row with siblings beside them
+    cases += [enumeration.case("as it is", "tapping")]  # a free row beside them
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2, siblings=2))
+
+
+class DeadAfter(NoRepeat):
+    """No token may follow some token, and none follows itself."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__(V)
+        self.token = token
+
+    def mask(self) -> torch.Tensor | None:
+        mask = super().mask()
+        return mask if mask is None or self.tokens[-1] != self.token else torch.zeros_like(mask)
+
+
+@pytest.mark.parametrize("token", range(V))
+def test_constrained_texts_are_those_of_plain_decoding(token: int) -> None:
+    """Their siblings are written too, and no text goes on where nothing may follow."""
+
+    def requests(drafter: str | None) -> list[Sequence]:
+        kinds: list[Callable[[], Constraint]] = [
+            lambda: NoRepeat(V), lambda: DeadAfter(token), lambda: LateBan(V, (token, (token + 1) % V)),
+        ]  # fmt: skip
+        rules: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3, "acceptance": "coupled"}]
+        return [
+            request(prompt, drafter, constraint=kind(), max_new_tokens=20, **rule)
+            for prompt in identity.PROMPTS
+            for rule in rules
+            for kind in kinds
+        ]
+
+    plain, combs = requests(None), requests("draft-model")
+    run(make_engine(identity.TARGET, rows=8), plain)
+    run(make_engine(identity.TARGET, identity.DRAFT, Fixed(3, siblings=4), rows=8), combs)
+    assert [(s.new_ids, s.finish) for s in combs] == [(s.new_ids, s.finish) for s in plain]
+    assert written(combs)
 
 
 def test_a_sibling_that_makes_the_target_fail_harms_no_text() -> None:

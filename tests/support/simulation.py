@@ -108,6 +108,7 @@ def simulate(
             prompt=[0] * row.prompt,
             tokens=[0] * row.prompt,
             params=SimpleNamespace(temperature=0),
+            constraint=None,
             policy_state=policy.start(),
             read={},
         )

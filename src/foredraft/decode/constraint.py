@@ -100,11 +100,13 @@ class Along(NamedTuple):
         masks: [K + 1, V] bool; True = allowed.
         legal: The draft's first tokens that the constraint allows.
         dead_end: After `legal` tokens no token is allowed.
+        after: [S] masks after each sibling, [V] bool; None where the text may not go on after it.
     """
 
     masks: Tensor
     legal: int
     dead_end: bool
+    after: list[Tensor | None]
 
 
 class _Walk:
@@ -175,21 +177,37 @@ class Walks:
                 walk.undo()
 
 
-def masks_along(constraint: Constraint, draft: Seq[int], vocabulary: int, device: torch.device) -> Along:
-    """Return the masks along a draft, and how far the constraint allows it.
+def masks_along(
+    constraint: Constraint,
+    draft: Seq[int],
+    vocabulary: int,
+    device: torch.device,
+    siblings: Seq[tuple[int, int]] = (),
+) -> Along:
+    """Return the masks along a draft and after its siblings, and how far the constraint allows it.
 
     Past an illegal token the masks do not matter: p is 0 there, so verification ends at it. They are all
     True, as at a dead end, so that every distribution is finite. The constraint's state is left as it was.
+
+    siblings: (drafted tokens before it, token) of each; a negative token is none.
     """
     everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
     walk = _Walk(constraint)
     masks: list[Tensor] = []
+    after: list[Tensor | None] = [None] * len(siblings)
     legal, dead_end = 0, False
     for token in [*draft, None]:
         mask = constraint.mask()
         forbidden = mask is not None and (token is None or not bool(mask[token]))
         dead_end = forbidden and constraint.at_dead_end
         masks.append(everything if mask is None or dead_end else upload(mask, device))
+        for index, (place, sibling) in enumerate(siblings):
+            if place == legal and sibling >= 0 and (mask is None or bool(mask[sibling])):
+                goes_on = walk.advance(sibling)
+                own = constraint.mask() if goes_on else None
+                if goes_on:
+                    after[index] = everything if own is None else upload(own, device)
+                constraint.rewind(walk.base + legal)
         if token is None or forbidden:
             break
         if constraint.advance(token) < walk.base + legal + 1:  # taken back: nothing after it counts
@@ -197,4 +215,4 @@ def masks_along(constraint: Constraint, draft: Seq[int], vocabulary: int, device
         legal += 1
     walk.undo()
     masks += [everything] * (len(draft) + 1 - len(masks))
-    return Along(torch.stack(masks), legal, dead_end)
+    return Along(torch.stack(masks), legal, dead_end, after)

@@ -92,15 +92,17 @@ def decide(evidence: Evidence) -> Decision:
 def _go_on(evidence: Evidence, siblings: Siblings, decision: Decision) -> Decision:
     """Draw the token after each sibling that the rule wrote."""
     draft, table, k = evidence.draft, evidence.table, evidence.draft.tokens.shape[1]
-    verdict = replace(decision.verdict, sibling=siblings.written(decision.verdict))
+    written = siblings.written(decision.verdict)
+    verdict = replace(decision.verdict, sibling=written)
     rows = torch.arange(len(draft.tokens), device=draft.tokens.device)
     own = evidence.logits[rows, verdict.last_column(k)][:, None]  # [B, 1, V]
     penalties = evidence.penalties
     if penalties is not None:  # rows without a sibling may have accepted all K
         place = verdict.accepted.clamp_max(k - 1)
-        written = draft.tokens.scatter(1, place[:, None], verdict.next_token[:, None])
-        penalties = penalties.along(written, place + 1)
-    p, _ = distribution_of(own, table, None, penalties)
+        tokens = draft.tokens.scatter(1, place[:, None], verdict.next_token[:, None])
+        penalties = penalties.along(tokens, place + 1)
+    masks = None if siblings.masks is None else siblings.masks[rows, written.clamp_min(0)][:, None]
+    p, _ = distribution_of(own, table, masks, penalties)
     place = (verdict.accepted + 1).clamp_max(k)
 
     def pick(weights: Tensor) -> Tensor:

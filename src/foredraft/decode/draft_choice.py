@@ -68,8 +68,7 @@ def _may_have_siblings(sequence: Sequence, drafter: Drafter) -> bool:
     A guesser has no further choices. The lossy rule would say another text with siblings: the token after one
     is the target's own, where a drafted one might have stood.
     """
-    free = sequence.constraint is None and sequence.params.bound is None
-    return free and isinstance(drafter, Stepper)
+    return sequence.params.bound is None and isinstance(drafter, Stepper)
 
 
 def _ask_policy(

@@ -211,10 +211,10 @@ class Engine:
             forward = self._verify(inputs, draft)
         assert forward.logits is not None
         penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
-        masks, dead_ends = inputs.masks(draft)
+        masks, siblings, dead_ends = inputs.masks(draft)
         keys = None if inputs.table.all_greedy else inputs.noise
         evidence = Evidence(
-            forward.logits, draft.proposal, inputs.table, masks, penalties, keys,
+            forward.logits, replace(draft.proposal, siblings=siblings), inputs.table, masks, penalties, keys,
             inputs.coupled, inputs.block, self.accept, self.noise,
         )  # fmt: skip
         replays = self.replays if inputs.one_rule and evidence.transforms else ONCE

@@ -120,25 +120,29 @@ class RoundInputs:
     def penalty_context(self) -> PenaltyContext | None:
         return PenaltyContext.of(self.sequences, self.device)
 
-    def masks(self, draft: Draft) -> tuple[Tensor | None, list[int | None]]:
-        """Walk the constraints along a draft.
+    def masks(self, draft: Draft) -> tuple[Tensor | None, Siblings | None, list[int | None]]:
+        """Walk the constraints along a draft and its siblings.
 
         Returns:
-            Masks [B, K + 1, V] bool, None without any constraint; and [B] the drafted tokens after which a
-            row's constraint allows no token, None where there is no such place.
+            Masks [B, K + 1, V] bool, None without any constraint; the siblings with their own; and [B] the
+            drafted tokens after which a row's constraint allows no token, None where there is no such place.
         """
         dead_ends: list[int | None] = [None] * len(self.sequences)
+        siblings = draft.siblings
         if all(s.constraint is None for s in self.sequences):
-            return None, dead_ends
+            return None, siblings, dead_ends
         drafted, width = draft.host_tokens, draft.tokens.shape[1]
         drafted = draft.tokens.tolist() if drafted is None else pad_rows(drafted)
         free = torch.ones(width + 1, self.vocabulary, dtype=torch.bool, device=self.device)
         masks = [free] * len(self.sequences)
+        beside: list[list[tuple[int, int]]] = [[]] * len(masks) if siblings is None else siblings.listed()
+        after: list[list[Tensor | None]] = [[free[0]] * len(own) for own in beside]
         for row, (sequence, tokens) in enumerate(zip(self.sequences, drafted, strict=True)):
             if sequence.constraint is not None and not self.idle[row]:
-                along = masks_along(sequence.constraint, tokens, self.vocabulary, self.device)
+                along = masks_along(sequence.constraint, tokens, self.vocabulary, self.device, beside[row])
                 masks[row], dead_ends[row] = along.masks, along.legal if along.dead_end else None
-        return torch.stack(masks), dead_ends
+                after[row] = along.after
+        return torch.stack(masks), siblings and siblings.under(after, free[0]), dead_ends
 
     @cached_property
     def coupled(self) -> list[bool]:

@@ -14,7 +14,7 @@ the target most likely writes.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,11 +55,15 @@ class Siblings:
         tokens: [B, S] int64; -1 where there is none. Those of one place lie in the order of the draw.
         places: [B, S] int64, drafted tokens before each; 0 where there is none.
         most: Siblings of one place, at most.
+        masks: Of the constraints after each, [B, S, V] bool; None without any constraint.
+        last: [B, S] bool, a constraint does not let the text go on after it; None without any constraint.
     """
 
     tokens: Tensor
     places: Tensor
     most: int
+    masks: Tensor | None = None
+    last: Tensor | None = None
 
     @classmethod
     def of(cls, further: Tensor, lengths: Tensor, budgets: Seq[int], siblings: Seq[int]) -> Siblings | None:
@@ -109,19 +113,30 @@ class Siblings:
         index = own.to(torch.int64).argmax(1)
         return self.tokens.gather(1, index[:, None])[:, 0].where(own.any(1), -1)
 
+    def listed(self) -> list[list[tuple[int, int]]]:
+        """Return (place, token) of every sibling, [B, S]; token -1 where there is none."""
+        return [
+            list(zip(places, tokens, strict=True))
+            for places, tokens in zip(self.places.tolist(), self.tokens.tolist(), strict=True)
+        ]
+
+    def under(self, after: list[list[Tensor | None]], everything: Tensor) -> Siblings:
+        """Return the siblings with the masks of constraints after each, [B, S] of [V]; None is no way on."""
+        masks = [[everything if mask is None else mask for mask in row] for row in after]
+        last = [[mask is None for mask in row] for row in after]
+        stacked = torch.stack([torch.stack(row) for row in masks])
+        return replace(self, masks=stacked, last=upload(last, self.tokens.device))
+
     def leaves(self, width: int) -> Leaves:
         """Return the leaves of a verifying pass whose columns from `width` on are the siblings."""
-        rows = zip(self.tokens.tolist(), self.places.tolist(), strict=True)
         return [
-            {
-                width + index: 1 + place
-                for index, (token, place) in enumerate(zip(*row, strict=True))
-                if token >= 0
-            }
-            for row in rows
+            {width + index: 1 + place for index, (place, token) in enumerate(row) if token >= 0}
+            for row in self.listed()
         ]
 
     def written(self, verdict: Verdict) -> Tensor:
-        """Return which sibling the rule wrote after the accepted tokens, [B]; -1 where it is none."""
+        """Return which sibling the rule wrote and the text goes on after, [B]; -1 where it is none."""
         same = (self.places == verdict.accepted[:, None]) & (self.tokens == verdict.next_token[:, None])
+        if self.last is not None:
+            same = same & ~self.last
         return same.to(torch.int64).argmax(1).where(same.any(1), -1)

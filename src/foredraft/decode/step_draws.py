@@ -83,6 +83,8 @@ def next_in_draw(step: StepLogits, drawn: Drawn, count: int) -> Tensor:
     They are what the same draw gives without the tokens before them; -1 where no token is left.
     """
     logits, probs, token = step.logits, drawn.q.probs, drawn.token
+    if step.masks is not None:
+        logits = logits.masked_fill(~step.masks, -math.inf)
     found = [token]
     for _ in range(count):
         logits = logits.scatter(2, found[-1][..., None].clamp_min(0), -math.inf)

@@ -336,7 +336,9 @@ class Auto(Policy):
 
     def _prospect(self, row: Candidates, name: str) -> Prospect:
         length, acceptance = min(row.limits[name], self.max_draft), self._estimate(row, name).acceptance
-        sibling = acceptance.sibling if name in row.combs else 0.0
+        # A constraint takes time for every sibling, which no table knows.
+        may_have = name in row.combs and row.sequence.constraint is None
+        sibling = acceptance.sibling if may_have else 0.0
         return Prospect(name, acceptance.survival(length), sibling)
 
     def _estimate(self, row: Candidates, name: str) -> Estimate:
