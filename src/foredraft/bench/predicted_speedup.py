@@ -1,8 +1,9 @@
 """Predictions from costs: the expected speed-up of a run, and the ceiling of a drafter. Pure functions.
 
-S = tau / (c_1 + ... + c_s + v(k + 1)), with tau tokens, k drafted tokens and s drafter steps per round. This
-is theorem 3.8 of Leviathan et al. 2023 (arXiv:2211.17192), with three differences: a verifying pass may cost
-more than a plain step, a draft's first step may cost more than its other steps, and draft lengths may vary.
+S = tau / (c_1 + ... + c_s + v(k + 1)), with tau tokens, k drafted tokens, siblings among them, and s drafter
+steps per round. This is theorem 3.8 of Leviathan et al. 2023 (arXiv:2211.17192), with three differences: a
+verifying pass may cost more than a plain step, a draft's first step may cost more than its other steps, and
+draft lengths may vary.
 Host work is not counted.
 """
 
@@ -45,7 +46,7 @@ def forward_cost(costs: ForwardCosts, stats: Stats) -> float:
     """Return the mean cost of a round's forwards in plain steps, drafting and verifying, for all drafters."""
     steps = stats.steps
     drafting = sum(costs.drafting[name].of(steps[name], drafts) for name, drafts in stats.drafts.items())
-    verifying = sum(count * verifying_cost(costs, 1 + drafted) for drafted, count in enumerate(stats.lengths))
+    verifying = sum(count * verifying_cost(costs, columns) for columns, count in stats.widths.items())
     return (drafting + verifying) / stats.rounds
 
 

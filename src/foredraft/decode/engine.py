@@ -283,9 +283,9 @@ class Engine:
         """Move tokens, cache length, constraint, drafters and policy of every row together."""
         learns = has_drafters(inputs.sequences)
         finished: list[tuple[Sequence, Finish, str | None]] = []
-        siblings = inputs.siblings or [0] * len(results)
+        beside = inputs.siblings or [0] * len(results)
         rows = zip(
-            inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, siblings, results, strict=True
+            inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, beside, results, strict=True
         )
         for sequence, idle, budget, drafter, wanted, result in rows:
             if idle:
@@ -299,7 +299,10 @@ class Engine:
             if result.target_nonfinite and result.drafted == 0:
                 finished.append((sequence, Finish.ERROR, nonfinite_message(sequence)))
                 continue
-            outcome = replace(self._append(sequence, result, drafter), siblings=wanted)
+            outcome = self._append(sequence, result, drafter)
+            if wanted:  # those beyond a draft that ended early were left out
+                siblings = wanted if result.drafted == budget else min(wanted, result.drafted)
+                outcome = replace(outcome, siblings=siblings)
             sequence.rounds.append(outcome)
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             failure = None

@@ -91,6 +91,7 @@ class RowResult:
             discarded=self.target_nonfinite,
             rollback=sequence.params.bound,
             legal=None if self.legal is None else self.legal[: count + 1],
+            after_sibling=self.after_sibling if outcome.sibling else None,
         )
 
 

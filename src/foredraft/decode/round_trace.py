@@ -28,6 +28,8 @@ class RoundTrace:
         rollback: Under the lossy rule, the surprise -log p above which a drafted token was cut, in nats; None
             under the lossless ones.
         legal: Tokens that the constraint allowed at each judged position; None without a constraint.
+        after_sibling: The target's token after `next_token`, which is a sibling of the rejected token; None
+            where it is none.
 
     Examples:
         >>> params = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -49,3 +51,4 @@ class RoundTrace:
     discarded: bool = False
     rollback: float | None = None
     legal: list[int] | None = None
+    after_sibling: int | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 __all__ = ["Round", "Stats"]
 
@@ -27,7 +26,7 @@ class Round:
             the number negative.
         drafter: The drafter that the policy chose; None in a plain step.
         undrawn: Draft steps that proposed no token, because the policy left their place to the target.
-        siblings: Further choices that the policy wanted beside the draft.
+        siblings: Further choices that were verified beside the draft.
         sibling: A sibling of the draft followed the accepted tokens, and one token more.
     """
 
@@ -61,6 +60,8 @@ class Stats:
         accepted_by: Proposed tokens that were kept, by drafter.
         drafted_at: Drafts that reached each position, from the first on.
         accepted_at: Those of them whose token there was accepted.
+        widths: Verifying passes by their columns of the row: the pending token, the draft and its siblings.
+        siblings: Rounds that wrote a sibling, and so one token more.
 
     Examples:
         >>> stats = Stats(seconds=0.5, tokens=10, rounds=4, drafted=8, accepted=6, rejections=2)
@@ -79,6 +80,8 @@ class Stats:
     accepted_by: Counter[str] = field(default_factory=Counter)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    widths: Counter[int] = field(default_factory=Counter)
+    siblings: int = 0
 
     @classmethod
     def of(cls, rounds: Iterable[Round], seconds: float = 0.0) -> Stats:
@@ -89,6 +92,8 @@ class Stats:
             stats.drafted += r.drafted
             stats.accepted += r.accepted
             stats.rejections += r.accepted < r.drafted
+            stats.widths[1 + r.drafted + r.siblings] += 1
+            stats.siblings += r.sibling
             if r.drafter is not None and r.steps:
                 stats.drafts[r.drafter] += 1
                 stats.steps[r.drafter] += r.steps
@@ -110,6 +115,8 @@ class Stats:
             total.drafted += s.drafted
             total.accepted += s.accepted
             total.rejections += s.rejections
+            total.widths += s.widths
+            total.siblings += s.siblings
             total.drafts += s.drafts
             total.steps += s.steps
             total.accepted_by += s.accepted_by
@@ -148,12 +155,6 @@ class Stats:
         pairs = zip(self.accepted_at, self.drafted_at, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
-    @property
-    def lengths(self) -> list[int]:
-        """Rounds that drafted 0, 1, ... tokens."""
-        reached = [self.rounds, *self.drafted_at, 0]
-        return [here - further for here, further in pairwise(reached)]
-
     def as_dict(self) -> dict[str, object]:
         """The figures, for JSON."""
         return {
@@ -166,6 +167,7 @@ class Stats:
             "alpha": self.alpha,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_position": self.acceptance_by_position,
+            "siblings": self.siblings,
         }
 
     def _widen(self, length: int) -> None:

@@ -28,8 +28,10 @@ export function candidates(round) {
     return [token, round.p[j], round.q[j], outcome, ...allowed(j)];
   });
   if (ownToken(round)) {
-    const outcome = wholeDraft(round) ? "bonus" : round.draft.length ? "correction" : "plain";
-    rows.splice(round.accepted, 0, [round.next, round.next_p, null, outcome, ...allowed(round.accepted)]);
+    const outcome = wholeDraft(round) ? "bonus" : round.after ? "sibling" : round.draft.length ? "correction" : "plain";
+    const own = [[round.next, round.next_p, null, outcome, ...allowed(round.accepted)]];
+    if (round.after) own.push([round.after, null, null, "bonus", ...(round.legal === null ? [] : [""])]);
+    rows.splice(round.accepted, 0, ...own);
   }
   return rows;
 }

@@ -85,6 +85,7 @@ def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
             "q": trace.q,
             "accepted": trace.accepted,
             "next": named(trace.next_token),
+            "after": None if trace.after_sibling is None else named(trace.after_sibling),
             "next_p": trace.next_p,
             "legal": trace.legal,
             "emitted": trace.emitted,

@@ -42,8 +42,10 @@ class Round(TypedDict, closed=True):
     discarded: bool
     rollback: float | None
     legal: list[int] | None
+    after_sibling: int | None
     draft_texts: list[str]
     next_text: str
+    after_text: str | None
 
 
 class Provenance:
@@ -77,5 +79,8 @@ class Provenance:
     def _round(self, trace: RoundTrace) -> Round:
         """Return a round with the texts of its tokens; those that were rejected are in no other field."""
         draft_texts = [self._shown(token) for token in trace.draft]
-        texts = {"draft_texts": draft_texts, "next_text": self._shown(trace.next_token)}
+        after = None if trace.after_sibling is None else self._shown(trace.after_sibling)
+        texts = {
+            "draft_texts": draft_texts, "next_text": self._shown(trace.next_token), "after_text": after,
+        }  # fmt: skip
         return cast(Round, asdict(trace) | texts)

@@ -51,6 +51,7 @@ function roundOf(trace) {
     ...trace,
     draft: trace.draft.map((id, j) => ({ id, text: trace.draft_texts[j] })),
     next: { id: trace.next_token, text: trace.next_text },
+    after: trace.after_sibling === null ? null : { id: trace.after_sibling, text: trace.after_text },
     least: trace.rollback === null ? null : Math.exp(-trace.rollback),
   };
 }
