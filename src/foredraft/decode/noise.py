@@ -49,9 +49,7 @@ ROLLBACK: Final = 5  # the target's token after what a lossy rule let stand
 BLOCK: Final = 6  # the coins of block verification
 BLOCK_NEXT: Final = 7  # the target's token after what it keeps
 SIBLING: Final = 8  # the target's token after a sibling, but under `coupled`
-SIBLING_COIN: Final = (
-    9  # the coin of a place's first sibling; each further one of the place has the next purpose
-)
+SIBLING_COIN: Final = 9  # the coin of a place's first sibling; further ones have the purposes after it
 
 
 def seed_key(seed: int, sample: int) -> int:
