@@ -205,6 +205,8 @@ static void passes(
     const int64_t wide = width > 2 * inner ? width : 2 * inner, narrow = heads * dim > inner ? heads * dim : inner;
     void *x = elements(COLUMNS * hidden, word), *scratch = elements(COLUMNS * ((1 + pairs) * hidden + wide + narrow), word);
     void *draft_scratch = elements(COLUMNS * ((2 + 2 * pairs) * hidden + wide + narrow), word);
+    void *states = elements(COLUMNS * hidden, word);
+    const int64_t tap = 1;
     float *logits = array(COLUMNS * VOCABULARY, sizeof(float));
     int64_t tokens[COLUMNS];
     for (int i = 0; i < COLUMNS; i++) tokens[i] = i * 7 % VOCABULARY;
@@ -215,10 +217,12 @@ static void passes(
             const uint8_t *attention = plans[plan], *mlp = plans[2 - plan];
             if (word == 1)
                 foredraft_forward_float32(
-                    &m, &p, embedded, x, COLUMNS, attention, mlp, 0, 2, scratch, logits, threads);
+                    &m, &p, embedded, x, COLUMNS, attention, mlp, 0, 2, &tap, 1, states,
+                    scratch, logits, threads);
             else
                 foredraft_forward_bfloat16(
-                    &m, &p, embedded, x, COLUMNS, attention, mlp, 0, 2, scratch, logits, threads);
+                    &m, &p, embedded, x, COLUMNS, attention, mlp, 0, 2, &tap, 1, states,
+                    scratch, logits, threads);
         }
     drafts(word, &m, &p, tokens, plans, draft_scratch);
     for (int64_t i = 0; i < COLUMNS * VOCABULARY; i++)
@@ -226,6 +230,7 @@ static void passes(
     free_model(m);
     free(inputs);
     free(table), free(cache[0]), free(cache[1]), free(x), free(scratch), free(draft_scratch), free(logits);
+    free(states);
 }
 
 // Products with coded weights, of no row, part or block too many.

@@ -179,7 +179,18 @@ class NativeBackend:
         )
         self._forward = declare(
             forward,
-            (*(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
+            (
+                *(c_void_p,) * 4,
+                c_int64,
+                c_char_p,
+                c_char_p,
+                c_int64,
+                c_int64,
+                c_void_p,
+                c_int64,
+                *(c_void_p,) * 3,
+                c_int,
+            ),
             allocates=True,
         )
         self._make_inputs = declare(
@@ -229,17 +240,15 @@ class NativeBackend:
             tokens = None
             x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
             x = x.clone() if real is None else x[real]
-        taps: dict[int, Tensor] = {}
-        logits: Tensor | None = None
-        start = pass_.start
-        for depth in sorted({*pass_.taps, pass_.stop}):
-            head = pass_.head and pass_.at is None and depth == pass_.stop
-            logits = self.forward(
-                tokens, x, pass_.cache, groups, pass_.plan, start, depth, head=head, inputs=inputs
-            )
-            start, tokens = depth, None
-            if depth in pass_.taps:
-                taps[depth] = asked(x.clone())
+        depths = sorted(depth for depth in pass_.taps if depth < pass_.stop)
+        states = x.new_empty(len(depths), *x.shape)
+        logits = self.forward(
+            tokens, x, pass_.cache, groups, pass_.plan, pass_.start, pass_.stop,
+            head=pass_.head and pass_.at is None, inputs=inputs, taps=depths, states=states,
+        )  # fmt: skip
+        taps = {depth: asked(own) for depth, own in zip(depths, states, strict=True)}
+        if pass_.stop in pass_.taps:
+            taps[pass_.stop] = asked(x.clone())
         out = asked(x)
         if logits is not None:
             logits = asked(logits)
@@ -259,6 +268,8 @@ class NativeBackend:
         *,
         head: bool = False,
         inputs: Tensor | None = None,
+        taps: Sequence[int] = (),
+        states: Tensor | None = None,
     ) -> Tensor | None:
         """Run layers [start, stop) on states, in place, and store their keys and values in the cache.
 
@@ -273,6 +284,8 @@ class NativeBackend:
             stop: The layer after the last.
             head: Compute logits.
             inputs: What layers take of the tokens themselves, [N, layers, I]; None in models without.
+            taps: Depths from `start` on and below `stop`, in rising order.
+            states: Receives the states that enter the layers there, [taps, N, D]; None without taps.
 
         Returns:
             Logits [N, V] in float32 where `head` asks for them, else None.
@@ -293,6 +306,9 @@ class NativeBackend:
             bytes(plan.mlp),
             start,
             stop,
+            (ctypes.c_int64 * len(taps))(*taps),
+            len(taps),
+            pointer(states),
             scratch.data_ptr(),
             pointer(logits),
             own_threads(),
