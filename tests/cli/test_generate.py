@@ -129,6 +129,7 @@ def test_the_json_document_has_every_field(pair: list[str]) -> None:
         "alpha",
         "mean_accepted_length",
         "acceptance_by_position",
+        "siblings",
     }
     assert document["stats"]["drafted"] > 0
     assert document["lossless"] is True

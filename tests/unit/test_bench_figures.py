@@ -165,10 +165,19 @@ def test_prediction_overhead_and_bandwidth_use_the_runs_own_rounds() -> None:
 def test_verifying_cost_is_interpolated_between_measured_rows() -> None:
     cost = costs().verifying
     wide = replace(costs(), verifying=(*cost, Cost(8, 3.2, Spread(3.2, 3.2, 3.2, 5))))
-    assert [verifying_cost(wide, rows) for rows in (1, 2, 4, 5, 8)] == pytest.approx([1, 1.1, 1.6, 2.0, 3.2])
+    rows = (1, 2, 4, 5, 8, 9)
+    assert [verifying_cost(wide, n) for n in rows] == pytest.approx([1, 1.1, 1.6, 2.0, 3.2, 3.6])
     assert verifying_cost(replace(wide, verifying=cost[:1]), 1) == 1
-    with pytest.raises(AssertionError):
-        verifying_cost(wide, 9)
+
+
+def test_siblings_are_verified_too() -> None:
+    known, comb = costs(), Round(1, 0, 3, "draft-model", siblings=1, sibling=True)
+    chain = Round(1, 0, 1, "draft-model")
+    assert forward_cost(known, Stats.of([comb])) - forward_cost(known, Stats.of([chain])) == pytest.approx(
+        0.2
+    )
+    stats = Stats.merge([Stats.of([comb]), Stats.of([chain])])
+    assert (stats.widths, stats.siblings) == ({3: 1, 2: 1}, 1)
 
 
 def test_mean_accepted_length_matches_the_closed_form() -> None:

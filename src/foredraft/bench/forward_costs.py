@@ -33,8 +33,8 @@ class CostMeter:
         runner, drafters = loaded.runner, loaded.engine.drafters
         self.batch, self.context, self.longest = batch, context, longest
         widths = [*range(1, longest + 2)]
-        wider = (*WIDE, 2 * longest + 1) if batch == 1 else (2 * longest + 1,)  # as many siblings as tokens
-        widths += [wide for wide in wider if longest + 1 < wide <= runner.max_queries]
+        if batch == 1:
+            widths += [wide for wide in WIDE if longest + 1 < wide <= runner.max_queries]
         self._drafters = tuple(drafters)
         self._meter = ForwardMeter(runner, drafters, batch, context, widths=widths, lengths={1, longest})
         self._meter.turns.take(counts=False)

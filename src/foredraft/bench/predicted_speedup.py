@@ -30,16 +30,19 @@ def mean_accepted_length(alpha: float, length: int) -> float:
 def verifying_cost(costs: ForwardCosts, rows: float) -> float:
     """Return v(rows) in plain steps, interpolated linearly between the measured row counts.
 
+    Beyond the largest count, which siblings may reach, the last line goes on.
+
     Args:
         costs: The measured costs.
-        rows: Tokens per sequence in the verifying pass, from 1 to the largest measured count.
+        rows: Tokens per sequence in the verifying pass, 1 or more.
     """
     known = [(cost.rows, cost.v) for cost in costs.verifying]
-    assert 1 <= rows <= known[-1][0]
-    for (below, v_below), (above, v_above) in pairwise(known):
-        if rows <= above:
-            return v_below + (v_above - v_below) * (rows - below) / (above - below)
-    return known[0][1]  # only one row count was measured
+    assert rows >= 1
+    if len(known) == 1:
+        return known[0][1]
+    lines = list(pairwise(known))
+    (below, v_below), (above, v_above) = next((line for line in lines if rows <= line[1][0]), lines[-1])
+    return v_below + (v_above - v_below) * (rows - below) / (above - below)
 
 
 def forward_cost(costs: ForwardCosts, stats: Stats) -> float:
