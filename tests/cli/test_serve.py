@@ -169,7 +169,7 @@ main(["serve", "--port", "0", "--policy", "fixed"])
             said = ""
             while "print(" not in said:
                 said = said + process.stderr.readline()
-            url = said.partition(" at ")[2].split()[0]
+            url = "http://" + said.partition("http://")[2].split()[0]
             with RawClient(url) as raw:
                 raw.send(request_bytes({"prompt": "x"}, path="/tokenize"))
                 while process.stderr.readline() != "at work\n":
