@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from statistics import median_low
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import Guesser, Stepper
+from foredraft.decode.drafter import Drafter, Guesser, Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
@@ -17,7 +18,7 @@ from foredraft.decode.sequence import Finish, Sequence
 from foredraft.model.runner import DraftInputs, FusedDraft
 from foredraft.profiling.phases import RoundClock, observed
 
-__all__ = ["host_ms"]
+__all__ = ["host_ms", "round_ms"]
 
 ROUNDS = 7  # timed rounds, of which the least half counts; two more come before them
 SECONDS = 0.2  # after which no further round begins
@@ -25,12 +26,8 @@ PROMPT = 1  # tokens of the sequences: nothing to read first, so that all rows b
 TEXTS = 4  # choices of the sequences' tokens that are tried: a model may be finite on most of its ids only
 
 
-def host_ms(
-    engine: Engine, batch: int, length: int, *, draws: bool, siblings: int = 0, until: float = math.inf
-) -> float | None:
+def host_ms(engine: Engine, batch: int, length: int, *, draws: bool, until: float = math.inf) -> float | None:
     """Return the ms of a round outside of drafts and forwards; each of `batch` rows drafts `length` tokens.
-
-    Each draft has so many siblings besides.
 
     The rounds run over the engine's target and cache, which must hold no sequence and are left empty. Where
     the model's logits are not finite on a text, a round leaves rows out, so another text is tried. After
@@ -39,24 +36,53 @@ def host_ms(
     Returns:
         The ms; None where no round could be timed: the logits are not finite on any of TEXTS texts.
     """
+    return _least_ms(engine, batch, Fixed(length), _Filler(), draws, until, lambda clock: clock.host)
+
+
+def round_ms(
+    engine: Engine, batch: int, length: int, siblings: int, *, draws: bool, until: float = math.inf
+) -> float | None:
+    """Return the ms of a whole round whose drafts have so many siblings and cost nothing; as `host_ms`."""
+    filler = _CombFiller(engine.vocabulary)
+    return _least_ms(
+        engine, batch, Fixed(length, siblings), filler, draws, until, lambda clock: clock.seconds["round"]
+    )
+
+
+def _least_ms(
+    engine: Engine,
+    batch: int,
+    policy: Fixed,
+    filler: Drafter,
+    draws: bool,
+    until: float,
+    taken: Callable[[RoundClock], float],
+) -> float | None:
     assert not engine.rows.sequences
     for text in range(TEXTS):
         first = text * engine.vocabulary // TEXTS
         ids = [(first + row) % engine.vocabulary for row in range(batch)]
-        if (ms := _host_ms_of(engine, ids, Fixed(length, siblings), draws, until)) is not None:
+        if (ms := _least_ms_of(engine, ids, policy, filler, draws, until, taken)) is not None:
             return ms
     return None
 
 
-def _host_ms_of(engine: Engine, ids: list[int], policy: Fixed, draws: bool, until: float) -> float | None:
+def _least_ms_of(
+    engine: Engine,
+    ids: list[int],
+    policy: Fixed,
+    filler: Drafter,
+    draws: bool,
+    until: float,
+    taken: Callable[[RoundClock], float],
+) -> float | None:
     """Return the ms with a row for each id, which is its text; None where no round counts."""
     length = policy.max_draft
     tokens = (ROUNDS + 3) * (length + 1 + bool(policy.siblings)) + 1  # a first round makes the engine steady
     if PROMPT + tokens > engine.cache.positions:
         tokens = engine.cache.positions - PROMPT
     own = Engine(
-        engine.target, engine.cache, policy,
-        {"filler": _CombFiller(engine.vocabulary) if policy.siblings else _Filler()},
+        engine.target, engine.cache, policy, {"filler": filler},
         vocabulary=engine.vocabulary, device=engine.device, vocab_ops=engine.vocab_ops,
     )  # fmt: skip
     params = SamplingParams(temperature=float(draws), max_new_tokens=tokens, ignore_eos=True)
@@ -64,28 +90,28 @@ def _host_ms_of(engine: Engine, ids: list[int], policy: Fixed, draws: bool, unti
     sequences = [Sequence(row, [id] * PROMPT, params, 0, drafters=drafters) for row, id in enumerate(ids)]
     for sequence in sequences:
         own.submit(sequence)
-    clock, host = RoundClock(own), list[float]()
+    clock, rounds = RoundClock(own), list[float]()
     try:
         with observed(own, clock):
             while not own.scheduler.steady and not own.scheduler.idle:
                 own.step()
             started = time.perf_counter()
-            while own.scheduler.steady and len(own.rows.sequences) == len(ids) and len(host) < ROUNDS + 2:
+            while own.scheduler.steady and len(own.rows.sequences) == len(ids) and len(rounds) < ROUNDS + 2:
                 now = time.perf_counter()
-                if (len(host) > 2 and now - started > SECONDS) or (host and now > until):
+                if (len(rounds) > 2 and now - started > SECONDS) or (rounds and now > until):
                     break
-                before = clock.host
+                before = taken(clock)
                 own.round()
-                host.append(1e3 * (clock.host - before))
+                rounds.append(1e3 * (taken(clock) - before))
     except BaseException:
         own.fail_batch("measuring broke off")  # the rows may hold anything
         raise
     finally:
         for sequence in list(own.rows.sequences):
             own.cancel(sequence)
-    if not host or not all(map(_stayed_finite, sequences)):
+    if not rounds or not all(map(_stayed_finite, sequences)):
         return None
-    return median_low(sorted(host[2:] or host)[: ROUNDS // 2 + 1])
+    return median_low(sorted(rounds[2:] or rounds)[: ROUNDS // 2 + 1])
 
 
 def _stayed_finite(sequence: Sequence) -> bool:

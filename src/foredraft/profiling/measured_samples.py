@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.profiling.forwards import ForwardMeter, reading
-from foredraft.profiling.host import host_ms
+from foredraft.profiling.host import host_ms, round_ms
 from foredraft.profiling.samples import Samples, agreed
 from foredraft.profiling.timing import Turns, timed
 
@@ -73,9 +74,9 @@ class Forwards:
 
 
 class HostWork:
-    """The host work of rounds by batch: of plain ones, of the longest drafts, and of these with siblings.
+    """The host work of rounds by batch: of plain ones, of the longest drafts, and of siblings beside these.
 
-    Each greedy and sampled; those with siblings where the engine may draft any.
+    Each greedy and sampled; siblings where the engine may draft any: whole rounds with them and without.
 
     Attributes:
         batches: Those that were asked for.
@@ -84,11 +85,10 @@ class HostWork:
 
     def __init__(self, engine: Engine, longest: int) -> None:
         self.engine, self.longest = engine, longest
-        self.drafts = [(0, 0), (longest, 0)]
-        siblings = min(longest, engine.target.max_queries - 1 - longest)  # of one pass
+        self.siblings = min(longest, engine.target.max_queries - 1 - longest)  # of one pass
         steppers = any(isinstance(drafter, Stepper) for drafter in engine.drafters.values())
-        if steppers and engine.target.takes_leaves and siblings > 0:
-            self.drafts.append((longest, siblings))
+        if not (steppers and engine.target.takes_leaves):
+            self.siblings = 0
         self.batches: list[int] = []
         self.sound = True
 
@@ -97,10 +97,13 @@ class HostWork:
         self.batches.append(batch)
         tried = False
         for draws in (False, True):
-            for (length, siblings), cost in self._costs(batch, draws).items():
+            works: list[tuple[str, Callable[..., float | None], tuple[int, ...]]] = [
+                *((cost, host_ms, (length,)) for length, cost in self._costs(batch, draws).items()),
+                *((cost, round_ms, (self.longest, n)) for n, cost in self._combs(batch, draws).items()),
+            ]
+            for cost, measure, shape in works:
                 if samples.ms(cost) is None and time.perf_counter() < deadline:
-                    took = host_ms(self.engine, batch, length, draws=draws, siblings=siblings, until=deadline)
-                    tried = True
+                    took, tried = measure(self.engine, batch, *shape, draws=draws, until=deadline), True
                     self.sound &= took is not None
                     if took is not None:
                         samples.add(cost, [took])
@@ -109,32 +112,44 @@ class HostWork:
     def ms(self, samples: Samples, *, draws: bool) -> dict[int, tuple[float, ...]]:
         """Return batch -> ms of a plain round and of the longest draft's: 0, where it is not known."""
         return {
-            batch: tuple(samples.ms(cost) or 0.0 for cost in list(self._costs(batch, draws).values())[:2])
+            batch: tuple(samples.ms(cost) or 0.0 for cost in self._costs(batch, draws).values())
             for batch in self.batches
         }
 
-    def comb_ms(self, samples: Samples, *, draws: bool) -> dict[int, float]:
-        """Return batch -> ms that siblings add to the longest draft's round beside their columns."""
+    def comb_ms(
+        self, samples: Samples, passes: Mapping[int, Mapping[int, float]], *, draws: bool
+    ) -> dict[int, float]:
+        """Return batch -> ms that siblings add to the longest draft's round beside their columns.
+
+        passes: Batch -> columns of a row -> ms of the pass, as far as the longest draft's. The line goes on.
+        """
         found = {}
         for batch, (plain, drafting) in self.ms(samples, draws=draws).items():
-            for (length, siblings), cost in list(self._costs(batch, draws).items())[2:]:
-                if (ms := samples.ms(cost)) is not None:
-                    column = max(0.0, drafting - plain) / length
-                    found[batch] = max(0.0, ms - plain - column * (length + siblings))
+            known = [samples.ms(cost) for cost in self._combs(batch, draws).values()]
+            by_width = passes.get(batch, {})
+            if known and None not in known and {1, self.longest + 1} <= by_width.keys():
+                chain, comb = (ms or 0.0 for ms in known)
+                line = by_width[self.longest + 1] - by_width[1] + max(0.0, drafting - plain)
+                found[batch] = max(0.0, comb - chain - line * self.siblings / self.longest)
         return found
 
     def steady(self, samples: Samples) -> list[bool]:
         """Return of each cost whether it has a sample, the least of a run's rounds, or none can be had."""
-        costs = [self._costs(batch, draws) for batch in self.batches for draws in (False, True)]
-        return [samples.ms(cost) is not None or not self.sound for named in costs for cost in named.values()]
+        kinds = [(batch, draws) for batch in self.batches for draws in (False, True)]
+        named = [each for kind in kinds for each in (self._costs(*kind), self._combs(*kind))]
+        costs = [cost for each in named for cost in each.values()]
+        return [samples.ms(cost) is not None or not self.sound for cost in costs]
 
-    def _costs(self, batch: int, draws: bool) -> dict[tuple[int, int], str]:
-        """Return (drafted tokens, siblings) -> the name of the cost among the samples."""
+    def _costs(self, batch: int, draws: bool) -> dict[int, str]:
+        """Return drafted tokens -> the name of the cost among the samples."""
         kind = "sampled" if draws else "greedy"
-        return {
-            (length, siblings): f"host of {batch} x {length} + {siblings}, {kind}"
-            for length, siblings in self.drafts
-        }
+        return {length: f"host of {batch} x {length}, {kind}" for length in (0, self.longest)}
+
+    def _combs(self, batch: int, draws: bool) -> dict[int, str]:
+        """Return siblings -> the name of the cost of a whole round; empty where there are none."""
+        kind = "sampled" if draws else "greedy"
+        counts = (0, self.siblings) if self.siblings > 0 else ()
+        return {count: f"round of {batch} x {self.longest} + {count}, {kind}" for count in counts}
 
 
 class Reading:

@@ -176,7 +176,7 @@ def measure_profile(
     tables = []
     for draws in (False, True):
         known = _with_host(passes, host.ms(samples, draws=draws), longest)
-        tables.append(CostTable(known, drafts, reads, combs=host.comb_ms(samples, draws=draws)))
+        tables.append(CostTable(known, drafts, reads, combs=host.comb_ms(samples, passes, draws=draws)))
     greedy, sampled = tables
     return Profile(greedy, sampled, doubt, seconds)
 
