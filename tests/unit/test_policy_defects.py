@@ -75,10 +75,10 @@ def columns_may_cost_less(init: Function) -> Function:
 def rows_do_not_share_steps(cost: Function) -> Function:
     def spoilt(table: CostTable, rows: Any) -> float:
         drafted = Counter[str | None]()
-        for drafter, tokens in rows:
+        for drafter, tokens, _ in rows:
             drafted[drafter] += tokens
-        others = [(None, 0)] * (len(rows) - len(drafted))
-        ms: float = cost(table, [*drafted.items(), *others])
+        shared = [(drafter, tokens, 0) for drafter, tokens in drafted.items()]
+        ms: float = cost(table, [*shared, *[(None, 0, 0)] * (len(rows) - len(drafted))])
         return ms
 
     return spoilt
