@@ -245,7 +245,7 @@ DRAFT_LOOP = [
     ),
     defect(
         "p not masked along the draft", RoundInputs.masks,
-        lambda sound: lambda inputs, drafted: (None, sound(inputs, drafted)[1]),
+        lambda sound: lambda inputs, drafted: (None, *sound(inputs, drafted)[1:]),
         checks.distribution_under_a_mask,
     ),
     defect(
