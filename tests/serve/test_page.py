@@ -231,7 +231,8 @@ def test_no_text_becomes_markup(open_page: Any) -> None:
           const root = document.getElementById('text-left'), run = new Run('none', 0), view = new TokensView(root, new Detail());
           view.begin(run);
           const trace = { start: 0, drafter: text, budget: 1, draft: [1], draft_texts: [text], p: [0.1], q: [0.2], accepted: 0,
-            next_token: 2, next_text: text, next_p: 0.5, emitted: 1, rollback: null, legal: null, discarded: false };
+            next_token: 2, next_text: text, next_p: 0.5, emitted: 1, rollback: null, legal: null, discarded: false,
+            after_sibling: null, after_text: null };
           run.take({ choices: [{ trace: [trace], provenance: [{ token_id: 2, origin: 'target', text }] }] }, 1);
           view.update();
           root.querySelector('.t').click();

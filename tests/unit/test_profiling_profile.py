@@ -668,7 +668,7 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
     ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), doubt=None), test_the_next_process_measures_what_was_not_steady),
     ("all costs are measured again", measuring.Forwards.measure, lambda measure: lambda own, samples, *rest: measure(own, without(samples, own.costs.values()), *rest), test_the_next_process_measures_what_was_not_steady),
     ("measuring has no budget", measure_profile, during(profile, "BUDGET_SECONDS", inf), test_a_slow_model_goes_on_with_the_costs_of_one_row),
-    ("host work ignores the budget", host._least_ms_of, lambda sound: lambda *args: sound(*args[:-2], inf, args[-1]), test_host_work_takes_no_further_round_once_time_is_up),
+    ("host work ignores the budget", host._Rounds._least_ms_of, lambda sound: lambda own, ids: sound(replace(own, until=inf), ids), test_host_work_takes_no_further_round_once_time_is_up),
     ("a late profile is never believed", profile._doubt, lambda doubt: lambda seconds, budget, steady, sound: doubt(seconds, budget, [*steady, seconds < budget], sound), lambda machine: believed_however_late(machine)),
     ("a kept profile is not read", load_profile, during(user_cache, "read", lambda kind, key: None), test_a_kept_profile_is_read_back_without_measuring),
     ("greedy host work for all rounds", host.host_ms, lambda sound: lambda *args, draws, **more: sound(*args, draws=False, **more), test_a_profile_holds_passes_host_work_drafts_and_reads),

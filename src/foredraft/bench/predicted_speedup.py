@@ -3,15 +3,13 @@
 S = tau / (c_1 + ... + c_s + v(k + 1)), with tau tokens, k drafted tokens, siblings among them, and s drafter
 steps per round. This is theorem 3.8 of Leviathan et al. 2023 (arXiv:2211.17192), with three differences: a
 verifying pass may cost more than a plain step, a draft's first step may cost more than its other steps, and
-draft lengths may vary.
-Host work is not counted.
+draft lengths may vary. Host work is not counted.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from foredraft.bench.bench_records import Ceiling, ForwardCosts
+from foredraft.decode.policy.cost_table import on_line
 from foredraft.decode.stats import Stats
 
 __all__ = ["ceiling", "forward_cost", "mean_accepted_length", "predicted_speedup", "verifying_cost"]
@@ -36,13 +34,8 @@ def verifying_cost(costs: ForwardCosts, rows: float) -> float:
         costs: The measured costs.
         rows: Tokens per sequence in the verifying pass, 1 or more.
     """
-    known = [(cost.rows, cost.v) for cost in costs.verifying]
     assert rows >= 1
-    if len(known) == 1:
-        return known[0][1]
-    lines = list(pairwise(known))
-    (below, v_below), (above, v_above) = next((line for line in lines if rows <= line[1][0]), lines[-1])
-    return v_below + (v_above - v_below) * (rows - below) / (above - below)
+    return on_line([(cost.rows, cost.v) for cost in costs.verifying], rows)
 
 
 def forward_cost(costs: ForwardCosts, stats: Stats) -> float:

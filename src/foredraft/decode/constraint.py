@@ -203,9 +203,8 @@ def masks_along(
         masks.append(everything if mask is None or dead_end else upload(mask, device))
         for index, (place, sibling) in enumerate(siblings):
             if place == legal and sibling >= 0 and (mask is None or bool(mask[sibling])):
-                goes_on = walk.advance(sibling)
-                own = constraint.mask() if goes_on else None
-                if goes_on:
+                if walk.advance(sibling):
+                    own = constraint.mask()
                     after[index] = everything if own is None else upload(own, device)
                 constraint.rewind(walk.base + legal)
         if token is None or forbidden:

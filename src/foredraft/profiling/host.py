@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median_low
 
 import torch
@@ -18,7 +19,7 @@ from foredraft.decode.sequence import Finish, Sequence
 from foredraft.model.runner import DraftInputs, FusedDraft
 from foredraft.profiling.phases import RoundClock, observed
 
-__all__ = ["host_ms", "round_ms"]
+__all__ = ["host_ms", "whole_round_ms"]
 
 ROUNDS = 7  # timed rounds, of which the least half counts; two more come before them
 SECONDS = 0.2  # after which no further round begins
@@ -36,82 +37,88 @@ def host_ms(engine: Engine, batch: int, length: int, *, draws: bool, until: floa
     Returns:
         The ms; None where no round could be timed: the logits are not finite on any of TEXTS texts.
     """
-    return _least_ms(engine, batch, Fixed(length), _Filler(), draws, until, lambda clock: clock.host)
+    return _Rounds(engine, Fixed(length), _Filler(), draws, until, lambda clock: clock.host).least_ms(batch)
 
 
-def round_ms(
+def whole_round_ms(
     engine: Engine, batch: int, length: int, siblings: int, *, draws: bool, until: float = math.inf
 ) -> float | None:
     """Return the ms of a whole round whose drafts have so many siblings and cost nothing; as `host_ms`."""
     filler = _CombFiller(engine.vocabulary)
-    return _least_ms(
-        engine, batch, Fixed(length, siblings), filler, draws, until, lambda clock: clock.seconds["round"]
-    )
+    policy = Fixed(length, siblings)
+    return _Rounds(engine, policy, filler, draws, until, lambda clock: clock.seconds["round"]).least_ms(batch)
 
 
-def _least_ms(
-    engine: Engine,
-    batch: int,
-    policy: Fixed,
-    filler: Drafter,
-    draws: bool,
-    until: float,
-    taken: Callable[[RoundClock], float],
-) -> float | None:
-    assert not engine.rows.sequences
-    for text in range(TEXTS):
-        first = text * engine.vocabulary // TEXTS
-        ids = [(first + row) % engine.vocabulary for row in range(batch)]
-        if (ms := _least_ms_of(engine, ids, policy, filler, draws, until, taken)) is not None:
-            return ms
-    return None
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """Rounds over an engine's target and cache, whose drafts cost nothing.
 
+    Attributes:
+        engine: No sequence has a row.
+        policy: Drafts as many tokens as it says.
+        filler: The drafter.
+        draws: The rounds draw tokens.
+        until: Seconds of `time.perf_counter` after which no round begins but a first one.
+        taken: Tells which seconds of the clock count.
+    """
 
-def _least_ms_of(
-    engine: Engine,
-    ids: list[int],
-    policy: Fixed,
-    filler: Drafter,
-    draws: bool,
-    until: float,
-    taken: Callable[[RoundClock], float],
-) -> float | None:
-    """Return the ms with a row for each id, which is its text; None where no round counts."""
-    length = policy.max_draft
-    tokens = (ROUNDS + 3) * (length + 1 + bool(policy.siblings)) + 1  # a first round makes the engine steady
-    if PROMPT + tokens > engine.cache.positions:
-        tokens = engine.cache.positions - PROMPT
-    own = Engine(
-        engine.target, engine.cache, policy, {"filler": filler},
-        vocabulary=engine.vocabulary, device=engine.device, vocab_ops=engine.vocab_ops,
-    )  # fmt: skip
-    params = SamplingParams(temperature=float(draws), max_new_tokens=tokens, ignore_eos=True)
-    drafters = ("filler",) if length else ()
-    sequences = [Sequence(row, [id] * PROMPT, params, 0, drafters=drafters) for row, id in enumerate(ids)]
-    for sequence in sequences:
-        own.submit(sequence)
-    clock, rounds = RoundClock(own), list[float]()
-    try:
-        with observed(own, clock):
-            while not own.scheduler.steady and not own.scheduler.idle:
-                own.step()
-            started = time.perf_counter()
-            while own.scheduler.steady and len(own.rows.sequences) == len(ids) and len(rounds) < ROUNDS + 2:
-                now = time.perf_counter()
-                if (len(rounds) > 2 and now - started > SECONDS) or (rounds and now > until):
-                    break
-                before = taken(clock)
-                own.round()
-                rounds.append(1e3 * (taken(clock) - before))
-    except BaseException:
-        own.fail_batch("measuring broke off")  # the rows may hold anything
-        raise
-    finally:
-        for sequence in list(own.rows.sequences):
-            own.cancel(sequence)
-    if not rounds or not all(map(_stayed_finite, sequences)):
+    engine: Engine
+    policy: Fixed
+    filler: Drafter
+    draws: bool
+    until: float
+    taken: Callable[[RoundClock], float]
+
+    def least_ms(self, batch: int) -> float | None:
+        """Return the ms of a round of so many rows; None where no round could be timed."""
+        assert not self.engine.rows.sequences
+        vocabulary = self.engine.vocabulary
+        for text in range(TEXTS):
+            first = text * vocabulary // TEXTS
+            if (ms := self._least_ms_of([(first + row) % vocabulary for row in range(batch)])) is not None:
+                return ms
         return None
-    return median_low(sorted(rounds[2:] or rounds)[: ROUNDS // 2 + 1])
+
+    def _least_ms_of(self, ids: list[int]) -> float | None:
+        """Return the ms with a row for each id, which is its text; None where no round counts."""
+        engine, length, taken = self.engine, self.policy.max_draft, self.taken
+        # A first round makes the engine steady.
+        tokens = (ROUNDS + 3) * (length + 1 + bool(self.policy.siblings)) + 1
+        if PROMPT + tokens > engine.cache.positions:
+            tokens = engine.cache.positions - PROMPT
+        own = Engine(
+            engine.target, engine.cache, self.policy, {"filler": self.filler},
+            vocabulary=engine.vocabulary, device=engine.device, vocab_ops=engine.vocab_ops,
+        )  # fmt: skip
+        params = SamplingParams(temperature=float(self.draws), max_new_tokens=tokens, ignore_eos=True)
+        drafters = ("filler",) if length else ()
+        sequences = [Sequence(row, [id] * PROMPT, params, 0, drafters=drafters) for row, id in enumerate(ids)]
+        for sequence in sequences:
+            own.submit(sequence)
+        clock, rounds = RoundClock(own), list[float]()
+        try:
+            with observed(own, clock):
+                while not own.scheduler.steady and not own.scheduler.idle:
+                    own.step()
+                started = time.perf_counter()
+                while (
+                    own.scheduler.steady and len(own.rows.sequences) == len(ids) and len(rounds) < ROUNDS + 2
+                ):
+                    now = time.perf_counter()
+                    if (len(rounds) > 2 and now - started > SECONDS) or (rounds and now > self.until):
+                        break
+                    before = taken(clock)
+                    own.round()
+                    rounds.append(1e3 * (taken(clock) - before))
+        except BaseException:
+            own.fail_batch("measuring broke off")  # the rows may hold anything
+            raise
+        finally:
+            for sequence in list(own.rows.sequences):
+                own.cancel(sequence)
+        if not rounds or not all(map(_stayed_finite, sequences)):
+            return None
+        return median_low(sorted(rounds[2:] or rounds)[: ROUNDS // 2 + 1])
 
 
 def _stayed_finite(sequence: Sequence) -> bool:

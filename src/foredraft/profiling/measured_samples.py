@@ -10,7 +10,7 @@ from typing import Any
 from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.profiling.forwards import ForwardMeter, reading
-from foredraft.profiling.host import host_ms, round_ms
+from foredraft.profiling.host import host_ms, whole_round_ms
 from foredraft.profiling.samples import Samples, agreed
 from foredraft.profiling.timing import Turns, timed
 
@@ -99,7 +99,7 @@ class HostWork:
         for draws in (False, True):
             works: list[tuple[str, Callable[..., float | None], tuple[int, ...]]] = [
                 *((cost, host_ms, (length,)) for length, cost in self._costs(batch, draws).items()),
-                *((cost, round_ms, (self.longest, n)) for n, cost in self._combs(batch, draws).items()),
+                *((cost, whole_round_ms, (self.longest, n)) for n, cost in self._combs(batch, draws).items()),
             ]
             for cost, measure, shape in works:
                 if samples.ms(cost) is None and time.perf_counter() < deadline:

@@ -173,12 +173,12 @@ def measure_profile(
     if doubt is not None:
         passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
     drafts, reads = _drafts(engine, timed, samples), reading.ms(samples)  # these draw no tokens
-    tables = []
-    for draws in (False, True):
+
+    def table(draws: bool) -> CostTable:
         known = _with_host(passes, host.ms(samples, draws=draws), longest)
-        tables.append(CostTable(known, drafts, reads, combs=host.comb_ms(samples, passes, draws=draws)))
-    greedy, sampled = tables
-    return Profile(greedy, sampled, doubt, seconds)
+        return CostTable(known, drafts, reads, combs=host.comb_ms(samples, passes, draws=draws))
+
+    return Profile(table(draws=False), table(draws=True), doubt, seconds)
 
 
 def _passes(forwards: Sequence[Forwards], samples: Samples) -> dict[int, dict[int, float]]:

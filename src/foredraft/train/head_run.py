@@ -38,7 +38,7 @@ def train_head(
         options: Of the training.
         prepared: The target and the data.
         processes: That share the work.
-        report: Is told of the progress.
+        report: The run tells it of the progress.
     """
     place = options.out
 

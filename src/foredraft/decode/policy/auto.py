@@ -372,7 +372,7 @@ class Auto(Policy):
 
 def _draft_of(outcome: Round) -> tuple[str | None, int, int]:
     """Return (drafter, tokens, siblings) of one row's draft."""
-    return outcome.drafter, outcome.drafted, outcome.siblings if outcome.drafted else 0
+    return outcome.drafter, outcome.drafted, outcome.siblings
 
 
 def _rule_of(sequence: Sequence) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CostTable", "Costs", "round_ms"]
+__all__ = ["CostTable", "Costs", "on_line", "round_ms"]
 
 Floats = NDArray[np.float64]
 
@@ -27,7 +27,7 @@ class Costs(Protocol):
         ...
 
     def comb(self, batch: int) -> float:
-        """Return what siblings add to a round beside their columns: host work."""
+        """Return what siblings add to a round beside their columns."""
         ...
 
     def draft(self, drafter: str, batch: int, steps: int) -> float:
@@ -84,8 +84,8 @@ class CostTable:
         """
         if (batch, columns) not in self._verify:
             sizes, drafted = _around(self.passes, batch), columns - batch
-            points = [(size, _on_line(self.passes[size], size + drafted)) for size in sizes]
-            self._verify[batch, columns] = _on_line(points, batch)
+            points = [(size, on_line(self.passes[size], size + drafted)) for size in sizes]
+            self._verify[batch, columns] = on_line(points, batch)
         return self._verify[batch, columns]
 
     def plain(self, batch: int) -> float:
@@ -93,8 +93,8 @@ class CostTable:
         return self.verify(batch, batch)
 
     def comb(self, batch: int) -> float:
-        """Return what siblings add to a round beside their columns: host work."""
-        return _on_line(self.combs, batch) if self.combs else 0.0
+        """Return what siblings add to a round beside their columns."""
+        return on_line(self.combs, batch) if self.combs else 0.0
 
     def draft(self, drafter: str, batch: int, steps: int) -> float:
         """Return the cost of `steps` draft steps for any of the batch's rows."""
@@ -104,7 +104,7 @@ class CostTable:
             assumed = self.assumed * self.plain(batch)
             by = self.drafts.get(drafter, {batch: (assumed, assumed)})
             points = [[(size, by[size][part]) for size in _around(by, batch)] for part in range(2)]
-            self._steps[drafter, batch] = [_on_line(part, batch) for part in points]
+            self._steps[drafter, batch] = [on_line(part, batch) for part in points]
         first, further = self._steps[drafter, batch]
         return first * min(steps, 1) + further * max(steps - 1, 0)
 
@@ -117,7 +117,7 @@ class CostTable:
             return step + self.reads[drafter] * (tokens - 1)
         columns = self.passes[min(self.passes)]
         ends = columns[:: max(1, len(columns) - 1)]
-        return step * _on_line(ends, tokens) / columns[0][1]
+        return step * on_line(ends, tokens) / columns[0][1]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON."""
@@ -143,7 +143,11 @@ def _around(sizes: Iterable[int], batch: int) -> list[int]:
     return sorted({*known[max(at - 1, 0) : at], *known[at : at + 1]} if batch not in known else {batch})
 
 
-def _on_line(points: list[tuple[int, float]], x: int) -> float:
+def on_line(points: list[tuple[int, float]], x: float) -> float:
+    """Return y at x on the lines between rising points (x, y).
+
+    Before the first point y stays; beyond the last one the last line goes on.
+    """
     if len(points) == 1 or x <= points[0][0]:
         return points[0][1]
     at = min(bisect_left(points, (x,)), len(points) - 1)

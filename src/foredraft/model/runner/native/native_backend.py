@@ -241,10 +241,9 @@ class NativeBackend:
             x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
             x = x.clone() if real is None else x[real]
         depths = sorted(depth for depth in pass_.taps if depth < pass_.stop)
-        states = x.new_empty(len(depths), *x.shape)
-        logits = self.forward(
+        logits, states = self.forward(
             tokens, x, pass_.cache, groups, pass_.plan, pass_.start, pass_.stop,
-            head=pass_.head and pass_.at is None, inputs=inputs, taps=depths, states=states,
+            head=pass_.head and pass_.at is None, inputs=inputs, taps=depths,
         )  # fmt: skip
         taps = {depth: asked(own) for depth, own in zip(depths, states, strict=True)}
         if pass_.stop in pass_.taps:
@@ -269,8 +268,7 @@ class NativeBackend:
         head: bool = False,
         inputs: Tensor | None = None,
         taps: Sequence[int] = (),
-        states: Tensor | None = None,
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, Tensor]:
         """Run layers [start, stop) on states, in place, and store their keys and values in the cache.
 
         Args:
@@ -285,10 +283,10 @@ class NativeBackend:
             head: Compute logits.
             inputs: What layers take of the tokens themselves, [N, layers, I]; None in models without.
             taps: Depths from `start` on and below `stop`, in rising order.
-            states: Receives the states that enter the layers there, [taps, N, D]; None without taps.
 
         Returns:
-            Logits [N, V] in float32 where `head` asks for them, else None.
+            Logits [N, V] in float32 where `head` asks for them, else None; and the states that enter the
+            layers at `taps`, [taps, N, D].
         """
         count = len(hidden)
         if self._pairs is not None:
@@ -296,6 +294,7 @@ class NativeBackend:
         pass_ = pass_struct(cache, groups, self._rotary, pointer(inputs))
         scratch = self._scratch(count * self._scratch_per_column)
         logits = self._logits(hidden) if head else None
+        states = hidden.new_empty(len(taps), *hidden.shape)
         result = self._forward(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
@@ -315,7 +314,7 @@ class NativeBackend:
         )
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, hidden, cache, scratch, inputs)
-        return logits
+        return logits, states
 
     def _layer_inputs(self, tokens: Tensor) -> Tensor:
         """Return what layers take of tokens [N] themselves, [N, layers * I]."""
