@@ -2,7 +2,7 @@
 
     python -m recipes.demo.eagle3 --corpus DIR --prompts FILE --work DIR --out DIR
 
-With the defaults it takes about half an hour of one core with bfloat16 matrix units.
+With the defaults it takes about an hour of one core with bfloat16 matrix units.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from foredraft.train.training_options import Eagle3Options
 from .adapter import refuse_held_out, show
 
 CHARACTERS = 12_000_000  # of the modules that it learns from: more than it comes to see
+WORDS = 2048  # of 4,096
 HELD_OUT = 16  # modules of the validation: all 96 would take longer than the steps between
 
 
@@ -43,11 +44,13 @@ def main() -> None:
         "--work", type=Path, required=True, help="folder of the data, the checkpoints and logs"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--words", type=int, default=2048, help="words that the head can draft")
+    parser.add_argument("--from-head", type=Path, help="a head to start from; its words stay")
+    parser.add_argument("--words", type=int, help="words that the head can draft; 2,048 by default")
     parser.add_argument("--draft-length", type=int, default=4, help="tokens of a draft that are learned")
-    parser.add_argument("--steps", type=int, default=750, help="steps of training")
-    parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--steps", type=int, default=6000, help="steps of training")
+    parser.add_argument("--step-tokens", type=int, default=512, help="tokens of a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the data")
     parser.add_argument("--threads", type=int, default=1, help="threads")
     given = parser.parse_args()
     refuse_held_out(given.corpus, given.prompts)
@@ -60,11 +63,13 @@ def main() -> None:
         length=512,
         steps=given.steps,
         step_tokens=given.step_tokens,
-        warm_up=50,
+        warm_up=100,
         learning_rate=given.learning_rate,
-        validate_every=100,
+        validate_every=500,
         patience=0,
-        draft_vocabulary=given.words,
+        seed=given.seed,
+        from_head=given.from_head,
+        draft_vocabulary=given.words if given.from_head else given.words or WORDS,
         draft_length=given.draft_length,
         work=given.work / "run",
         out=given.out,

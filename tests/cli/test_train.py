@@ -135,6 +135,16 @@ def test_a_head_drafts_where_the_option_names_it(
         ("eagle3", ["--taps", "1,3"], "--taps is '1,3', but the target has 3 layers"),
         ("eagle3", ["--taps", "2,x"], "--taps is '2,x'; give layers such as 0,15"),
         ("eagle3", ["--taps", "2,3", "--decay", "0"], "--decay is 0.0; give a number above 0, at most 1"),
+        (
+            "eagle3",
+            ["--from-head", "nowhere"],
+            "--from-head is 'nowhere', which holds no EAGLE-3 head; give the folder of one",
+        ),
+        (
+            "eagle3",
+            ["--from-head", "nowhere", "--taps", "2,3"],
+            "--from-head is 'nowhere', which has taps and words of its own; leave out --taps and --draft-voc",
+        ),
         ("dflash", ["--block", "1"], "--block is 1; give 2 or more"),
         ("dflash", ["--block", "400"], "--block is 400; give 256 or less"),
         (

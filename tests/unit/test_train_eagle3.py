@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import foredraft
+from foredraft.drafters.heads.eagle3_files import read_eagle3
+from foredraft.errors import ConfigError, ForedraftError
 from foredraft.train.eagle3 import train_eagle3
 from foredraft.train.target import FrozenTarget
 from foredraft.train.training_options import Eagle3Options
 from foredraft.train.validation import drafts_of
 from tests.support.checkpoints import TEXT, save_checkpoint
-from tests.support.heads import student_of
+from tests.support.heads import LAYERS, save_head, student_of
 from tests.support.trained_texts import check_prediction
 
 CPU = torch.device("cpu")
@@ -82,6 +86,74 @@ def test_a_run_goes_on_to_the_figures_of_an_undisturbed_one(model: Path, data: P
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
     one, other = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("cut", "whole"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_training_starts_from_a_head(model: Path, data: Path, trained: Path, tmp_path: Path) -> None:
+    """Of which taps and words stay, and that has learned already."""
+    more = {"taps": (), "draft_vocabulary": None, "from_head": trained / "head", "steps": 1}
+    train(model, data, tmp_path / "same", learning_rate=1e-30, **more)
+    one, other = (load_file(folder / "head" / "model.safetensors") for folder in (trained, tmp_path / "same"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    train(model, data, tmp_path / "new", steps=1)
+    assert curve(tmp_path / "same")[0]["loss"] < 0.9 * curve(tmp_path / "new")[0]["loss"]
+    assert read_eagle3(tmp_path / "same" / "head").record == read_eagle3(trained / "head").record
+
+
+@pytest.mark.parametrize("spelling", ["residual", "whole", "speculators", "qwen3"])
+def test_a_published_head_goes_on_with_its_flags(spelling: str, data: Path, tmp_path: Path) -> None:
+    """Its drafts are those of before but for the embedding, which is the model's from now on."""
+    big = save_checkpoint(tmp_path / "big", tokenizer=True, num_hidden_layers=LAYERS)
+    vocabulary = json.loads((big / "config.json").read_text())["vocab_size"]
+    taps = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]} if spelling == "speculators" else {}
+    head = save_head(tmp_path / "published", spelling, vocabulary, config=taps)
+    given = {"taps": (), "draft_vocabulary": None, "from_head": head, "steps": 1, "learning_rate": 1e-30}
+    train(big, data, tmp_path, **given)
+    before, after = (read_eagle3(folder).record for folder in (head, tmp_path / "head"))
+    own = {"own_embedding": False, "own_head": True, "spelling": after.spelling, "layer": "midlayer"}
+    before = before.for_target(FrozenTarget(big, CPU, torch.float32).spec, "")
+    assert after == replace(before, verifier=None, planned=None, **own)
+    one, other = (load_file(folder / "model.safetensors") for folder in (head, tmp_path / "head"))
+    named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in one.items()}
+    shared = named.keys() & other.keys()
+    assert named.keys() - shared <= {"embed_tokens.weight"}
+    assert other.keys() - shared <= {"lm_head.weight", "t2d"}
+    assert all(torch.equal(named[name], other[name]) for name in shared)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "more", "message"),
+    [
+        ("deep", 0, "from_head is '.*', which has 2 layers; give another head"),
+        (
+            "speculators",
+            0,
+            "which has a tap after layer 1, which readers of what is written take for another",
+        ),
+        ("residual", 5, r"is for a target of vocabulary \d+, but the target's is \d+"),
+    ],
+)
+def test_a_head_that_cannot_go_on_is_refused(
+    spelling: str, more: int, message: str, data: Path, tmp_path: Path
+) -> None:
+    big = save_checkpoint(tmp_path / "big", tokenizer=True, num_hidden_layers=LAYERS)
+    vocabulary = json.loads((big / "config.json").read_text())["vocab_size"]
+    head = save_head(tmp_path / "published", spelling, vocabulary + more)
+    with pytest.raises(ForedraftError, match=message):
+        train(big, data, tmp_path, taps=(), draft_vocabulary=None, from_head=head)
+    assert not (tmp_path / "work").exists() and not (tmp_path / "head").exists()
+
+
+def test_another_head_to_start_from_is_another_run(
+    model: Path, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    more = {"taps": (), "draft_vocabulary": None, "from_head": tmp_path / "start", "steps": 1}
+    copytree(trained / "head", tmp_path / "start")
+    train(model, data, tmp_path, **more)
+    file = tmp_path / "start" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "fc.weight": tensors["fc.weight"] * 2}, file)
+    with pytest.raises(ConfigError, match="which holds a run of another target, other data or other options"):
+        train(model, data, tmp_path, **more)
 
 
 def test_the_validations_acceptance_is_that_of_decoding(model: Path, trained: Path) -> None:

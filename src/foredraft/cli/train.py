@@ -170,6 +170,7 @@ def eagle3(
     draft_vocabulary: Annotated[int | None, common(TRAINING)] = None,
     draft_length: Annotated[int, common(TRAINING)] = 5,
     decay: Annotated[float, Parameter(group=TRAINING)] = 0.8,
+    from_head: Annotated[Path | None, common(TRAINING)] = None,
     loop: LoopOptions = LoopOptions(),
     model: TargetOptions = NONE,
     output: JsonOptions = JsonOptions(),
@@ -193,10 +194,13 @@ def eagle3(
         Tokens of a draft that are learned, each after the first from the head's own states.
     decay
         Weight of each of them in the loss against the one before.
+    from_head
+        Head to start from, which has taps and words of its own: one that was trained before, or published for
+        the model that yours was tuned from. Default: it starts at random.
     """
     own = {
         "out": out, "taps": _layers(taps, "taps"), "draft_vocabulary": draft_vocabulary,
-        "draft_length": draft_length, "decay": decay,
+        "draft_length": draft_length, "decay": decay, "from_head": from_head,
     }  # fmt: skip
     return _run("eagle3", own, data, loop, model, output)
 

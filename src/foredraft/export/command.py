@@ -15,10 +15,10 @@ from foredraft.drafters.heads.eagle3_writing import (
     speculators_names,
     write_head,
 )
+from foredraft.drafters.heads.stored_head import StoredHead, read_stored_head
 from foredraft.errors import ConfigError, Option
 from foredraft.export.formats import GGUF, SPECFORGE, SPECULATORS
 from foredraft.export.gguf_head import write_gguf_head
-from foredraft.export.stored_head import StoredHead, read_stored_head
 from foredraft.files import replacing
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target

@@ -20,8 +20,8 @@ from foredraft.bench.gguf_file import DTYPES, add_vocabulary, interleaved
 from foredraft.bench.optional import module
 from foredraft.drafters.heads.eagle3_files import D2T, EMBEDDING, HEAD, T2D
 from foredraft.drafters.heads.record import HeadRecord
+from foredraft.drafters.heads.stored_head import StoredHead
 from foredraft.errors import ConfigError
-from foredraft.export.stored_head import StoredHead
 from foredraft.model.unread import Checkpoint
 
 __all__ = ["write_gguf_head"]

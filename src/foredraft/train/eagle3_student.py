@@ -11,7 +11,7 @@ the keys of step 0 up to the anchor, and those of steps 1 to k at its own anchor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class KeysValues(NamedTuple):
 class Eagle3Student(Student):
     """An EAGLE-3 head of one layer.
 
-    It starts at random, but for its last norm and its head, which are the target's.
+    It starts as another head, or at random but for its last norm and its head, which are the target's.
 
     Args:
         record: The head.
@@ -66,6 +66,7 @@ class Eagle3Student(Student):
         steps: Tokens of a draft that are learned.
         decay: Weight of each of them against the one before.
         seed: Of the first weights.
+        start: The tensors of the head to start from, by their names; None draws them.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Eagle3Student(Student):
         steps: int,
         decay: float,
         seed: int = 0,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         assert record.taps is not None and record.spec.layers == 1 and record.own_head
@@ -90,6 +92,9 @@ class Eagle3Student(Student):
         self.shapes = {name: shape for name, shape in needed.items() if name not in (D2T, T2D)}
         self.shapes[HEAD] = allowed[HEAD]
         self.own = Parameters(self.shapes, head.device)
+        if start is not None:
+            self.own.fill(start)
+            return
         self.own.draw(torch.Generator().manual_seed(seed), norm=1.0)
         with torch.no_grad():
             self.own.by_name[HEAD].copy_(head)

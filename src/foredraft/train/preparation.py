@@ -177,6 +177,7 @@ class RunKey:
         """
         files = {str(file): _digest(file, "data") for file in options.data}
         files |= {str(file): _digest(file, "validation") for file in options.validation}
+        files |= {str(file): _digest(file, "from_head") for file in options.start_files}
         settings = {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_RUN}
         return cls(target, files, settings)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 
 __all__ = ["LOSSES", "AdapterOptions", "DraftOptions", "Eagle3Options", "TrainOptions", "parse_loss"]
 
@@ -70,6 +70,11 @@ class TrainOptions:
     kept_states: float = 0.0
     work: Path | None = None
     fresh: bool = False
+
+    @property
+    def start_files(self) -> tuple[Path, ...]:
+        """The files of what the training starts from; none where the target and the seed decide."""
+        return ()
 
     def check(self) -> None:
         """Raise ConfigError where a value cannot be honoured."""
@@ -164,6 +169,7 @@ class Eagle3Options(TrainOptions):
         draft_vocabulary: Words that the head can draft, those most frequent in the data; None is all.
         draft_length: Tokens of a draft that are learned, each after the first from the head's own states.
         decay: Weight of each of them against the one before.
+        from_head: A head to start from, which has taps and words of its own; None starts at random.
     """
 
     out: Path
@@ -171,9 +177,23 @@ class Eagle3Options(TrainOptions):
     draft_vocabulary: int | None = None
     draft_length: int = 5
     decay: float = 0.8
+    from_head: Path | None = None
+
+    @property
+    def start_files(self) -> tuple[Path, ...]:
+        if self.from_head is None:
+            return ()
+        return tuple(
+            sorted(file for file in self.from_head.glob("*.*") if file.suffix in (".json", ".safetensors"))
+        )
 
     def check(self) -> None:
         TrainOptions.check(self)
+        if self.from_head is not None and (self.taps or self.draft_vocabulary is not None):
+            raise ConfigError(
+                "which has taps and words of its own", option="from_head", value=str(self.from_head),
+                remedy=("leave out ", Option("taps"), " and ", Option("draft_vocabulary")),
+            )  # fmt: skip
         for name in ("draft_vocabulary", "draft_length"):
             check_count(name, getattr(self, name))
         check_decay(self.decay)

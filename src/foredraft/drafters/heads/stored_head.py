@@ -58,12 +58,13 @@ class StoredHead:
         return self.tensors["fc.weight"].dtype
 
 
-def read_stored_head(folder: Path, target: Checkpoint) -> StoredHead:
+def read_stored_head(folder: Path, target: Checkpoint, option: str = "draft") -> StoredHead:
     """Read a head and its settings.
 
     Args:
         folder: The head's.
         target: Its target.
+        option: The one that names the folder, for messages.
 
     Raises:
         CheckpointError: The head is broken, or for another target.
@@ -74,7 +75,7 @@ def read_stored_head(folder: Path, target: Checkpoint) -> StoredHead:
     if settings.window is not None:
         raise ConfigError(
             f"whose settings have a window of {settings.window} positions, which no format of a head holds",
-            option="draft", value=str(folder), remedy="remove foredraft-head.json, and set it in the engine",
+            option=option, value=str(folder), remedy="remove foredraft-head.json, and set it in the engine",
         )  # fmt: skip
     tensors = _tensors(files)
     maps = [tensors.pop(name, None) for name in (D2T, T2D)]
