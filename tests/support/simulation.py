@@ -12,7 +12,7 @@ from foredraft.decode.policy import Candidates, CostTable, Decision, Policy
 from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 
-__all__ = ["Right", "Row", "Simulated", "flat", "right_with", "simulate"]
+__all__ = ["Right", "Row", "Simulated", "flat", "right_with", "sequence_of", "simulate"]
 
 Right = Callable[[int], bool]  # does the drafter have the token at this position of the text right?
 
@@ -27,6 +27,13 @@ def flat(step: float = 0.2, column: float = 0.02, *, drafters: tuple[str, ...] =
 def right_with(chance: float, seed: int = 0) -> Right:
     """Return a drafter that is right at positions of its own, with this probability."""
     return lambda position: random.Random(f"{seed} {position}").random() < chance
+
+
+def sequence_of(policy: Policy, **more: Any) -> Any:
+    """Return what a policy sees of a greedy request of 9 tokens, of which 50 are to come."""
+    params = SimpleNamespace(temperature=0)
+    fields = {"params": params, "policy_state": policy.start(), "tokens": [0] * 9, "remaining": 50}
+    return SimpleNamespace(**fields | more)
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +16,12 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import PLAIN, Auto, Candidates, CostTable, Decision, Fixed
 from foredraft.decode.policy.auto import DECISION_ROUNDS, FIRST_WAIT, LATE_CONTEXT, LONGEST_WAIT, LossAccount
 from foredraft.decode.stats import Round
-from tests.support.simulation import Right, Row, Simulated, flat, right_with, simulate
+from tests.support.simulation import Right, Row, Simulated, flat, right_with, sequence_of, simulate
 
 LONGEST = 10
 LATE = frozenset({"small"})
 
 # --- one decision ---------------------------------------------------------------------------------------
-
-
-def sequence_of(policy: Auto, **more: Any) -> Any:
-    params = SimpleNamespace(temperature=0)
-    fields = {"params": params, "policy_state": policy.start(), "tokens": [0] * 9, "remaining": 50}
-    return SimpleNamespace(**fields | more)
 
 
 def play(policy: Auto, rows: list[Candidates], *accepted: int) -> list[Decision]:
@@ -126,6 +119,27 @@ def test_a_decision_is_dropped_after_two_rejected_drafts() -> None:
     assert policy.made == made
     play(policy, [row], 0)
     assert policy.made == made + 1
+
+
+def test_a_row_whose_candidates_change_is_decided_alone() -> None:
+    """In most rounds, lookup has something to propose for some of eight rows, each time for others."""
+    considered = []
+
+    class Considering(Auto):
+        def _best(self, row: Candidates, batch: int) -> Any:
+            considered.append(row)
+            return super()._best(row, batch)
+
+    def offers(row: int) -> Callable[[int], int]:
+        return lambda emitted: 3 * ((emitted + 5 * row) % 16 < 2)
+
+    policy = Considering(LONGEST, flat(2.0, drafters=("small",)))
+    rows = [
+        Row({"small": right_with(0.1, row), "lookup": right_with(0.2, row)}, 200, {"lookup": offers(row)})
+        for row in range(8)
+    ]
+    found = simulate(policy, policy.greedy, rows)
+    assert len(considered) < 0.4 * sum(map(len, found.rounds))
 
 
 def test_decisions_are_a_function_of_the_table_and_the_outcomes() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import Auto
+from foredraft.decode.policy import Auto, Candidates
 from foredraft.decode.policy import clock as clock_module
 from foredraft.decode.policy.clock import FADE, TEXT, Clock, ClockedTable, DrafterPace, TimedRound, Window
+from foredraft.decode.policy.cost_table import round_ms
+from foredraft.decode.stats import Round
 from tests.support.planting import Mutant, assert_caught, defect
-from tests.support.simulation import Row, Simulated, Slowdown, flat, right_with, simulate
+from tests.support.simulation import Row, Simulated, Slowdown, flat, right_with, sequence_of, simulate
 
 LONGEST, TOKENS = 10, 300
 COLUMN = 0.02  # of `flat`: what a further column costs
@@ -159,6 +161,26 @@ def test_rounds_that_tell_nothing_of_one_drafter_are_not_counted() -> None:
     simulate(policy, policy.greedy, rows, slowdown=idle)
     found = policy.table.clock.found
     assert found("small") == found("other") == TimedRound(1.0)
+
+
+def test_guesses_beside_a_draft_model_hide_nothing() -> None:
+    """Rounds in which one row drafts by it and another by lookup take three times what they are thought to."""
+    policy = Auto(LONGEST, flat(0.2))
+    rows = [Candidates(sequence_of(policy), {"small": 3}), Candidates(sequence_of(policy), {"lookup": 4})]
+    drafts = [Round(3, 3, 4, "small"), Round(4, 4, 5, "lookup")]
+    for outcomes, slower in (
+        (drafts, 3.0),
+        (drafts, 3.0),
+        ([Round(0, 0, 1)] * 2, 1.0),
+        ([Round(0, 0, 1)] * 2, 1.0),
+    ):
+        policy.decide(rows)
+        for row, outcome in zip(rows, outcomes, strict=True):
+            policy.learn(row.sequence, outcome, None)
+        told = round_ms(policy.greedy, [(each.drafter, each.drafted, 0) for each in outcomes])
+        policy.took(slower * told / 1e3)
+    clock = policy.table.clock
+    assert clock.found("small").ratio == pytest.approx(3.0) and clock.found("lookup") == TimedRound(1.0)
 
 
 def test_reading_a_text_tells_nothing_of_drafting() -> None:

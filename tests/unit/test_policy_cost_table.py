@@ -10,6 +10,8 @@ import pytest
 
 from foredraft.decode.policy import CostTable
 from foredraft.decode.policy.acceptance import Acceptance
+from foredraft.decode.policy.auto import HeldDecision, _together
+from foredraft.decode.policy.base import Decision
 from foredraft.decode.policy.budgets import Prospect, Shape, best_budgets, best_length
 from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
@@ -94,10 +96,11 @@ def rate(table: CostTable, rows: list[Prospect | None], shapes: Sequence[Shape])
     return tokens / round_ms(table, [(row and row.drafter, *shape) for row, shape in pairs])
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_no_budgets_are_better_than_the_best(seed: int) -> None:
-    """Up to three rows, two drafters whose steps cost time, and one whose steps do not."""
-    dice = random.Random(seed)
+def drawn_batch(dice: random.Random) -> tuple[CostTable, list[Prospect | None], list[list[Shape]]]:
+    """Return costs, up to three rows, and the drafts that each may have.
+
+    The steps of two drafters cost time, and those of one do not.
+    """
     rows: list[Prospect | None] = []
     for _ in range(dice.randint(1, 3)):
         rates = [dice.choice([0.2, 0.6, 0.9, 1.0]) for _ in range(dice.randint(1, 4))]
@@ -113,21 +116,42 @@ def test_no_budgets_are_better_than_the_best(seed: int) -> None:
     passes = {batch: dict(zip([batch, *widths], times, strict=True))}
     combs = {batch: dice.choice([0.0, 0.02])}
     table = CostTable(passes, steps | {"lookup": {batch: (0.0, 0.0)}}, combs=combs)
-    found = best_budgets(table, rows)
     shapes = [
-        [Shape(k, m) for k in range(1 if row is None else len(row.survival) + 1) for m in range(k + 1)]
+        [
+            Shape(k, m)
+            for k in range(1 if row is None else len(row.survival) + 1)
+            for m in range(k + 1 if row is None or row.sibling else 1)
+        ]
         for row in rows
     ]
-    best = max(
-        rate(table, rows, each)
-        for each in itertools.product(*shapes)
-        if all(
-            row is None or row.sibling or not shape.siblings for row, shape in zip(rows, each, strict=True)
-        )
-    )
+    return table, rows, shapes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_budgets_are_better_than_the_best(seed: int) -> None:
+    table, rows, shapes = drawn_batch(random.Random(seed))
+    found = best_budgets(table, rows)
+    best = max(rate(table, rows, each) for each in itertools.product(*shapes))
     assert rate(table, rows, found) == pytest.approx(best, rel=1e-12)
-    if batch == 1 and rows[0] is not None:
+    if len(rows) == 1 and rows[0] is not None:
         assert best_length(table, 1, rows[0]) == (pytest.approx(best), found[0])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_budgets_are_better_beside_rows_that_are_decided(seed: int) -> None:
+    dice = random.Random(seed)
+    table, rows, shapes = drawn_batch(dice)
+    standing = [dice.choice(each) for each in shapes[1:]]
+    held = [
+        HeldDecision(
+            Decision(row and row.drafter, shape.budget, None, shape.siblings),
+            tokens=row is not None and sum(row.survival[: shape.budget]) + sum(row.gains[: shape.siblings]),
+        )
+        for row, shape in zip(rows[1:], standing, strict=True)
+    ]
+    found = best_budgets(table, rows[:1], _together(held))
+    best = max(rate(table, rows, [each, *standing]) for each in shapes[0])
+    assert rate(table, rows, [*found, *standing]) == pytest.approx(best, rel=1e-12)
 
 
 def test_a_bad_row_among_good_ones_gets_no_draft() -> None:

@@ -20,7 +20,7 @@ from foredraft.decode.policy import budgets as budgets_module
 from foredraft.decode.policy.acceptance import Acceptance
 from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Estimate, HeldDecision, LossAccount
 from foredraft.decode.policy.base import PLAIN
-from foredraft.decode.policy.budgets import Prospect, Shape, best_budgets, best_length
+from foredraft.decode.policy.budgets import Others, Prospect, Shape, best_budgets, best_length
 from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
@@ -179,8 +179,8 @@ def a_draft_always_pays(table: CostTable, batch: int, prospect: Prospect) -> tup
     return rate, max(shape, Shape(1))
 
 
-def one_token(table: CostTable, rows: Any) -> list[Shape]:
-    return best_budgets(table, [row and Prospect(row.drafter, row.survival[:1]) for row in rows])
+def one_token(table: CostTable, rows: Any, others: Others) -> list[Shape]:
+    return best_budgets(table, [row and Prospect(row.drafter, row.survival[:1]) for row in rows], others)
 
 
 def the_first_drafter(best: Function) -> Function:
@@ -220,9 +220,10 @@ def bad_rows_pay_for_good_ones(decide: Function) -> Function:
 
 
 def prefill_is_ignored(paying: Function) -> Function:
-    def spoilt(policy: Auto, rows: Any, left: float, plain: float) -> list[HeldDecision]:
+    def spoilt(policy: Auto, rows: Any, standing: Any, left: float, plain: float) -> list[HeldDecision]:
         decoding = [row for row in rows if not row.idle]
-        choices = iter(paying(policy, decoding, left, policy.table.plain(len(decoding))))
+        standing = [held for row, held in zip(rows, standing, strict=True) if not row.idle]
+        choices = iter(paying(policy, decoding, standing, left, policy.table.plain(len(decoding))))
         return [HeldDecision(PLAIN) if row.idle else next(choices) for row in rows]
 
     return spoilt
@@ -243,15 +244,15 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[], object]]] = [
     ("drafts that do not pay", best_budgets, drafts_that_do_not_pay, costs.test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out),
     ("no loss account", LossAccount.left, lambda left: lambda loss, plain: left(loss, plain) + 1e9, never_slower),
     ("no share of the time", LossAccount.left, during(auto_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
-    ("no cap", Auto._paying, lambda paying: lambda policy, rows, left, plain: paying(policy, rows, inf, plain), auto.test_a_decision_follows_from_the_equations),
-    ("a decision stands beyond the cap", auto_module._still_stands, lambda stands: lambda row, key, left: stands(row, key, 0.0), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("five confidences")),
+    ("no cap", Auto._paying, lambda paying: lambda policy, rows, standing, left, plain: paying(policy, rows, standing, inf, plain), auto.test_a_decision_follows_from_the_equations),
+    ("a decision stands beyond the cap", auto_module._standing, lambda stands: lambda row, key, left: stands(row, key, 0.0), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("five confidences")),
     ("a trial beyond the cap", Auto._try_another, lambda attempt: lambda policy, rows, choices, left, plain: attempt(policy, rows, choices, inf, plain), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("a dear first step")),
     ("the last round is not charged", Auto._settle, the_last_round_is_not_charged, never_slower),
     ("no credit", Auto.start, with_own("_gained", lambda policy: 0.0), auto.test_bad_luck_at_first_is_paid_by_what_earlier_requests_gained),
     ("no smaller batch", Auto._settle, no_smaller_batch, auto.test_a_row_that_waits_for_others_gets_back_what_the_smaller_batch_saves),
-    ("no decision stands", auto_module._still_stands, lambda stands: lambda row, key, left: False, auto.test_a_decision_stands_for_some_rounds),
-    ("rejected drafts drop no decision", auto_module._still_stands, during(auto_module, "REJECTED_DRAFTS", inf), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
-    ("one rejected draft drops a decision", auto_module._still_stands, during(auto_module, "REJECTED_DRAFTS", 1), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
+    ("no decision stands", auto_module._standing, lambda stands: lambda row, key, left: None, auto.test_a_decision_stands_for_some_rounds),
+    ("rejected drafts drop no decision", auto_module._standing, during(auto_module, "REJECTED_DRAFTS", inf), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
+    ("one rejected draft drops a decision", auto_module._standing, during(auto_module, "REJECTED_DRAFTS", 1), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
     ("greedy costs for all rounds", Auto.decide, with_own("sampled", lambda policy: policy.greedy), auto.test_rounds_that_draw_have_costs_of_their_own),
     ("reasons of one row", Auto.why_plain, during(auto_module, "round_ms", lambda table, rows: round_ms(table, rows[:1])), auto.test_the_policy_says_why_it_decodes_plainly),
     ("siblings cost nothing", round_ms, lambda sound: lambda table, rows: sound(table, [(*row[:2], 0) for row in rows]), costs.test_siblings_cost_their_columns_and_host_work),

@@ -244,6 +244,18 @@ def test_a_disturbed_machine_does_not_forbid_drafts(machine: Machine) -> None:
     assert found.greedy.verify(1, 1 + LONGEST) == pytest.approx(2 * 2.0 + 0.5 + 0.1 * LONGEST)
 
 
+def test_passes_of_many_rows_are_not_thought_as_cheap_as_those_of_one(machine: Machine) -> None:
+    machine.disturbed = lambda work, count: 1.3**count if work == ("target", 1, 3) else 1.0
+    engine = engine_of(machine)
+    engine.target.column = 0.35  # type: ignore[attr-defined]
+    found = measure_profile(engine, LONGEST)
+    width = 1 + LONGEST
+    assert not found.believed
+    assert found.greedy.verify(4, 4 * width) == pytest.approx(
+        2 + 0.35 * (4 * width - 1) + 0.5 + 0.1 * LONGEST
+    )
+
+
 def test_measuring_ends_when_time_is_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "LIMIT_SECONDS", 0.0)
     machine.disturbed = lambda work, count: 1.3**count if work == ("target", 1, 3) else 1.0

@@ -33,7 +33,7 @@ __all__ = ["Profile", "load_profile", "measure_profile", "use_profile"]
 logger = logging.getLogger(__name__)
 
 FORMAT = 8  # of kept profiles; raised when what is measured changes, or the speed of the kernels
-ASSUMED_PASS = 2.0  # plain steps: most that the pass over the longest draft costs where samples scatter
+ASSUMED_PASS = 2.0  # plain steps: most that one row's pass over its longest draft costs where samples scatter
 BUDGET_SECONDS = 3.0  # for all measuring: a load must not wait longer; only the work that runs then ends
 BUDGET_AGAIN = 1.0  # the same at later starts, which have costs to begin with
 
@@ -171,7 +171,8 @@ def measure_profile(
     timed = [each for each in forwards if each.batch in host.batches]
     passes = _passes(timed, samples)
     if doubt is not None:
-        passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
+        column = (ASSUMED_PASS - 1) * passes[1][1] / longest
+        passes = {batch: _assumed(by_width, longest, batch * column) for batch, by_width in passes.items()}
     drafts, reads = _drafts(engine, timed, samples), reading.ms(samples)  # these draw no tokens
 
     def table(draws: bool) -> CostTable:
@@ -245,12 +246,11 @@ def _beyond(ms: dict[Any, float | None], round: object, verifying: object) -> fl
     return None if whole is None or part is None else max(0.0, whole - part)
 
 
-def _assumed(by_width: dict[int, float], longest: int) -> dict[int, float]:
-    """Return the passes of a disturbed machine, of which none is dearer than ASSUMED_PASS lets it be.
+def _assumed(by_width: dict[int, float], longest: int, slope: float) -> dict[int, float]:
+    """Return the passes of a disturbed machine, none dearer than where a token more a row takes `slope` ms.
 
     Samples may agree and still be disturbed. Without this a policy might never draft, and so never learn.
     """
-    slope = (ASSUMED_PASS - 1) * by_width[1] / longest
     widths = sorted({*by_width, longest + 1})
     return {n: min(by_width.get(n, math.inf), by_width[1] + slope * (n - 1)) for n in widths}
 

@@ -5,8 +5,10 @@ took. Acceptance comes from running estimates: a request's own, with the drafter
 prior. So a decision is a function of the table, of times and of what was accepted, and can be replayed on
 paper (`budgets` has the equations).
 
-Deciding takes host time, so a decision stands for some rounds. A drafter that does not pay is tried again
-after exponentially more rounds. One cap bounds what drafting may cost a request (`LossAccount`).
+Deciding takes host time, so a decision of the batch stands for some rounds. Between two of them, a row is
+decided anew beside the others where its own decision stands no longer, or was made for other candidates. A
+drafter that does not pay is tried again after exponentially more rounds. One cap bounds what drafting may
+cost a request (`LossAccount`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TypeAlias
 
 from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
-from foredraft.decode.policy.budgets import Prospect, Shape, best_budgets, best_length
+from foredraft.decode.policy.budgets import Others, Prospect, Shape, best_budgets, best_length
 from foredraft.decode.policy.clock import LEAST, TEXT, Clock, ClockedTable, TimedRound
 from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
@@ -79,6 +81,7 @@ class HeldDecision:
     alone: bool = False  # it is tried in a batch that drafts nothing otherwise
     begins: bool = True  # no round of it has ended
     read_loss_ms: float = 0.0  # ms of reading before the first draft that count as loss
+    tokens: float = 0.0  # that it emits on average, beside the target's own
     rejected: int = 0  # consecutive drafts so far that were fully rejected
 
 
@@ -140,6 +143,7 @@ class Auto(Policy):
         self._rows = 0  # rows that decoded
         self._read_loss_ms = 0.0  # ms of reading that count as loss
         self._reads: list[int] = []  # tokens of texts that drafters read, by row
+        self._stands = 0.0  # rounds for which the batch's decision still stands
 
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
 
@@ -164,8 +168,12 @@ class Auto(Policy):
         plain = self.table.plain(len(rows))
         left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
-        if not all(_still_stands(row, key, left) for row, key in zip(rows, keys, strict=True) if key):
-            self._decide_anew(rows, keys, left, plain)
+        standing = [_standing(row, key, left) for row, key in zip(rows, keys, strict=True)]
+        if not all(standing):
+            if self._stands < 1 or not any(map(all, zip(standing, keys, strict=True))):
+                standing = [None] * len(rows)
+            self._decide_anew(rows, keys, standing, left, plain)
+        self._stands -= 1
         return [self._within(row, key) for row, key in zip(rows, keys, strict=True)]
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
@@ -176,21 +184,23 @@ class Auto(Policy):
         self._round.append((state, outcome))
 
     def took(self, seconds: float) -> None:
-        drafted = [_draft_of(each) for _, each in self._round]
-        drafters = {name for name, *_ in drafted if name is not None}
-        if len(drafted) < self._rows or len(drafters) > 1:
+        drafted, told = [_draft_of(each) for _, each in self._round], self.table.told
+        names = {name for name, *_ in drafted if name is not None}
+        # beside a drafter whose steps take time, guesses are columns of the pass as its own tokens are
+        judged = {name for name in names if told.draft(name, len(drafted), 1)} or names
+        if len(drafted) < self._rows or len(judged) > 1:
             return  # forced tokens, or two drafters: neither tells what one drafter takes
+        drafter = next(iter(judged), None)
         # `_settle` charges no more than this: a round that takes longer than the costs corrects them, and is
         # no loss of its requests.
         self._believed_ms = round_ms(self.table, drafted)
-        name, told = next(iter(drafters), None), self.table.told
-        read_ms = 0.0 if name is None else sum(told.read(name, tokens) for tokens in self._reads)
+        read_ms = 0.0 if drafter is None else sum(told.read(drafter, tokens) for tokens in self._reads)
         if reads := max(self._reads, default=0) >= TEXT:
             ms, judged_ms = self._believed_ms + read_ms, read_ms
         else:
             ms = round_ms(told, drafted) + read_ms
             judged_ms = ms - round_ms(told, [(None, tokens, siblings) for _, tokens, siblings in drafted])
-        self.table.clock.learn(name, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
+        self.table.clock.learn(drafter, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
@@ -223,34 +233,54 @@ class Auto(Policy):
         budget = min(budget, row.limits[name])
         return Decision(name, budget, context, min(siblings, budget))
 
-    def _decide_anew(self, rows: Seq[Candidates], keys: Seq[Key], left: float, plain: float) -> None:
-        """Make the decision of every row: the most tokens per ms for the batch, within the cap."""
-        choices = self._paying(rows, left, plain)
-        trial = self._try_another(rows, choices, left, plain)
-        loss = self._loss(choices, plain)
-        rounds = left // loss if loss > 0 else DECISION_ROUNDS
-        for row, key, choice in zip(rows, keys, choices, strict=True):
-            choice.rounds = max(min(rounds, trial or DECISION_ROUNDS), 1.0)
-            _state(row).held[key], _state(row).batch = choice, len(rows)
+    def _decide_anew(
+        self,
+        rows: Seq[Candidates],
+        keys: Seq[Key],
+        standing: Seq[HeldDecision | None],
+        left: float,
+        plain: float,
+    ) -> None:
+        """Decide for the rows of which none stands: the most tokens per ms for the batch, within the cap.
 
-    def _paying(self, rows: Seq[Candidates], left: float, plain: float) -> list[HeldDecision]:
-        """Return the choices that give the most tokens per ms, within what the batch may lose.
-
-        It may lose REJECTED_DRAFTS fully rejected drafts, and what the drafters read before the first.
+        Where none of any row stands, another drafter may be tried.
         """
-        best = [self._best(row, len(rows)) for row in rows]
+        choices, trial = self._paying(rows, standing, left, plain), 0
+        if not any(standing):
+            trial, self._stands = self._try_another(rows, choices, left, plain), DECISION_ROUNDS
+        loss = self._loss(choices, plain)
+        rounds = max(1.0, min(left // loss, DECISION_ROUNDS)) if loss > 0 else DECISION_ROUNDS
+        self._stands = min(self._stands, rounds)
+        for row, key, choice, stood in zip(rows, keys, choices, standing, strict=True):
+            if stood is None:
+                choice.rounds = min(rounds, trial) if choice.trial else rounds
+                _state(row).held[key], _state(row).batch = choice, len(rows)
+
+    def _paying(
+        self, rows: Seq[Candidates], standing: Seq[HeldDecision | None], left: float, plain: float
+    ) -> list[HeldDecision]:
+        """Return the standing choices, and beside them those that give the most tokens per ms within the cap.
+
+        The batch may lose REJECTED_DRAFTS fully rejected drafts, and what the drafters read before the first.
+        """
+        if left < 0:
+            return [stood or HeldDecision(PLAIN) for stood in standing]
+        places = [at for at, stood in enumerate(standing) if stood is None]
+        best = [self._best(rows[at], len(rows)) for at in places]
+        choices = [stood or HeldDecision(PLAIN) for stood in standing]
+        others = _together([stood for stood in standing if stood is not None])
         limit = self.max_draft
         while limit:
             cut = [each and each._replace(survival=each.survival[:limit]) for each in best]
-            choices = [
-                self._hold(row, each.drafter, shape) if each and shape.budget else HeldDecision(PLAIN)
-                for row, each, shape in zip(rows, cut, best_budgets(self.table, cut), strict=True)
-            ]
+            for at, each, shape in zip(places, cut, best_budgets(self.table, cut, others), strict=True):
+                choices[at] = (
+                    self._hold(rows[at], each, shape) if each and shape.budget else HeldDecision(PLAIN)
+                )
             read_loss_ms = sum(choice.read_loss_ms for choice in choices)
             if REJECTED_DRAFTS * (self._loss(choices, plain) - read_loss_ms) + read_loss_ms <= left:
                 return choices
             limit //= 2
-        return [HeldDecision(PLAIN) for _ in rows]
+        return [stood or HeldDecision(PLAIN) for stood in standing]
 
     def _best(self, row: Candidates, batch: int) -> Prospect | None:
         """Return the drafter with the most tokens per ms for the rest of the request, if any may serve.
@@ -281,19 +311,24 @@ class Auto(Policy):
         they share the cost of its draft steps.
         """
         drafts, tried = any(choice.decision.budget for choice in choices), None
+        dear = set[str]()  # drafters of which one token is beyond the cap, in any row
         for at, row in enumerate(rows):
             for name in row.limits:
                 pooled = self._estimate(row, name).pooled
                 due = name != choices[at].decision.drafter and pooled.waited >= pooled.wait
-                if not due or tried not in (None, name) or not self._may_pay(row, name):
+                if not due or tried not in (None, name) or name in dear or not self._may_pay(row, name):
                     continue
-                shape = best_length(self.table, 1, self._prospect(row, name))[1]
+                prospect = self._prospect(row, name)
+                shape = best_length(self.table, 1, prospect)[1]
                 for tried_shape in (shape if shape.budget else Shape(1), Shape(1)):
-                    trial = self._hold(row, name, tried_shape, trial=True)
+                    trial = self._hold(row, prospect, tried_shape, trial=True)
                     trial.alone = not drafts
                     if self._loss([*choices[:at], trial, *choices[at + 1 :]], plain) <= left:
                         choices[at], tried = trial, name
                         break
+                else:
+                    if not trial.read_loss_ms:
+                        dear.add(name)
             if tried and (drafts or self._estimate(row, tried).pooled.acceptance.known):
                 break
         if tried is None:
@@ -313,11 +348,14 @@ class Auto(Policy):
         ms = round_ms(self.table, drafts)
         return ms - plain + sum(choice.read_loss_ms for choice in choices)
 
-    def _hold(self, row: Candidates, name: str, shape: Shape, trial: bool = False) -> HeldDecision:
+    def _hold(self, row: Candidates, prospect: Prospect, shape: Shape, trial: bool = False) -> HeldDecision:
+        name = prospect.drafter
         context, _, loss_ms = self._reading(row, name, trial)
-        decision = Decision(name, shape.budget, context, shape.siblings)
-        estimate = self._estimate(row, name)
-        return HeldDecision(decision, estimate=estimate, trial=trial, read_loss_ms=loss_ms)
+        return HeldDecision(
+            Decision(name, shape.budget, context, shape.siblings), estimate=self._estimate(row, name),
+            trial=trial, read_loss_ms=loss_ms,
+            tokens=sum(prospect.survival[: shape.budget]) + sum(prospect.gains[: shape.siblings]),
+        )  # fmt: skip
 
     def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
         """Return (`Decision.context`, ms of reading before the first draft, ms of it that count as loss).
@@ -388,9 +426,24 @@ def _state(row: Candidates) -> RequestState:
     return state
 
 
-def _still_stands(row: Candidates, key: Key, left: float) -> bool:
-    """Return whether the row's decision still stands; left: what the batch may lose."""
+def _standing(row: Candidates, key: Key, left: float) -> HeldDecision | None:
+    """Return the row's decision if it still stands; left: what the batch may lose."""
+    if not key:
+        return HeldDecision(PLAIN)
     held = _state(row).held.get(key)
     if held is None or held.rounds < 1 or held.rejected >= REJECTED_DRAFTS:
-        return False
-    return left >= 0 or not held.decision.budget
+        return None
+    return held if left >= 0 or not held.decision.budget else None
+
+
+def _together(held: Seq[HeldDecision]) -> Others:
+    """Return what rows draft whose decisions stand."""
+    depths: dict[str, int] = {}
+    for name, budget, *_ in (each.decision for each in held):
+        if name is not None:
+            depths[name] = max(depths.get(name, 0), budget)
+    return Others(
+        len(held), sum(each.tokens for each in held),
+        sum(each.decision.budget + each.decision.siblings for each in held), depths,
+        any(each.decision.siblings for each in held),
+    )  # fmt: skip

@@ -11,15 +11,17 @@ rejected and the sibling stands: with probability (s(j - 1) - s(j)) h. It costs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from foredraft.decode.policy.cost_table import Costs
 
-__all__ = ["Prospect", "Shape", "best_budgets", "best_length"]
+__all__ = ["Others", "Prospect", "Shape", "best_budgets", "best_length"]
 
 
 class Shape(NamedTuple):
@@ -51,30 +53,54 @@ class Prospect(NamedTuple):
 
 def best_length(table: Costs, batch: int, prospect: Prospect) -> tuple[float, Shape]:
     """Return (tokens per ms, draft) at the best draft of a batch in which every row drafts alike."""
-    tokens, best, shape = 1.0, batch / table.plain(batch), Shape(0)
-    gains, comb = prospect.gains, table.comb(batch)
+    longest, gains, comb = len(prospect.survival), prospect.gains, table.comb(batch)
+    drafting = table.drafts_up_to(prospect.drafter, batch, longest)
+    passes = [table.verify(batch, batch * width) for width in range(1, 2 + longest + len(gains))]
+    tokens, best, shape = 1.0, 1 / passes[0], Shape(0)
     for k, survival in enumerate(prospect.survival, start=1):
         tokens += survival
-        drafting = table.draft(prospect.drafter, batch, k)
-        more = 0.0
-        for siblings, gain in enumerate([0.0, *gains[:k]]):
-            more += gain
-            ms = drafting + table.verify(batch, batch * (1 + k + siblings)) + (comb if siblings else 0.0)
-            if (rate := batch * (tokens + more) / ms) > best:
-                best, shape = rate, Shape(k, siblings)
-    return best, shape
+        emitted, ms = tokens, drafting[k - 1]
+        if emitted > best * (ms + passes[k]):
+            best, shape = emitted / (ms + passes[k]), Shape(k)
+        ms += comb
+        for siblings, gain in enumerate(gains[:k], start=1):
+            emitted += gain
+            if emitted > best * (ms + passes[k + siblings]):
+                best, shape = emitted / (ms + passes[k + siblings]), Shape(k, siblings)
+    return batch * best, shape
 
 
-def best_budgets(table: Costs, rows: Seq[Prospect | None]) -> list[Shape]:
-    """Return the draft of every row, so that together they give the most tokens per ms.
+class Others(NamedTuple):
+    """The rows of a batch whose drafts are decided, together.
+
+    Attributes:
+        rows: How many.
+        tokens: That their drafts emit on average, beside one a row.
+        columns: Of their drafted tokens and siblings.
+        depths: Their longest draft by drafter.
+        siblings: Some have siblings.
+    """
+
+    rows: int = 0
+    tokens: float = 0.0
+    columns: int = 0
+    depths: Mapping[str, int] = MappingProxyType({})
+    siblings: bool = False
+
+
+NONE = Others()
+
+
+def best_budgets(table: Costs, rows: Seq[Prospect | None], others: Others = NONE) -> list[Shape]:
+    """Return the draft of every row, so that with the others' they give the most tokens per ms.
 
     For given depths of the drafters, rows compete for columns alone, and the likeliest tokens win, siblings
     among them. (They are prefixes of drafts, because s and gains never rise along a row.) So only the depths
     have to be enumerated. A drafter whose steps cost nothing may always go to its full depth.
     """
-    if len(rows) == 1:  # the same drafts, without arrays
+    batch, deepest = len(rows) + others.rows, dict[str, int]()
+    if batch == 1:  # the same drafts, without arrays
         return [Shape(0) if row is None else best_length(table, 1, row)[1] for row in rows]
-    batch, deepest = len(rows), dict[str, int]()
     for row in rows:
         if row is not None:
             deepest[row.drafter] = max(deepest.get(row.drafter, 0), len(row.survival))
@@ -87,29 +113,40 @@ def best_budgets(table: Costs, rows: Seq[Prospect | None]) -> list[Shape]:
         for depth, chance in enumerate(chances, start=1)
     ]
     if not tokens:
-        return [Shape(0)] * batch
+        return [Shape(0)] * len(rows)
     tokens.sort()
     chance = -np.array([token[0] for token in tokens])
     depth, beside, owner = (np.array([token[field] for token in tokens]) for field in (1, 2, 3))
     places = {drafter: place for place, drafter in enumerate(deepest)}
     drafter = np.array([places[token[4]] for token in tokens])
-    ranges = [range(most + 1) if table.draft(name, batch, 1) else (most,) for name, most in deepest.items()]
+    ms = {
+        name: [0.0, *table.drafts_up_to(name, batch, max(deepest.get(name, 0), others.depths.get(name, 0)))]
+        for name in {**deepest, **others.depths}
+    }  # by drafter and steps
+    ranges = [range(most + 1) if ms[name][1] else (most,) for name, most in deepest.items()]
     depths = np.array(list(product(*ranges)))  # [C, drafters]
+    beside_ms = sum(ms[name][steps] for name, steps in others.depths.items() if name not in deepest)
     drafting = [
-        sum(table.draft(name, batch, steps) for name, steps in zip(deepest, each, strict=True))
+        beside_ms
+        + sum(
+            ms[name][max(steps, others.depths.get(name, 0))]
+            for name, steps in zip(deepest, each, strict=True)
+        )
         for each in depths.tolist()
     ]
-    passes = np.array([table.verify(batch, batch + columns) for columns in range(len(tokens) + 1)])
+    columns, comb = batch + others.columns, table.comb(batch)
+    passes = np.array([table.verify(batch, columns + more) for more in range(len(tokens) + 1)])
     taken = depth <= depths[:, drafter]  # [C, tokens]
-    emitted = batch + (chance * taken).cumsum(1)
-    combs = table.comb(batch) * np.logical_or.accumulate(taken & (beside == 1), 1)
+    emitted = batch + others.tokens + (chance * taken).cumsum(1)
+    combs = comb * (np.logical_or.accumulate(taken & (beside == 1), 1) | others.siblings)
     rates = emitted / (np.array(drafting)[:, None] + passes[taken.cumsum(1)] + combs)
     choice, last = np.unravel_index(rates.argmax(), rates.shape)
-    if rates[choice, last] <= batch / passes[0]:
-        return [Shape(0)] * batch
+    kept = sum(ms[name][steps] for name, steps in others.depths.items()) + passes[0] + comb * others.siblings
+    if rates[choice, last] <= (batch + others.tokens) / kept:
+        return [Shape(0)] * len(rows)
     found = taken[choice, : last + 1]
     budgets, siblings = (
-        np.bincount(owner[: last + 1][found & (beside[: last + 1] == kind)], minlength=batch).tolist()
+        np.bincount(owner[: last + 1][found & (beside[: last + 1] == kind)], minlength=len(rows)).tolist()
         for kind in (0, 1)
     )
     return [Shape(*pair) for pair in zip(budgets, siblings, strict=True)]

@@ -206,7 +206,17 @@ class ClockedTable:
         """
         if not steps:
             return 0.0
-        told, found = self.told.draft(drafter, batch, steps), self.clock.found(drafter)
+        return self._corrected(self.clock.found(drafter), drafter, batch, steps)
+
+    def drafts_up_to(self, drafter: str, batch: int, steps: int) -> list[float]:
+        """Return the costs of 1 to `steps` draft steps for any of the batch's rows."""
+        found = self.clock.found(drafter)
+        if found is NOTHING:
+            return self.told.drafts_up_to(drafter, batch, steps)
+        return [self._corrected(found, drafter, batch, count) for count in range(1, steps + 1)]
+
+    def _corrected(self, found: TimedRound, drafter: str, batch: int, steps: int) -> float:
+        told = self.told.draft(drafter, batch, steps)
         if found.of_part is not None:
             return told * found.of_part
         return told + (found.ratio - 1) * (told + self.verify(batch, batch + steps))

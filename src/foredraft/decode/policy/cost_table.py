@@ -34,6 +34,10 @@ class Costs(Protocol):
         """Return the cost of `steps` draft steps for any of the batch's rows."""
         ...
 
+    def drafts_up_to(self, drafter: str, batch: int, steps: int) -> list[float]:
+        """Return the costs of 1 to `steps` draft steps for any of the batch's rows."""
+        ...
+
     def read(self, drafter: str, tokens: int) -> float:
         """Return the cost of reading `tokens` tokens before the first draft step, which itself reads one."""
         ...
@@ -107,6 +111,10 @@ class CostTable:
             self._steps[drafter, batch] = [on_line(part, batch) for part in points]
         first, further = self._steps[drafter, batch]
         return first * min(steps, 1) + further * max(steps - 1, 0)
+
+    def drafts_up_to(self, drafter: str, batch: int, steps: int) -> list[float]:
+        """Return the costs of 1 to `steps` draft steps for any of the batch's rows."""
+        return [self.draft(drafter, batch, count) for count in range(1, steps + 1)]
 
     def read(self, drafter: str, tokens: int) -> float:
         """Return the cost of reading `tokens` tokens before the first draft step, which itself reads one."""
