@@ -2,8 +2,9 @@
 
 Both versions load the demo pair, the target perhaps with padding layers that change nothing (--layers), or
 another model by itself (--model). For every prompt and method, the two processes decode one after the other,
-in an order that alternates; a process that waits sleeps. The ratio is the old version's seconds over the new
-one's, prompts included: 1.02 means that the new version is 2 % faster. The lists of tokens must be equal.
+in an order that alternates; a process that waits sleeps. With --rows so many prompts are decoded side by side.
+The ratio is the old version's seconds over the new one's, prompts included: 1.02 means that the new version is
+2 % faster. The lists of tokens must be equal.
 
     git worktree add ../before <commit>
     python -m benchmarks.versions --old ../before --layers 128
@@ -36,9 +37,9 @@ class Version:
         self.process = Contender("benchmarks.versions", options, tree / "src")
         self.package: str = self.process.ask(None)
 
-    def decode(self, method: str, prompt: list[int]) -> dict[str, Any]:
-        """Return the seconds and the tokens of one request."""
-        done: dict[str, Any] = self.process.ask({"method": method, "prompt": prompt})
+    def decode(self, method: str, prompts: list[list[int]]) -> dict[str, Any]:
+        """Return the seconds and the tokens of requests that are decoded side by side."""
+        done: dict[str, Any] = self.process.ask({"method": method, "prompts": prompts})
         return done
 
 
@@ -57,21 +58,25 @@ def work(options: dict[str, Any]) -> None:
     llm = foredraft.load(
         options["model"], draft=options["draft"], plan=options["plan"], policy=options["policy"],
         max_draft=5 if options["policy"] == "fixed" else None,
-        dtype="bfloat16", device="cpu", max_batch=1, max_length=1024,
+        dtype="bfloat16", device="cpu", max_batch=options["rows"],
+        max_length=1024,
     )  # fmt: skip
 
     def to(request: dict[str, Any] | None) -> Any:
         if request is None:
             return str(Path(foredraft.__file__).parent)
         params = SamplingParams(
-            temperature=0,
+            temperature=options["temperature"],
+            seed=0,
             max_new_tokens=options["new_tokens"],
             ignore_eos=True,
             **{choice: request["method"]},
         )
         start = time.perf_counter()
-        [output] = llm.generate([request["prompt"]], params)
-        return {"seconds": time.perf_counter() - start, "tokens": output.token_ids}
+        outputs = llm.generate(request["prompts"], params)
+        return {
+            "seconds": time.perf_counter() - start, "tokens": [output.token_ids for output in outputs],
+        }  # fmt: skip
 
     answer(to)
 
@@ -87,10 +92,15 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = str(demo.target_path())
         if options.layers > DEMO_LAYERS:
             model = str(padded_demo(Path(folder) / "target", options.layers))
-        prompts = fluent(foredraft.load(options.model, drafter="none"), options.prompts)
+        prompts = fluent(foredraft.load(options.model, drafter="none"), max(options.prompts, options.rows))
+        batches = [
+            [prompts[(at + row) % len(prompts)] for row in range(options.rows)]
+            for at in range(options.prompts)
+        ]
         loaded = {
             "model": model, "draft": str(demo.draft_path()), "plan": demo_plan(options.layers),
             "new_tokens": options.new_tokens, "policy": options.policy,
+            "rows": options.rows, "temperature": options.temperature,
         }  # fmt: skip
         if options.model is not None:
             loaded |= {"model": options.model, "draft": None, "plan": None}
@@ -100,20 +110,20 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         same: dict[str, bool] = defaultdict(lambda: True)
         methods = options.methods.split(",")
 
-        def pair(at: int, method: str, prompt: list[int]) -> tuple[float, float]:
+        def pair(at: int, method: str, batch: list[list[int]]) -> tuple[float, float]:
             order = (old, new) if at % 2 else (new, old)
-            done = {version: version.decode(method, prompt) for version in order}
+            done = {version: version.decode(method, batch) for version in order}
             same[method] &= done[old]["tokens"] == done[new]["tokens"]
             return done[old]["seconds"], done[new]["seconds"]
 
-        quiet = Quiet(options.repeats * len(prompts) * len(methods))
+        quiet = Quiet(options.repeats * len(batches) * len(methods))
         for turn in range(-1, options.repeats):
-            for prompt in prompts:
+            for batch in batches:
                 for method in methods:
                     if turn < 0:
-                        pair(turn, method, prompt)
+                        pair(turn, method, batch)
                     else:
-                        seconds[method].append(quiet.take(partial(pair, turn, method, prompt)))
+                        seconds[method].append(quiet.take(partial(pair, turn, method, batch)))
         for version in (old, new):
             version.process.close()
     return [
@@ -133,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--old", help="working tree of the old version; required")
     parser.add_argument("--new", default=str(HERE.parent), help="working tree of the new version")
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=1, help="requests side by side")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10, help="turns, after a first one")
     parser.add_argument("--layers", type=int, help="of the target, padding included")

@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6000, help="steps of training")
     parser.add_argument("--step-tokens", type=int, default=512, help="tokens of a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the data")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order of the data, and of the first weights"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads")
     given = parser.parse_args()
     refuse_held_out(given.corpus, given.prompts)

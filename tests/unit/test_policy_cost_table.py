@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -145,11 +147,15 @@ def test_no_budgets_are_better_beside_rows_that_are_decided(seed: int) -> None:
     held = [
         HeldDecision(
             Decision(row and row.drafter, shape.budget, None, shape.siblings),
-            tokens=row is not None and sum(row.survival[: shape.budget]) + sum(row.gains[: shape.siblings]),
+            prospect=row,
         )
         for row, shape in zip(rows[1:], standing, strict=True)
     ]
-    found = best_budgets(table, rows[:1], _together(held))
+    limited: Any = [
+        SimpleNamespace(limits={row.drafter: shape.budget} if row else {})
+        for row, shape in zip(rows[1:], standing, strict=True)
+    ]
+    found = best_budgets(table, rows[:1], _together(list(zip(limited, held, strict=True))))
     best = max(rate(table, rows, [each, *standing]) for each in shapes[0])
     assert rate(table, rows, [*found, *standing]) == pytest.approx(best, rel=1e-12)
 

@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import foredraft
-from foredraft.drafters.heads.eagle3_files import read_eagle3
+from foredraft.drafters.heads.eagle3_files import FIRST_LAYERS, read_eagle3
+from foredraft.drafters.heads.settings import HeadSettings, write_settings
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.train.eagle3 import train_eagle3
 from foredraft.train.target import FrozenTarget
 from foredraft.train.training_options import Eagle3Options
 from foredraft.train.validation import drafts_of
 from tests.support.checkpoints import TEXT, save_checkpoint
-from tests.support.heads import LAYERS, save_head, student_of
+from tests.support.heads import BODY, LAYERS, save_head, student_of
 from tests.support.trained_texts import check_prediction
 
 CPU = torch.device("cpu")
@@ -104,31 +105,32 @@ def test_a_published_head_goes_on_with_its_flags(spelling: str, data: Path, tmp_
     """Its drafts are those of before but for the embedding, which is the model's from now on."""
     big = save_checkpoint(tmp_path / "big", tokenizer=True, num_hidden_layers=LAYERS)
     vocabulary = json.loads((big / "config.json").read_text())["vocab_size"]
-    taps = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]} if spelling == "speculators" else {}
-    head = save_head(tmp_path / "published", spelling, vocabulary, config=taps)
+    head = save_head(tmp_path / "published", spelling, vocabulary)
     given = {"taps": (), "draft_vocabulary": None, "from_head": head, "steps": 1, "learning_rate": 1e-30}
     train(big, data, tmp_path, **given)
     before, after = (read_eagle3(folder).record for folder in (head, tmp_path / "head"))
-    own = {"own_embedding": False, "own_head": True, "spelling": after.spelling, "layer": "midlayer"}
+    # SpecForge's files hold no tap after layer 1, and no norms of queries and keys
+    written = "speculators" if spelling in ("speculators", "qwen3") else "SafeAILab or SpecForge"
+    assert (after.spelling, after.layer) == (written, FIRST_LAYERS[written])
+    own = {"own_embedding": False, "own_head": True, "spelling": after.spelling, "layer": after.layer}
+    own |= {"verifier": after.verifier, "planned": after.planned}
     before = before.for_target(FrozenTarget(big, CPU, torch.float32).spec, "")
-    assert after == replace(before, verifier=None, planned=None, **own)
-    one, other = (load_file(folder / "model.safetensors") for folder in (head, tmp_path / "head"))
-    named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in one.items()}
-    shared = named.keys() & other.keys()
-    assert named.keys() - shared <= {"embed_tokens.weight"}
+    assert after == replace(before, **own)
+    one, other = (
+        {name.replace("layers.0.", "midlayer."): tensor for name, tensor in load_file(file).items()}
+        for file in (head / "model.safetensors", tmp_path / "head" / "model.safetensors")
+    )
+    shared = one.keys() & other.keys()
+    assert one.keys() - shared <= {"embed_tokens.weight"}
     assert other.keys() - shared <= {"lm_head.weight", "t2d"}
-    assert all(torch.equal(named[name], other[name]) for name in shared)
+    assert all(torch.equal(one[name], other[name]) for name in shared)
 
 
 @pytest.mark.parametrize(
     ("spelling", "more", "message"),
     [
         ("deep", 0, "from_head is '.*', which has 2 layers; give another head"),
-        (
-            "speculators",
-            0,
-            "which has a tap after layer 1, which readers of what is written take for another",
-        ),
+        ("window", 0, "which has a window in its attention; give another head"),
         ("residual", 5, r"is for a target of vocabulary \d+, but the target's is \d+"),
     ],
 )
@@ -137,10 +139,33 @@ def test_a_head_that_cannot_go_on_is_refused(
 ) -> None:
     big = save_checkpoint(tmp_path / "big", tokenizer=True, num_hidden_layers=LAYERS)
     vocabulary = json.loads((big / "config.json").read_text())["vocab_size"]
-    head = save_head(tmp_path / "published", spelling, vocabulary + more)
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    body = {**BODY, **windows, "model_type": "qwen3", "head_dim": 24, "vocab_size": vocabulary}
+    form, config = (spelling, None) if spelling != "window" else ("qwen3", {"transformer_layer_config": body})
+    head = save_head(tmp_path / "published", form, vocabulary + more, config=config)
     with pytest.raises(ForedraftError, match=message):
         train(big, data, tmp_path, taps=(), draft_vocabulary=None, from_head=head)
     assert not (tmp_path / "work").exists() and not (tmp_path / "head").exists()
+
+
+def test_a_head_is_not_replaced_while_it_is_the_start(
+    model: Path, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    copytree(trained / "head", tmp_path / "head")
+    with pytest.raises(ConfigError, match="out is '.*head', which holds the head to start from"):
+        train(model, data, tmp_path, taps=(), draft_vocabulary=None, from_head=tmp_path / "head")
+
+
+def test_settings_of_the_doctor_go_on(model: Path, data: Path, trained: Path, tmp_path: Path) -> None:
+    """They become the head's own, and other ones are another run."""
+    copytree(trained / "head", tmp_path / "start")
+    write_settings(tmp_path / "start", HeadSettings(norm_output=True))
+    more = {"taps": (), "draft_vocabulary": None, "from_head": tmp_path / "start", "steps": 1}
+    train(model, data, tmp_path, **more)
+    assert read_eagle3(tmp_path / "head").record.norm_output
+    write_settings(tmp_path / "start", HeadSettings())
+    with pytest.raises(ConfigError, match="which holds a run of another target"):
+        train(model, data, tmp_path, **more)
 
 
 def test_another_head_to_start_from_is_another_run(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from foredraft import demo
-from foredraft.drafters.heads.eagle3_files import CONFIG, is_eagle3
+from foredraft.drafters.heads.eagle3_files import CONFIG, OTHERS, is_eagle3
 from foredraft.drafters.heads.eagle3_writing import (
     WEIGHTS,
-    specforge_config,
-    speculators_config,
+    head_config,
+    specforge_lacks,
     speculators_names,
     write_head,
 )
@@ -22,7 +22,6 @@ from foredraft.export.gguf_head import write_gguf_head
 from foredraft.files import replacing
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
-from foredraft.model.config import read_json
 from foredraft.model.unread import Checkpoint
 from foredraft.train.preparation import check_out
 
@@ -95,19 +94,13 @@ def _is_head(folder: Path) -> bool:
 def _folder(head: StoredHead, format: str, target: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config and the tensors of a folder."""
     if format == SPECULATORS:
-        architectures = read_json(target.folder / CONFIG).get("architectures") or [target.spec.architecture]
-        config = speculators_config(head.body, head.record, str(target.source), architectures, head.dtype)
-        return config, speculators_names(head.tensors)
+        record = replace(head.record, spelling=SPECULATORS)
+        return head_config(head.body, record, target, head.dtype), speculators_names(head.tensors)
     assert format == SPECFORGE
-    taps = head.record.taps or ()
-    for feature, present in {
-        "norms of queries and keys": head.record.spec.head_norms,
-        "a tap after layer 1, which SGLang takes for another": taps[0] == 1,
-    }.items():
-        if present:
-            raise ConfigError(
-                f"a head with {feature} is none that SGLang computes", option="format", value=format,
-                remedy=("give ", Option("format", SPECULATORS)),
-            )  # fmt: skip
-    config = specforge_config(head.body, head.record, target.spec.eos_token_ids, head.dtype)
-    return config, dict(head.tensors)
+    if (feature := specforge_lacks(head.record)) is not None:
+        raise ConfigError(
+            f"a head with {feature} is none that SGLang computes", option="format", value=format,
+            remedy=("give ", Option("format", SPECULATORS)),
+        )  # fmt: skip
+    record = replace(head.record, spelling=OTHERS)
+    return head_config(head.body, record, target, head.dtype), dict(head.tensors)

@@ -62,7 +62,7 @@ class Eagle3Student(Student):
         record: The head.
         target: The target.
         head: The weight of the target's head, [V, hidden].
-        vocabulary: The token ids of a reduced head, ascending; None keeps all.
+        vocabulary: The token ids of a reduced head; None keeps all.
         steps: Tokens of a draft that are learned.
         decay: Weight of each of them against the one before.
         seed: Of the first weights.

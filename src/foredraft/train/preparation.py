@@ -14,6 +14,7 @@ import torch
 
 from foredraft import demo
 from foredraft.drafters.adapter_files import target_hash
+from foredraft.drafters.heads.settings import read_settings
 from foredraft.errors import ConfigError, Option
 from foredraft.files import TEMPORARY, is_no_file, replacing
 from foredraft.loading import options_for
@@ -177,8 +178,11 @@ class RunKey:
         """
         files = {str(file): _digest(file, "data") for file in options.data}
         files |= {str(file): _digest(file, "validation") for file in options.validation}
-        files |= {str(file): _digest(file, "from_head") for file in options.start_files}
         settings = {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_RUN}
+        if (head := options.starting_head) is not None:
+            parts = [file for file in sorted(head.glob("*.*")) if file.suffix in (".json", ".safetensors")]
+            files |= {str(file): _digest(file, "from_head") for file in parts}
+            settings["head_settings"] = read_settings(head).given  # they may lie elsewhere
         return cls(target, files, settings)
 
     @property

@@ -72,9 +72,9 @@ class TrainOptions:
     fresh: bool = False
 
     @property
-    def start_files(self) -> tuple[Path, ...]:
-        """The files of what the training starts from; none where the target and the seed decide."""
-        return ()
+    def starting_head(self) -> Path | None:
+        """The head that the training starts from; None where the target and the seed decide."""
+        return None
 
     def check(self) -> None:
         """Raise ConfigError where a value cannot be honoured."""
@@ -180,12 +180,8 @@ class Eagle3Options(TrainOptions):
     from_head: Path | None = None
 
     @property
-    def start_files(self) -> tuple[Path, ...]:
-        if self.from_head is None:
-            return ()
-        return tuple(
-            sorted(file for file in self.from_head.glob("*.*") if file.suffix in (".json", ".safetensors"))
-        )
+    def starting_head(self) -> Path | None:
+        return self.from_head
 
     def check(self) -> None:
         TrainOptions.check(self)

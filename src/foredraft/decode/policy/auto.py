@@ -22,7 +22,7 @@ from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import Others, Prospect, Shape, best_budgets, best_length
 from foredraft.decode.policy.clock import LEAST, TEXT, Clock, ClockedTable, TimedRound
-from foredraft.decode.policy.cost_table import CostTable, round_ms
+from foredraft.decode.policy.cost_table import CostTable, round_ms, steps_of
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 
@@ -81,7 +81,7 @@ class HeldDecision:
     alone: bool = False  # it is tried in a batch that drafts nothing otherwise
     begins: bool = True  # no round of it has ended
     read_loss_ms: float = 0.0  # ms of reading before the first draft that count as loss
-    tokens: float = 0.0  # that it emits on average, beside the target's own
+    prospect: Prospect | None = None  # for which it was made; None in a plain step
     rejected: int = 0  # consecutive drafts so far that were fully rejected
 
 
@@ -144,6 +144,7 @@ class Auto(Policy):
         self._read_loss_ms = 0.0  # ms of reading that count as loss
         self._reads: list[int] = []  # tokens of texts that drafters read, by row
         self._stands = 0.0  # rounds for which the batch's decision still stands
+        self._decided = 0  # rows that it was made for
 
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
 
@@ -170,7 +171,7 @@ class Auto(Policy):
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
         standing = [_standing(row, key, left) for row, key in zip(rows, keys, strict=True)]
         if not all(standing):
-            if self._stands < 1 or not any(map(all, zip(standing, keys, strict=True))):
+            if not self._stands_for(rows, standing, left, plain):
                 standing = [None] * len(rows)
             self._decide_anew(rows, keys, standing, left, plain)
         self._stands -= 1
@@ -190,16 +191,18 @@ class Auto(Policy):
         judged = {name for name in names if told.draft(name, len(drafted), 1)} or names
         if len(drafted) < self._rows or len(judged) > 1:
             return  # forced tokens, or two drafters: neither tells what one drafter takes
-        drafter = next(iter(judged), None)
         # `_settle` charges no more than this: a round that takes longer than the costs corrects them, and is
         # no loss of its requests.
         self._believed_ms = round_ms(self.table, drafted)
+        drafter = next(iter(judged), None)
         read_ms = 0.0 if drafter is None else sum(told.read(drafter, tokens) for tokens in self._reads)
         if reads := max(self._reads, default=0) >= TEXT:
             ms, judged_ms = self._believed_ms + read_ms, read_ms
         else:
             ms = round_ms(told, drafted) + read_ms
             judged_ms = ms - round_ms(told, [(None, tokens, siblings) for _, tokens, siblings in drafted])
+            guesses = [(name, steps) for name, steps in steps_of(drafted).items() if name != drafter]
+            ms += sum(self.table.draft(name, len(drafted), steps) for name, steps in guesses)
         self.table.clock.learn(drafter, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
 
     def why_plain(self, sequence: Sequence) -> str:
@@ -233,6 +236,15 @@ class Auto(Policy):
         budget = min(budget, row.limits[name])
         return Decision(name, budget, context, min(siblings, budget))
 
+    def _stands_for(
+        self, rows: Seq[Candidates], standing: Seq[HeldDecision | None], left: float, plain: float
+    ) -> bool:
+        """Return whether the batch's decision still stands: for as many rows, and within their cap."""
+        choices = [held or HeldDecision(PLAIN) for held in standing]
+        return (
+            self._stands >= 1 and len(rows) == self._decided and self._loss(choices, plain) <= max(left, 0.0)
+        )
+
     def _decide_anew(
         self,
         rows: Seq[Candidates],
@@ -241,16 +253,20 @@ class Auto(Policy):
         left: float,
         plain: float,
     ) -> None:
-        """Decide for the rows of which none stands: the most tokens per ms for the batch, within the cap.
+        """Decide for rows of which no decision stands: the most tokens per ms for the batch, within the cap.
 
-        Where none of any row stands, another drafter may be tried.
+        Without standing ones it is a decision of the batch, and another drafter may be tried.
         """
         choices, trial = self._paying(rows, standing, left, plain), 0
         if not any(standing):
-            trial, self._stands = self._try_another(rows, choices, left, plain), DECISION_ROUNDS
+            trial = self._try_another(rows, choices, left, plain)
+            self._stands, self._decided = DECISION_ROUNDS, len(rows)
         loss = self._loss(choices, plain)
         rounds = max(1.0, min(left // loss, DECISION_ROUNDS)) if loss > 0 else DECISION_ROUNDS
-        self._stands = min(self._stands, rounds)
+        alone = any(
+            choice.alone for choice in choices
+        )  # a trial that succeeds goes on with the next decision
+        self._stands = min(self._stands, rounds, trial if alone else DECISION_ROUNDS)
         for row, key, choice, stood in zip(rows, keys, choices, standing, strict=True):
             if stood is None:
                 choice.rounds = min(rounds, trial) if choice.trial else rounds
@@ -268,7 +284,7 @@ class Auto(Policy):
         places = [at for at, stood in enumerate(standing) if stood is None]
         best = [self._best(rows[at], len(rows)) for at in places]
         choices = [stood or HeldDecision(PLAIN) for stood in standing]
-        others = _together([stood for stood in standing if stood is not None])
+        others = _together([(row, stood) for row, stood in zip(rows, standing, strict=True) if stood])
         limit = self.max_draft
         while limit:
             cut = [each and each._replace(survival=each.survival[:limit]) for each in best]
@@ -311,12 +327,13 @@ class Auto(Policy):
         they share the cost of its draft steps.
         """
         drafts, tried = any(choice.decision.budget for choice in choices), None
-        dear = set[str]()  # drafters of which one token is beyond the cap, in any row
+        dear = set[str]()  # drafters of which one token is beyond the cap, in any row that drafts nothing
         for at, row in enumerate(rows):
             for name in row.limits:
                 pooled = self._estimate(row, name).pooled
                 due = name != choices[at].decision.drafter and pooled.waited >= pooled.wait
-                if not due or tried not in (None, name) or name in dear or not self._may_pay(row, name):
+                hopeless = name in dear and not choices[at].decision.budget
+                if not due or tried not in (None, name) or hopeless or not self._may_pay(row, name):
                     continue
                 prospect = self._prospect(row, name)
                 shape = best_length(self.table, 1, prospect)[1]
@@ -327,7 +344,7 @@ class Auto(Policy):
                         choices[at], tried = trial, name
                         break
                 else:
-                    if not trial.read_loss_ms:
+                    if not trial.read_loss_ms and not choices[at].decision.budget:
                         dear.add(name)
             if tried and (drafts or self._estimate(row, tried).pooled.acceptance.known):
                 break
@@ -353,8 +370,7 @@ class Auto(Policy):
         context, _, loss_ms = self._reading(row, name, trial)
         return HeldDecision(
             Decision(name, shape.budget, context, shape.siblings), estimate=self._estimate(row, name),
-            trial=trial, read_loss_ms=loss_ms,
-            tokens=sum(prospect.survival[: shape.budget]) + sum(prospect.gains[: shape.siblings]),
+            trial=trial, read_loss_ms=loss_ms, prospect=prospect,
         )  # fmt: skip
 
     def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
@@ -436,14 +452,17 @@ def _standing(row: Candidates, key: Key, left: float) -> HeldDecision | None:
     return held if left >= 0 or not held.decision.budget else None
 
 
-def _together(held: Seq[HeldDecision]) -> Others:
-    """Return what rows draft whose decisions stand."""
-    depths: dict[str, int] = {}
-    for name, budget, *_ in (each.decision for each in held):
-        if name is not None:
-            depths[name] = max(depths.get(name, 0), budget)
-    return Others(
-        len(held), sum(each.tokens for each in held),
-        sum(each.decision.budget + each.decision.siblings for each in held), depths,
-        any(each.decision.siblings for each in held),
-    )  # fmt: skip
+def _together(standing: Seq[tuple[Candidates, HeldDecision]]) -> Others:
+    """Return what rows draft whose decisions stand, as far as they may now."""
+    tokens, columns, depths, siblings = 0.0, 0, dict[str, int](), False
+    for row, held in standing:
+        if held.prospect is None:
+            continue
+        name = held.prospect.drafter
+        budget = min(held.decision.budget, row.limits.get(name, 0))
+        shape = Shape(budget, min(held.decision.siblings, budget))
+        tokens += held.prospect.tokens(shape)
+        columns += sum(shape)
+        depths[name] = max(depths.get(name, 0), budget)
+        siblings |= shape.siblings > 0
+    return Others(len(standing), tokens, columns, depths, siblings)

@@ -38,6 +38,10 @@ class Prospect(NamedTuple):
     survival: tuple[float, ...]  # s(1), s(2), ... as far as the row may draft; never rising
     sibling: float = 0.0  # h = P(a sibling is written | the token beside it is rejected); 0: none may be
 
+    def tokens(self, shape: Shape) -> float:
+        """Return the tokens that a draft emits on average, beside the target's own."""
+        return sum(self.survival[: shape.budget]) + sum(self.gains[: shape.siblings])
+
     @property
     def gains(self) -> list[float]:
         """Return the tokens that a sibling of each drafted token adds; as bounds that never rise."""

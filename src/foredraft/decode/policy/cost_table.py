@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CostTable", "Costs", "on_line", "round_ms"]
+__all__ = ["CostTable", "Costs", "on_line", "round_ms", "steps_of"]
 
 Floats = NDArray[np.float64]
 
@@ -134,14 +134,20 @@ class CostTable:
 
 def round_ms(table: Costs, rows: Sequence[tuple[str | None, int, int]]) -> float:
     """Return the cost of a round in which each row drafts (drafter, tokens, siblings), reading left out."""
-    batch, steps = len(rows), dict[str, int]()
-    for drafter, drafted, _ in rows:
-        if drafter is not None and drafted:
-            steps[drafter] = max(steps.get(drafter, 0), drafted)
-    drafting = sum(table.draft(drafter, batch, count) for drafter, count in steps.items())
+    batch = len(rows)
+    drafting = sum(table.draft(drafter, batch, count) for drafter, count in steps_of(rows).items())
     beside = sum(siblings for *_, siblings in rows)
     columns = batch + sum(drafted for _, drafted, _ in rows) + beside
     return drafting + table.verify(batch, columns) + (table.comb(batch) if beside else 0.0)
+
+
+def steps_of(rows: Sequence[tuple[str | None, int, int]]) -> dict[str, int]:
+    """Return the draft steps of a round by drafter, of rows as `round_ms` takes them."""
+    steps: dict[str, int] = {}
+    for drafter, drafted, _ in rows:
+        if drafter is not None and drafted:
+            steps[drafter] = max(steps.get(drafter, 0), drafted)
+    return steps
 
 
 def _around(sizes: Iterable[int], batch: int) -> list[int]:

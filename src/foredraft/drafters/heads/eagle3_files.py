@@ -47,6 +47,8 @@ AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 ARCHITECTURES = frozenset(
     {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
 )
+SPECULATORS, OTHERS = "speculators", "SafeAILab or SpecForge"  # spellings
+FIRST_LAYERS = {OTHERS: "midlayer", SPECULATORS: "layers.0"}  # spelling -> the layer that reads pairs
 BODIES = ("llama", "qwen3")  # the families whose layers a head may have
 # keys of a head's config that the form of its layers does not depend on
 OF_THE_HEAD = frozenset(
@@ -137,8 +139,10 @@ def read_eagle3(folder: Path) -> Eagle3Files:
     refuse_pickles(folder)
     headers = weight_headers(folder, AS_STORED)
     record = _speculators(config) if speculators else _plain(config)
-    layer = "midlayer" if any(name.startswith("midlayer.") for name in headers) else "layers.0"
-    spelling = "speculators" if speculators else "SafeAILab or SpecForge"
+    layer, later = FIRST_LAYERS.values()
+    if not any(name.startswith(f"{layer}.") for name in headers):
+        layer = later
+    spelling = SPECULATORS if speculators else OTHERS
     taps = 3 if record.taps is None else len(record.taps)  # 3: `default_taps`
     record = replace(
         record, layer=layer, spelling=spelling, own_embedding=EMBEDDING in headers, own_head=HEAD in headers

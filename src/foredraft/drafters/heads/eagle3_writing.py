@@ -15,16 +15,20 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from foredraft.drafters.heads.eagle3_files import AUX_LAYERS, CONFIG, D2T, EAGLE, LAYER, T2D
+from foredraft.drafters.heads.eagle3_files import AUX_LAYERS, CONFIG, D2T, EAGLE, LAYER, SPECULATORS, T2D
 from foredraft.drafters.heads.record import HeadRecord
 from foredraft.files import replacing_folder
+from foredraft.model.config import read_json
 from foredraft.model.spec import ModelSpec, with_dtype
+from foredraft.model.unread import Checkpoint
 
 __all__ = [
     "WEIGHTS",
+    "head_config",
     "llama_body",
     "maps_of",
     "specforge_config",
+    "specforge_lacks",
     "speculators_config",
     "speculators_names",
     "write_head",
@@ -112,6 +116,25 @@ def speculators_config(
         },
         dtype,
     )  # fmt: skip
+
+
+def specforge_lacks(record: HeadRecord) -> str | None:
+    """Return what of a head SpecForge's files do not say, or SGLang does not compute; None for nothing."""
+    if record.spec.head_norms:
+        return "norms of queries and keys"
+    if (record.taps or ())[:1] == (1,):
+        return "a tap after layer 1, which SGLang takes for another"
+    return None
+
+
+def head_config(
+    body: Mapping[str, Any], record: HeadRecord, target: Checkpoint, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the config.json of a head in its record's spelling; arguments as `specforge_config`."""
+    if record.spelling != SPECULATORS:
+        return specforge_config(body, record, target.spec.eos_token_ids, dtype)
+    architectures = read_json(target.folder / CONFIG).get("architectures") or [target.spec.architecture]
+    return speculators_config(body, record, str(target.source), architectures, dtype)
 
 
 def speculators_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

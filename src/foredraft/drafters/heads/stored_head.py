@@ -75,7 +75,7 @@ def read_stored_head(folder: Path, target: Checkpoint, option: str = "draft") ->
     if settings.window is not None:
         raise ConfigError(
             f"whose settings have a window of {settings.window} positions, which no format of a head holds",
-            option=option, value=str(folder), remedy="remove foredraft-head.json, and set it in the engine",
+            option=option, value=str(folder), remedy="remove foredraft-head.json",
         )  # fmt: skip
     tensors = _tensors(files)
     maps = [tensors.pop(name, None) for name in (D2T, T2D)]
