@@ -143,6 +143,29 @@ def test_a_row_whose_candidates_change_is_decided_alone() -> None:
     assert len(considered) < 0.5 * sum(map(len, found.rounds))
 
 
+@pytest.mark.parametrize(("others", "lost"), [(3, 0.0), (0, 1.9)])
+def test_a_decision_does_not_stand_for_other_rows_or_beyond_their_cap(others: int, lost: float) -> None:
+    """Rows join a batch that drafts, or a row in prefill, which may lose next to nothing, begins to decode."""
+    made = []
+
+    class Deciding(Auto):
+        def _decide_anew(self, rows: Any, keys: Any, standing: Any, left: float, plain: float) -> None:
+            made.append(any(standing))
+            super()._decide_anew(rows, keys, standing, left, plain)
+
+    policy = Deciding(LONGEST, flat())
+    good, late = (Candidates(sequence_of(policy), {"small": LONGEST}) for _ in range(2))
+    last = None
+    while last is None or last.rounds != 5:
+        name, budget, *_ = policy.decide([good, replace(late, limits={}, idle=True)])[0]
+        policy.learn(good.sequence, Round(budget, budget, budget + 1, name), None)
+        last = good.sequence.policy_state.last
+    late.sequence.policy_state.loss.lost = lost
+    joining = [Candidates(sequence_of(policy), {"small": LONGEST}) for _ in range(others)]
+    policy.decide([good, late, *joining])
+    assert not made[-1], "all rows are decided"
+
+
 def test_decisions_are_a_function_of_the_table_and_the_outcomes() -> None:
     one, other = (run(flat(), right_with(0.7), Auto(LONGEST, flat())) for _ in range(2))
     assert one.rounds == other.rounds
