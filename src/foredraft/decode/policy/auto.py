@@ -263,10 +263,9 @@ class Auto(Policy):
             self._stands, self._decided = DECISION_ROUNDS, len(rows)
         loss = self._loss(choices, plain)
         rounds = max(1.0, min(left // loss, DECISION_ROUNDS)) if loss > 0 else DECISION_ROUNDS
-        alone = any(
-            choice.alone for choice in choices
-        )  # a trial that succeeds goes on with the next decision
-        self._stands = min(self._stands, rounds, trial if alone else DECISION_ROUNDS)
+        self._stands = min(self._stands, rounds)
+        if trial and any(choice.alone for choice in choices):
+            self._stands = min(self._stands, trial)  # where it succeeds, it goes on with the next decision
         for row, key, choice, stood in zip(rows, keys, choices, standing, strict=True):
             if stood is None:
                 choice.rounds = min(rounds, trial) if choice.trial else rounds
