@@ -3,7 +3,7 @@
 Both versions load the demo pair, the target perhaps with padding layers that change nothing (--layers), or
 another model by itself (--model). For every prompt and method, the two processes decode one after the other,
 in an order that alternates; a process that waits sleeps. With --rows so many prompts are decoded at once. The
-ratio is the old version's seconds over the new one's, prompts included: 1.02 means that the new version is 2 %
+ratio is the old version's seconds over the new one's, prompts included: 1.02 means that the new one is 2 %
 faster. The lists of tokens must be equal.
 
     git worktree add ../before <commit>
