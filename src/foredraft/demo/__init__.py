@@ -1,7 +1,8 @@
 """The demo models inside the package, with which every command works offline.
 
 The target and the draft are two ordinary Hugging Face folders with one tokenizer; the adapter is what
-`foredraft train adapter` writes. `MODEL_CARD.md` describes them; `recipes/demo` in the repository makes them.
+`foredraft train adapter` writes, and the head what `foredraft train eagle3` writes. `MODEL_CARD.md` describes
+them; `recipes/demo` in the repository makes them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def draft_path() -> Path:
 def adapter_path() -> Path:
     """Return the folder of the adapter of drafter kangaroo over the target."""
     return Path(str(files(__package__) / "adapter"))
+
+
+def head_path() -> Path:
+    """Return the folder of the EAGLE-3 head over the target."""
+    return Path(str(files(__package__) / "eagle3"))
 
 
 def prompts() -> list[str]:

@@ -36,7 +36,8 @@ def checked(options: LoadOptions) -> LoadOptions:
     _check_revision("revision", options.revision, options.model)
     _check_revision("draft_revision", options.draft_revision, options.draft)
     if options.model is None:
-        draft = demo.draft_path() if options.draft is None else options.draft
+        shipped = demo.head_path() if options.drafter == "eagle3" else demo.draft_path()
+        draft = shipped if options.draft is None else options.draft
         options = replace(options, model=demo.target_path(), draft=draft)
     if options.drafter is not None:
         check_named_drafter(options.drafter, options.policy, options.assets)
