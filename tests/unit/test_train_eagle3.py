@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import foredraft
+from foredraft.drafters.heads import settings as head_settings
 from foredraft.drafters.heads.eagle3_files import FIRST_LAYERS, read_eagle3
 from foredraft.drafters.heads.settings import HeadSettings, write_settings
 from foredraft.errors import ConfigError, ForedraftError
@@ -156,8 +157,11 @@ def test_a_head_is_not_replaced_while_it_is_the_start(
         train(model, data, tmp_path, taps=(), draft_vocabulary=None, from_head=tmp_path / "head")
 
 
-def test_settings_of_the_doctor_go_on(model: Path, data: Path, trained: Path, tmp_path: Path) -> None:
-    """They become the head's own, and other ones are another run."""
+def test_settings_of_the_doctor_go_on(
+    model: Path, data: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They become the head's own, and other ones are another run, wherever they lie."""
+    monkeypatch.setattr(head_settings, "settings_file", lambda head: tmp_path / "settings.json")
     copytree(trained / "head", tmp_path / "start")
     write_settings(tmp_path / "start", HeadSettings(norm_output=True))
     more = {"taps": (), "draft_vocabulary": None, "from_head": tmp_path / "start", "steps": 1}
