@@ -20,14 +20,13 @@ import numpy as np
 import torch
 
 import foredraft
-from benchmarks.real_models import CHAT
+from benchmarks.real_models import chat_and_code
 from benchmarks.workload import fluent, machine, write
 from foredraft import LLM, Output, SamplingParams
 from foredraft.doctor.teacher_forced import Acceptance, ReadText, acceptance_of, head_drafts, read_text
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.heads.eagle3_head import Eagle3Head
 from foredraft.tune.expected_rounds import ExpectedRounds, Floats
-from tests.support.real_models import prompts
 
 DRAFTS = 32  # of a text, for the figures that the doctor gives
 
@@ -128,11 +127,7 @@ def main() -> None:
     llm = foredraft.load(
         given.model, draft=given.draft, drafter="eagle3", policy="fixed", max_draft=given.length, max_batch=8
     )
-    asked = (
-        fluent(llm, given.prompts)
-        if given.model is None
-        else llm.encode([CHAT.format(prompt) for prompt in prompts(given.prompts)])
-    )
+    asked = fluent(llm, given.prompts) if given.model is None else chat_and_code(llm, given.prompts)
     found = {
         str(temperature): compared(llm, asked, given.length, given.new_tokens, temperature, given.seeds)
         for temperature in (0, 1)

@@ -39,7 +39,7 @@ from benchmarks.contending import TREE, WORKER, Contender, answer
 from benchmarks.neighbours import busy
 from benchmarks.timing import Quiet, spread
 from benchmarks.workload import machine, write
-from foredraft import RequestError
+from foredraft import LLM, RequestError
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS
 from foredraft.model.hub import resolve
@@ -60,6 +60,14 @@ CHAT = (
 )
 # Drafters that neither a second model nor a training needs, where a file has them: one of 4 bits has no copy.
 DRAFTERS = ("lookup", "low-bit", "layer-skip", "auto")
+
+
+def chat_and_code(llm: LLM, count: int) -> list[list[int]]:
+    """Return so many prompts, as token ids: those of CHAT and beginnings of functions, in turn."""
+    assert llm.tokenizer is not None
+    chat = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in CHAT]
+    code = llm.encode(prompts(count - len(chat)))
+    return [each for pair in zip(chat, code, strict=False) for each in pair] + code[len(chat) :]
 
 
 def work(options: dict[str, Any]) -> None:

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import foredraft
-from benchmarks.real_models import CHAT
+from benchmarks.real_models import chat_and_code
 from benchmarks.tree_replay import BEAM, CHOICES, SIZES, Met, Recorder, Sampled, replay
 from benchmarks.workload import DEMO_LAYERS, demo_plan, fluent, machine, write
 from foredraft import LLM, SamplingParams, demo
 from foredraft.decode.policy import Fixed
-from tests.support.real_models import prompts
 
 LONGEST = 8  # tokens of a chain, levels of a tree
 # Costs of a verifying pass, in plain steps, by rows: bench_demo_greedy.json, its median over six workloads;
@@ -303,10 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.kind == "demo":
         heads = fluent(llm, options.prompts)
     else:
-        assert llm.tokenizer is not None
-        chat = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in CHAT]
-        code = llm.encode(prompts(options.prompts - len(chat)))
-        heads = [each for pair in zip(chat, code, strict=False) for each in pair] + code[len(chat) :]
+        heads = chat_and_code(llm, options.prompts)
     found = {}
     for drafter in options.drafters:
         found[drafter] = measure(llm, drafter, heads, options)

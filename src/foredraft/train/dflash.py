@@ -16,7 +16,7 @@ from foredraft.train.block_student import BlockStudent
 from foredraft.train.frequent_words import frequent_words
 from foredraft.train.head_run import train_head
 from foredraft.train.loop import OnProgress
-from foredraft.train.preparation import Prepared, check_out, prepare
+from foredraft.train.preparation import Prepared, check_out, checked_taps, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.target import step_weights
@@ -93,14 +93,8 @@ def _taps(target: ModelSpec, options: DFlashOptions) -> tuple[int, ...]:
         ConfigError: The target lacks one of them, or is too shallow for the usual ones.
     """
     taps = options.taps or spread_taps(target.layers, options.layers)
-    if list(taps) != sorted(set(taps)) or not 1 <= taps[0] <= taps[-1] < target.layers:
-        # readers take the state after the last layer for the normed one
-        raise ConfigError(
-            f"but the target has {target.layers} layers, and a head reads after some of them in ascending"
-            " order, but not after the last",
-            option="taps", value=",".join(map(str, taps)), remedy="give others, such as 2,4,6",
-        )  # fmt: skip
-    return taps
+    # not the last: readers take the state after it for the normed one
+    return checked_taps(taps, target, range(1, target.layers), "but not after the last")
 
 
 def _mask_token(target: ModelSpec, options: DFlashOptions) -> int:

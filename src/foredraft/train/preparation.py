@@ -21,6 +21,7 @@ from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
 from foredraft.loading.device import check_dtype, find_device
 from foredraft.loading.threads import use_threads
+from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER
 from foredraft.model.unread import Checkpoint
 from foredraft.train.batches import Batches, hold_out
@@ -33,7 +34,7 @@ from foredraft.train.texts import Reader
 from foredraft.train.training_options import TrainOptions
 from foredraft.user_cache import cache_folder, make_folder
 
-__all__ = ["Prepared", "check_out", "prepare"]
+__all__ = ["Prepared", "check_out", "checked_taps", "prepare"]
 
 KEY = "key.json"  # in the folder of a run
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
@@ -261,6 +262,27 @@ def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
         ) from error  # fmt: skip
     problem = "which holds other files" if place.is_dir() else "which is no folder"
     raise ConfigError(problem, option="out", value=str(place), remedy="give a new folder")
+
+
+def checked_taps(taps: tuple[int, ...], target: ModelSpec, allowed: range, where: str) -> tuple[int, ...]:
+    """Return the boundaries that a head reads.
+
+    Args:
+        taps: The boundaries.
+        target: The target.
+        allowed: Those that there are.
+        where: Says which these are, for the message.
+
+    Raises:
+        ConfigError: The target lacks one of them, or they do not ascend.
+    """
+    if list(taps) != sorted(set(taps)) or not set(taps) <= set(allowed):
+        raise ConfigError(
+            f"but the target has {target.layers} layers, and a head reads after some of them in ascending"
+            f" order, {where}",
+            option="taps", value=",".join(map(str, taps)), remedy="give others, such as 2,4,6",
+        )  # fmt: skip
+    return taps
 
 
 def _digest(file: Path, option: str) -> str:

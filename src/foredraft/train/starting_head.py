@@ -19,6 +19,7 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.unread import Checkpoint
 from foredraft.train.frequent_words import frequent_words
 from foredraft.train.packed_documents import Document
+from foredraft.train.preparation import checked_taps
 from foredraft.train.training_options import Eagle3Options
 
 __all__ = ["StartingHead", "check_start", "new_head", "read_start"]
@@ -108,11 +109,5 @@ def _taps(target: ModelSpec, options: Eagle3Options) -> tuple[int, ...]:
         ConfigError: The target lacks one of them, or is too shallow for the usual ones.
     """
     taps = options.taps or default_taps(target.layers)
-    if list(taps) != sorted(set(taps)) or not 2 <= taps[0] <= taps[-1] <= target.layers:
-        # 1 first: readers take such numbers for those of layers, whose outputs lie one boundary further
-        raise ConfigError(
-            f"but the target has {target.layers} layers, and a head reads after some of them in ascending"
-            " order, the second at the earliest",
-            option="taps", value=",".join(map(str, taps)), remedy="give others, such as 2,4,6",
-        )  # fmt: skip
-    return taps
+    # not 1: readers take a first number of 1 for that of a layer, whose output lies one boundary further
+    return checked_taps(taps, target, range(2, target.layers + 1), "the second at the earliest")

@@ -102,7 +102,7 @@ def best_budgets(table: Costs, rows: Seq[Prospect | None], others: Others = NONE
     among them. (They are prefixes of drafts, because s and gains never rise along a row.) So only the depths
     have to be enumerated. A drafter whose steps cost nothing may always go to its full depth.
     """
-    batch, deepest = len(rows) + others.rows, dict[str, int]()
+    batch, deepest = len(rows) + others.rows, dict.fromkeys(others.depths, 0)
     if batch == 1:  # the same drafts, without arrays
         return [Shape(0) if row is None else best_length(table, 1, row)[1] for row in rows]
     for row in rows:
@@ -124,15 +124,13 @@ def best_budgets(table: Costs, rows: Seq[Prospect | None], others: Others = NONE
     places = {drafter: place for place, drafter in enumerate(deepest)}
     drafter = np.array([places[token[4]] for token in tokens])
     ms = {
-        name: [0.0, *table.drafts_up_to(name, batch, max(deepest.get(name, 0), others.depths.get(name, 0)))]
-        for name in {**deepest, **others.depths}
+        name: [0.0, *table.drafts_up_to(name, batch, max(most, others.depths.get(name, 0)))]
+        for name, most in deepest.items()
     }  # by drafter and steps
-    ranges = [range(most + 1) if ms[name][1] else (most,) for name, most in deepest.items()]
-    depths = np.array(list(product(*ranges)))  # [C, drafters]
-    beside_ms = sum(ms[name][steps] for name, steps in others.depths.items() if name not in deepest)
+    ranges = [range(most + 1) if any(ms[name]) else (most,) for name, most in deepest.items()]
+    depths = np.array(list(product(*ranges)))  # [C, drafters]; the first drafts as the others do
     drafting = [
-        beside_ms
-        + sum(
+        sum(
             ms[name][max(steps, others.depths.get(name, 0))]
             for name, steps in zip(deepest, each, strict=True)
         )
@@ -145,8 +143,8 @@ def best_budgets(table: Costs, rows: Seq[Prospect | None], others: Others = NONE
     combs = comb * (np.logical_or.accumulate(taken & (beside == 1), 1) | others.siblings)
     rates = emitted / (np.array(drafting)[:, None] + passes[taken.cumsum(1)] + combs)
     choice, last = np.unravel_index(rates.argmax(), rates.shape)
-    kept = sum(ms[name][steps] for name, steps in others.depths.items()) + passes[0] + comb * others.siblings
-    if rates[choice, last] <= (batch + others.tokens) / kept:
+    kept_ms = drafting[0] + passes[0] + comb * others.siblings
+    if rates[choice, last] <= (batch + others.tokens) / kept_ms:
         return [Shape(0)] * len(rows)
     found = taken[choice, : last + 1]
     budgets, siblings = (
