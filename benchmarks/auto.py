@@ -54,9 +54,9 @@ from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
 from foredraft.decode.sequence import State
 from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.lookup import repeated
+from foredraft.model.memory import synchronise
 from foredraft.model.runner import DraftInputs, FusedDraft
-from foredraft.model.transfers import synchronise
-from foredraft.ngrams import repeated
 from foredraft.profiling.profile import measure_profile
 
 POSITIONS = 1024
@@ -81,20 +81,15 @@ CASES: dict[str, tuple[int, Right | None]] = {
 FLUENT = {"pays": "free", "choice": "free", "batch": "free", "copies": "edit-file"}
 LONG = 700  # tokens of a prompt, in the cases that begin with that word
 DRAFTER_OF = {"choice": "auto", "copies": "lookup"}  # drafters of cases, if not the draft model
-MODELS = "layer-skip", "draft-model"
 
 
 class ScriptedDraftModel(DraftModel):
-    """The draft model at its own cost, with scripted tokens: right or wrong as the case says.
-
-    Attributes:
-        truth: Prompt -> the target's output.
-    """
+    """The draft model at its own cost, with scripted tokens: right or wrong as the case says."""
 
     def __init__(self, inner: DraftModel, rows: int, positions: int, llm: LLM, right: Right) -> None:
         super().__init__(inner.draft_pass.runner, rows, positions)
         self.llm, self.right = llm, right
-        self.truth: Mapping[tuple[int, ...], list[int]] = {}
+        self.truth: Mapping[tuple[int, ...], list[int]] = {}  # prompt -> the target's output
         self._texts: dict[int, tuple[int, list[int]]] = {}  # by request: its prompt's place, and its output
 
     def step(
@@ -198,10 +193,7 @@ class Runs:
 
 
 def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender]:
-    """Return the contenders by name.
-
-    One that meets its drafter for the first time shares the costs of `auto`.
-    """
+    """Return the contenders by name; a policy that meets its drafter first shares the costs of `auto`."""
 
     def known() -> Auto:
         policy = contenders["auto"].llm.loaded.engine.policy

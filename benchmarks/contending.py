@@ -1,4 +1,4 @@
-"""Contenders that are processes of their own: one works at a time, and those that wait sleep.
+"""Contenders that are processes of their own, of which one works at a time, and busy processes beside them.
 
 A script that is its own worker calls `answer` when it was started with `WORKER`; the parent starts it as a
 `Contender`, and asks it. Requests and answers are JSON, a line each.
@@ -10,11 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-__all__ = ["TREE", "WORKER", "Contender", "answer"]
 
 WORKER = "--worker"
 TREE = Path(__file__).resolve().parents[1]
@@ -28,35 +27,33 @@ def answer(to: Callable[[Any], Any]) -> None:
 
 
 class Contender:
-    """A process that answers requests.
+    """A process that runs a module of this folder with `WORKER` and the options, and answers requests.
 
-    Args:
-        module: Of this folder; started with `WORKER` and the options in JSON.
-        options: The process reads them as JSON from its last argument.
-        folders: Where Python looks for packages first, such as the sources of another version.
+    Python looks for packages in `folders` first, such as the sources of another version.
     """
 
-    def __init__(self, module: str, options: dict[str, Any], *folders: str | Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        options: dict[str, Any],
+        *folders: str | Path,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        path = os.pathsep.join(map(str, folders))
+        environment |= {**(variables or {}), "PYTHONPATH": os.pathsep.join(map(str, folders))}
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, WORKER, json.dumps(options)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env=environment | {"PYTHONPATH": path}, cwd=TREE,
+            stdout=subprocess.PIPE, text=True, env=environment, cwd=TREE,
         )  # fmt: skip
-        self.result()
+        self._answer()
 
     def ask(self, request: Any) -> Any:
         """Return the answer to a request."""
-        self.start(request)
-        return self.result()
-
-    def start(self, request: Any) -> None:
-        """Send a request, and do not wait."""
         assert self.process.stdin is not None
         print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self._answer()
 
-    def result(self) -> Any:
-        """Return the answer to the request that was sent."""
+    def _answer(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -67,3 +64,15 @@ class Contender:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Run so many processes beside that never wait."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()

@@ -49,7 +49,7 @@ from benchmarks.random_model import SHAPES
 from benchmarks.workload import HERE, machine, write
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
-from foredraft.loading.device import find_device
+from foredraft.loading.runners import find_device
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["page"]
-
 SHARE = 0.8  # of the copy bandwidth that a plain step at batch size 1 should reach
 PREDICTED = 0.9  # of the predicted speed-up that a run should reach
 

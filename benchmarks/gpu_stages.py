@@ -21,21 +21,19 @@ import torch
 
 import foredraft
 from benchmarks import peer
-from benchmarks.peer_vllm import save_pair, vllm_contender
 from benchmarks.random_model import SHAPES, Pair, Shape, find_factor, make_llm, random_prompts
 from benchmarks.timing import Quiet, interleaved, spread
 from foredraft import LLM, SamplingParams, Stats
 from foredraft.bench.bench_records import Cost, DraftCost, ForwardCosts, Spread
 from foredraft.bench.bench_run import bench
 from foredraft.bench.bench_settings import BenchSettings
-from foredraft.bench.figures import divergence
+from foredraft.bench.figures import ceiling, divergence, predicted_speedup
 from foredraft.bench.machine_record import bandwidth
-from foredraft.bench.predicted_speedup import ceiling, predicted_speedup
 from foredraft.bench.workload import load_workloads
+from foredraft.drafters.lookup import repeated
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
 from foredraft.model.weights import weight_bytes
-from foredraft.ngrams import repeated
 from foredraft.verify import VerifySettings, verify
 from foredraft.verify.verify_settings import DISTANCES
 
@@ -48,9 +46,8 @@ DRAFT = "draft-model"
 WARM = 2  # untimed turns: the engine may prepare a shape at its second use, for example by recording a graph
 TESTS_TIMEOUT = 400  # seconds
 
-Run = Callable[
-    [], tuple[float, list[int]]
-]  # returns the seconds of the decoding phase, and the new token ids
+# returns the seconds of the decoding phase, and the new token ids
+Run = Callable[[], tuple[float, list[int]]]
 
 
 class Bench:
@@ -75,11 +72,7 @@ class Bench:
         Other files may import packages that this machine lacks.
         """
         files = [str(f) for f in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in f.read_text()]
-        command = [
-            sys.executable,
-            *"-m pytest -q -rfE -p no:cacheprovider -m gpu".split(),
-            *files,
-        ]
+        command = [sys.executable, *"-m pytest -q -rfE -p no:cacheprovider -m gpu".split(), *files]
         path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         ran = subprocess.run(
             command,
@@ -121,11 +114,11 @@ class Bench:
         pair = Pair.of(self.shape, self.device, self.dtype)
         [prompt] = random_prompts(1, PROMPT, pair.target.spec.vocab_size)
         with TemporaryDirectory() as folder:
-            save_pair(pair, self.shape.config(self.dtype), Path(folder))
+            peer.save_pair(pair, self.shape.config(self.dtype), Path(folder))
             del pair
             gc.collect()
             torch.cuda.empty_cache()
-            run = vllm_contender(folder, prompt, self.new_tokens)
+            run = peer.vllm_contender(folder, prompt, self.new_tokens)
             speeds = [self.new_tokens / run() for _ in range(WARM + self.repeats)][WARM:]
         return {"tokens_per_second": spread(speeds)}
 
@@ -199,12 +192,7 @@ class Bench:
         return ForwardCosts(1, CONTEXT, verifying, drafting, share)
 
     def _compared(self, runs: dict[str, Run], bytes_per_step: int) -> dict[str, Any]:
-        """Time the contenders in turns after a warm-up; a failing one is dropped, with its error.
-
-        Args:
-            runs: How to run each contender, by name.
-            bytes_per_step: Bytes that a plain step reads.
-        """
+        """Time the contenders in turns after a warm-up; a failing one is dropped, with its error."""
         results: dict[str, Any] = {}
         seconds: dict[str, list[float]] = {}
         ids: dict[str, list[int]] = {}

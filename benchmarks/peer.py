@@ -1,18 +1,26 @@
-"""`transformers` on the same weight tensors: `generate` with each kind of cache, timed without prefill."""
+"""Peers on a GPU, timed without prefill: `transformers` on the same weight tensors, with each kind of cache.
+
+vLLM, where it is installed, has the same shape and dtype, and reads a checkpoint from a folder.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.generation import CompileConfig, LogitsProcessor, LogitsProcessorList
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foredraft.model.transfers import synchronise
+from benchmarks.random_model import Pair
+from foredraft.model.memory import synchronise
 
 # Options of `generate`: a dynamic cache, a static cache, and a static cache with a compiled forward.
 WAYS: dict[str, dict[str, Any]] = {
@@ -52,14 +60,8 @@ def contender(
 ) -> Callable[[], tuple[float, list[int]]]:
     """Return a run of `new_tokens` + 1 tokens, of which the prefill pass makes the first.
 
-    The run returns the seconds of the other `new_tokens`, one step each, and all new token ids.
-
-    Args:
-        model: From `model_of`.
-        way: A key of `WAYS`.
-        prompt: Token ids.
-        new_tokens: Decoding steps to time.
-        backend: Backend of torch.compile for the way "compiled".
+    The run returns the seconds of the other `new_tokens`, one step each, and all new token ids. `backend` is
+    that of torch.compile, for the way "compiled".
     """
     options = dict(WAYS[way])
     if way == "compiled":
@@ -84,3 +86,23 @@ def contender(
         return time.perf_counter() - first.seen, out[0, len(prompt) :].tolist()
 
     return run
+
+
+def save_pair(pair: Pair, config: dict[str, Any], folder: Path) -> None:
+    """Write the target of a pair as a checkpoint; vLLM takes prompts of token ids, so it has no tokenizer."""
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    save_file({name: x.contiguous() for name, x in pair.tensors.items()}, folder / "model.safetensors")
+
+
+def vllm_contender(folder: str, prompt: list[int], new_tokens: int) -> Callable[[], float]:
+    """Return a run that decodes greedily; it returns the seconds, less those of a run of one new token."""
+    vllm: Any = import_module("vllm")
+    model = vllm.LLM(model=folder, skip_tokenizer_init=True, max_model_len=len(prompt) + new_tokens + 8)
+
+    def seconds(tokens: int) -> float:
+        params = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        model.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    return lambda: seconds(new_tokens + 1) - seconds(1)

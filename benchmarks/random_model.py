@@ -1,14 +1,9 @@
-"""Models of a given shape with random weights, made on the device without any file.
+"""Models of a given shape with random weights, made on the device, whose acceptance can be arranged.
 
-Every weight is a function of its name alone. Norms are ones, biases zeros, and embeddings have a standard
-deviation of 1. Linear layers keep the scale of their inputs, except that queries are three times as large:
-attention then concentrates on a few positions, and greedy text does not loop.
-
-The acceptance probability can be arranged. The draft model consists of the target's first layers, with its
-embedding, last norm and head. A factor scales the output of the target's *later* layers (the weights of their
-output and down projections). At factor 0 the draft model equals the target; the larger the factor, the less
-often both choose the same token. `find_factor` finds the factor by bisection over the share of positions of
-random text at which both choose the same token.
+Every weight is a function of its name alone. Linear layers keep the scale of their inputs, except that
+queries are three times as large: attention then concentrates on a few positions, and greedy text does not
+loop. The draft model is the target's first layers. A factor scales the output of the *later* ones: at 0 both
+models are equal; the larger it is, the less often both choose the same token.
 """
 
 from __future__ import annotations
@@ -77,14 +72,7 @@ SHAPES = {
 
 
 class RandomWeights:
-    """A `Source` of random weights that keeps the tensors by name.
-
-    Args:
-        device: Where to make the weights.
-        dtype: Of the weights.
-        scaled_from: Index of the first layer whose output is scaled.
-        factor: Scale of the output of these layers.
-    """
+    """A `TensorSource` of random weights, kept by name; what layers from `scaled_from` on add is scaled."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, scaled_from: int = 0, factor: float = 1.0
@@ -141,18 +129,9 @@ class Pair:
 def find_factor(
     shape: Shape, device: torch.device, dtype: torch.dtype, alpha: float, steps: int = 14, columns: int = 2048
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Find the factor at which target and draft model agree with probability `alpha`.
+    """Return the factor at which both models agree with probability `alpha`, and each (factor, agreement).
 
-    Args:
-        shape: The models' shape.
-        device: Where to run.
-        dtype: Of the weights.
-        alpha: The probability.
-        steps: Steps of the bisection, at most.
-        columns: Tokens of random text on which the agreement is measured.
-
-    Returns:
-        The factor, and every (factor, agreement) that was tried.
+    A bisection of so many steps at most, over so many tokens (columns) of random text.
     """
     low, high = math.log(1e-3), math.log(8.0)
     tried: list[tuple[float, float]] = []
@@ -177,9 +156,9 @@ def agreement(pair: Pair, columns: int) -> float:
     same = torch.zeros((), device=text.device, dtype=torch.int64)
     for start in range(0, columns, COLUMNS):
         part = text[:, start : start + COLUMNS]
-        forward = runner.forward(cache, part, [start], taps=(depth,), invariant=False)
+        forward = runner.forward(cache, part, [start], aux_layers=(depth,), invariant=False)
         assert forward.logits is not None
-        drafted = runner.head(forward.taps[depth]).argmax(-1)
+        drafted = runner.head(forward.aux_states[depth]).argmax(-1)
         same += (drafted == forward.logits.argmax(-1)).sum()
     return int(same) / columns
 

@@ -58,15 +58,15 @@ def main() -> None:
             fields = {"max_tokens": new_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
             return [{"model": Path(model).name, "prompt": each, **fields, **WAYS[way]} for each in prompts]
 
-        def ask(which: str, asked: list[dict[str, Any]], turn: int, beside: list[dict[str, Any]]) -> Seconds:
+        def ask(which: str, asked: list[dict[str, Any]], turn: int, load: list[dict[str, Any]]) -> Seconds:
             """Return the seconds of each version; they begin in turn."""
             seconds = {}
             for name in sorted(servers, reverse=turn % 2 == 0):
-                if beside:
-                    others.send(servers[name][1], beside, leave=4.0)
+                if load:
+                    others.send(servers[name][1], load, leave=4.0)
                     time.sleep(2)
                 found = client.read(servers[name][1], asked)
-                if beside:
+                if load:
                     others.result()
                     time.sleep(0.5)
                 texts[name].append([each["text"] for each in found])
@@ -74,11 +74,11 @@ def main() -> None:
             return seconds
 
         def compared(
-            which: str, asked: Callable[[int], list[dict[str, Any]]], beside: Sequence[dict[str, Any]] = ()
+            which: str, asked: Callable[[int], list[dict[str, Any]]], load: Sequence[dict[str, Any]] = ()
         ) -> dict[str, Any]:
             ratios, quiet = [], Quiet(given.repeats)
             for turn in range(-1, given.repeats):
-                seconds = quiet.take(partial(ask, which, asked(turn), turn, [*beside]))
+                seconds = quiet.take(partial(ask, which, asked(turn), turn, [*load]))
                 if turn >= 0:  # the first one warms
                     ratios.append(seconds["old"] / seconds["new"])
             return spread(ratios)
@@ -109,10 +109,7 @@ def main() -> None:
                 process.terminate()
                 process.wait()
     what, same = vars(given) | {"old": commit(given.old)}, texts["old"] == texts["new"]
-    write(
-        given.name,
-        {"what": what, "machine": machine(), "identical": same, **cases},
-    )
+    write(given.name, {"what": what, "machine": machine(), "identical": same, **cases})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,7 @@
-"""Checkpoints of a real model's shape with random weights, for costs that do not depend on the text.
-
-python -m benchmarks.shape --shape llama-1b --out DIR
-"""
+"""Checkpoints of a real model's shape with random weights, for costs that do not depend on the text."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import zlib
@@ -42,19 +38,10 @@ SHARD_BYTES = 2**28  # bytes of weights in one file, at most
 def random_checkpoint(
     folder: Path, keys: dict[str, Any], dtype: torch.dtype = torch.bfloat16, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write a random Llama without a tokenizer.
+    """Write a random Llama without a tokenizer, whose config has these keys, and return the folder.
 
     Norms are ones, linear layers keep the scale of their inputs, and each weight is a function of its name.
-    Only one shard, or the largest tensor, is in memory at a time.
-
-    Args:
-        folder: Where to write.
-        keys: Keys of the config.
-        dtype: Of the weights.
-        shard_bytes: Bytes of weights in one file, at most.
-
-    Returns:
-        The folder.
+    Only one shard, of so many bytes at most, or the largest tensor, is in memory at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = transformers.LlamaConfig(dtype=dtype, **COMMON, **keys)
@@ -86,16 +73,3 @@ def _drawn(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.ones(shape, dtype=dtype)
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.empty(shape, dtype=dtype).normal_(0.0, 1 / math.sqrt(shape[1]), generator=random)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a checkpoint of a shape with random weights.")
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    options = parser.parse_args()
-    random_checkpoint(options.out, SHAPES[options.shape], getattr(torch, options.dtype))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,17 +36,7 @@ PATIENCE = 300.0  # seconds for one request
 
 
 class Soak:
-    """Clients of one server.
-
-    Args:
-        url: Of the server.
-        new_tokens: Of each text.
-        seed: Of all that is random.
-
-    Attributes:
-        done: Turns of each kind of client.
-        wrong: What went wrong.
-    """
+    """Clients of one server: `done` counts turns by kind, `wrong` says what went wrong."""
 
     def __init__(self, url: str, new_tokens: int, seed: int = 0) -> None:
         self.url, self.dice = url, random.Random(seed)
@@ -202,10 +192,7 @@ class Soak:
     async def _send(
         self, *parts: bytes, wait: float = 0.0, read: int = 0, patience: float | None = None
     ) -> None:
-        """Send bytes, wait, read at least so many unless the server ends it, and reset the connection.
-
-        patience: Seconds for all of it; None waits for the server.
-        """
+        """Send bytes, wait, read at least so many unless the server ends it, and reset the connection."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             with suppress(ConnectionError, TimeoutError):  # the server may have had enough

@@ -1,7 +1,6 @@
-"""Spreads of measurements and the timers of `foredraft bench`, shared by the scripts of this folder.
+"""Measurements in turns and their spreads, each beside what other programs took meanwhile.
 
-Beside each spread stands what other programs took meanwhile, and how many turns were taken again because they
-were disturbed.
+A turn that they disturbed is taken again, and the spread says how many were.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import torch
 
 from foredraft.bench.bench_records import Spread
 from foredraft.profiling.others import Load, QuietTurns, Watch
-from foredraft.profiling.timing import OwnSeconds, Turns, Work, timed
-
-__all__ = ["OwnSeconds", "Quiet", "interleaved", "spread", "timed"]
+from foredraft.profiling.timing import TimedTurns, Work
 
 T = TypeVar("T")
 
@@ -26,7 +23,7 @@ T = TypeVar("T")
 APART = 0.1
 
 
-class Beside:
+class Surroundings:
     """What happens beside the measurements of this script, from one that has its figures to the next."""
 
     def __init__(self) -> None:
@@ -44,15 +41,11 @@ class Beside:
         return self._shown
 
 
-_beside = Beside()
+_surroundings = Surroundings()
 
 
 class Quiet:
-    """Takes the turns of a script's own loop, and repeats those that other programs disturbed.
-
-    Args:
-        turns: That will be taken; no more than so many are repeated.
-    """
+    """Takes the turns of a script's own loop, and repeats those that others disturbed, `turns` at most."""
 
     def __init__(self, turns: int) -> None:
         self._turns = QuietTurns(turns)
@@ -66,7 +59,7 @@ class Quiet:
 
         before = self._turns.repeated
         result, _ = self._turns.take(watched)
-        _beside.repeated += self._turns.repeated - before
+        _surroundings.repeated += self._turns.repeated - before
         return result
 
 
@@ -79,7 +72,7 @@ def interleaved(
     settle: float | None = None,
 ) -> dict[Hashable, list[float]]:
     """Return the seconds of each work, as `profiling.timing.interleaved`; disturbed turns are repeated."""
-    turns, quiet = Turns(works, device, settle), Quiet(repeats)
+    turns, quiet = TimedTurns(works, device, settle), Quiet(repeats)
     for _ in range(warm):
         turns.take(counts=False)
     seconds: dict[Hashable, list[float]] = {key: [] for key in works}
@@ -102,4 +95,4 @@ def spread(figures: Sequence[float]) -> dict[str, Any]:
     """
     found = Spread.of(figures)
     assert found is not None
-    return asdict(found) | _beside.shown()
+    return asdict(found) | _surroundings.shown()

@@ -1,13 +1,10 @@
 """What drafts would have met along texts of the target: chains, their leaf siblings, and trees.
 
-Contract: nothing here is timed, and no text changes. Two ways to look:
-
-- `Recorder` watches the rounds that an engine decodes by drafts of one length, under any rule;
-- `replay` reads a written text again and asks, at each of its tokens, how far a chain and an EAGLE-2 tree
-  (Li et al. 2024, arXiv:2406.16858) would have followed it. The drafter reads the tokens of the text itself,
-  so that a walk along the text meets exactly the rounds of any shape, whatever its rounds skip.
-
-A leaf sibling is a further choice of the drafter beside a chain's token, of which nothing is drafted further.
+`Recorder` watches the rounds that an engine decodes by drafts of one length, under any rule. `replay` reads
+a written text again and asks, at each of its tokens, how far a chain and an EAGLE-2 tree (Li et al. 2024,
+arXiv:2406.16858) would have followed it. The drafter reads the tokens of the text itself, so that a walk
+along it meets exactly the rounds of any shape. A leaf sibling is a further choice of the drafter beside a
+chain's token, of which nothing is drafted further. Nothing is timed, and no text changes.
 """
 
 from __future__ import annotations
@@ -22,13 +19,11 @@ import torch
 from torch import Tensor
 
 from foredraft import LLM
-from foredraft.decode.accept import Verdict
+from foredraft.decode.accept import AcceptResult
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.drafter import Stepper
+from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.noise import COUPLED, DrawKeys
 from foredraft.decode.round_draft import Draft
-
-__all__ = ["CHOICES", "SIZES", "Met", "Recorder", "Sampled", "replay"]
 
 CHOICES = 4  # of the drafter at each place: the chain's token and three siblings; also a tree's children
 BEAM = 4  # nodes of a tree that are drafted further, on each level
@@ -38,21 +33,14 @@ MISSED = 10**6  # rank of what no shape holds
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """How far the drafts from one place of a text would have gone.
+    """How far the drafts from one place of a text would have gone."""
 
-    Attributes:
-        hits: Leading tokens of the longest chain that are the target's.
-        siblings: Probability that one of the first m siblings of the first wrong token is the target's, m = 0
-            to CHOICES - 1; 0 or 1 where a text decides.
-        order: For a chain of length n, how many siblings along it the drafter prefers to the right one; None
-            where the drafter's preference decides nothing.
-        tree: For a depth, the tokens of the text that a tree of each of SIZES holds; None without a tree.
-    """
-
-    hits: int
+    hits: int  # leading tokens of the longest chain that are the target's
+    # P(one of the first m siblings of the first wrong token is the target's), m = 0 to CHOICES - 1
     siblings: tuple[float, ...]
+    # by length of a chain, its siblings that the drafter prefers to the right one; None where that is unknown
     order: tuple[int, ...] | None = None
-    tree: tuple[tuple[int, ...], ...] | None = None
+    tree: tuple[tuple[int, ...], ...] | None = None  # by depth, the tokens that a tree of each of SIZES holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +52,9 @@ class Sampled:
 
 
 def _met(choices: Sequence[Sequence[int]], values: Sequence[Sequence[float]], text: Sequence[int]) -> Met:
-    """Return what a chain and its siblings met.
+    """Return what a chain and its siblings met beside the target's tokens.
 
-    Args:
-        choices: The drafter's choices at each place of the chain, the chain's token first.
-        values: Their probabilities under the drafter.
-        text: The target's tokens there.
+    `choices` are the drafter's at each place, the chain's token first, with their probabilities.
     """
     longest = len(choices)
     hits = next((j for j in range(longest) if choices[j][0] != text[j]), longest)
@@ -95,20 +80,15 @@ def _met(choices: Sequence[Sequence[int]], values: Sequence[Sequence[float]], te
 
 
 class Recorder:
-    """Notes what each round of one drafter met; rounds whose draft the end of a text shortens do not count.
-
-    Attributes:
-        met: By round.
-        sampled: By round, under the `speculative` rule.
-    """
+    """Notes what each round of one drafter met, except where the end of a text shortens the draft."""
 
     def __init__(self, llm: LLM, drafter: str, longest: int) -> None:
         self.engine: Any = llm.loaded.engine
         self.drafter: Any = self.engine.drafters[drafter]
-        assert isinstance(self.drafter, Stepper)
+        assert isinstance(self.drafter, AutoregressiveDrafter)
         self.longest = longest
-        self.met: list[Met] = []
-        self.sampled: list[Sampled] = []
+        self.met: list[Met] = []  # by round
+        self.sampled: list[Sampled] = []  # by round, under the `speculative` rule
         self._logits: list[Tensor] = []
         self._random = torch.Generator().manual_seed(0)
 
@@ -124,8 +104,8 @@ class Recorder:
 
         def judged(
             draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Any, coupled: Any, *more: Any
-        ) -> Verdict:
-            verdict: Verdict = accept(draft, p, keys, noise, coupled, *more)
+        ) -> AcceptResult:
+            verdict: AcceptResult = accept(draft, p, keys, noise, coupled, *more)
             if int(draft.lengths[0]) == self.longest:
                 self._note(draft, p, keys, verdict, coupled[0])
             self._logits = []
@@ -139,7 +119,7 @@ class Recorder:
             self.engine.accept, self.drafter.step, self.drafter.fused_draft = accept, step, fused
 
     def _note(
-        self, draft: Draft, p: Distribution, keys: DrawKeys | None, verdict: Verdict, coupled: bool
+        self, draft: Draft, p: Distribution, keys: DrawKeys | None, verdict: AcceptResult, coupled: bool
     ) -> None:
         if p.probs is None:
             assert p.ids is not None

@@ -5,7 +5,7 @@ Figures of every drafter that gives probabilities, at temperature 0 and 1:
     places     by place in the chain: how often it is reached; P(the drafter's first choice is the target's
                token); P(the second is, given that the first is not); P(the third is, given neither)
     block      tokens that block verification keeps beside the `speculative` rule, of the same drafts
-    gains      the best chain, the best comb (a chain with leaf siblings, spread evenly or by the drafter's
+    gains      the best chain, the best chain with leaf siblings ("comb"; spread evenly or by the drafter's
                probabilities) and the best EAGLE-2 tree, by the same costs: speed-up over plain decoding, and
                the gain over the best chain
 
@@ -86,12 +86,12 @@ def chain(met: Met, length: int) -> float:
     return min(met.hits, length)
 
 
-def comb(met: Met, length: int, siblings: int, places: int) -> float:
+def even_tree(met: Met, length: int, siblings: int, places: int) -> float:
     """Tokens of a chain whose first `places` have siblings."""
     return chain(met, length) + (met.siblings[siblings] if met.hits < min(length, places) else 0.0)
 
 
-def chosen_comb(met: Met, length: int, siblings: int) -> float:
+def chosen_tree(met: Met, length: int, siblings: int) -> float:
     """Tokens of a chain with so many siblings in all, the likeliest ones."""
     assert met.order is not None
     return chain(met, length) + float(met.hits < length and met.order[length] < siblings)
@@ -106,15 +106,10 @@ def gains(
     walked: bool,
     sampled: Sequence[Sampled] = (),
 ) -> dict[str, Shape]:
-    """Return the best chain, comb and tree by speed-up over plain decoding.
+    """Return the best chain, chain with leaves and EAGLE-2 tree by speed-up over plain decoding.
 
-    Args:
-        texts: What drafts met along each text.
-        first: Cost of the first draft step, in plain steps.
-        further: Of each further one.
-        passes: Of a verifying pass, by rows.
-        walked: What each token of the texts meets is known, so rounds follow from the shape.
-        sampled: What rules keep of the same chains.
+    Costs are in plain steps: of the first draft step, of each further one, and of a pass by rows. `walked`:
+    what each token of the texts meets is known, so that rounds follow from the shape.
     """
 
     def shape(kept: Callable[[Met], float], steps: int, rows: int, width: int = 1, **named: int) -> Shape:
@@ -122,21 +117,21 @@ def gains(
         tokens = lengths_along(texts, kept, walked=walked)
         return {**named, "rows": rows, "tokens": tokens, "speedup": tokens / (drafting + line(passes, rows))}
 
-    chains, combs, trees = list[Shape](), list[Shape](), list[Shape]()
+    chains, with_leaves, trees = list[Shape](), list[Shape](), list[Shape]()
     some = texts[0][0]
     for n in range(1, LONGEST + 1):
         chains.append(shape(lambda met, n=n: chain(met, n), n, n + 1, length=n))  # type: ignore[misc]
         for m in range(1, CHOICES):
             for d in range(1, n + 1):
-                kept = lambda met, n=n, m=m, d=d: comb(met, n, m, d)  # noqa: E731
-                combs.append(shape(kept, n, n + 1 + m * d, length=n, siblings=m, places=d))
+                kept = lambda met, n=n, m=m, d=d: even_tree(met, n, m, d)  # noqa: E731
+                with_leaves.append(shape(kept, n, n + 1 + m * d, length=n, siblings=m, places=d))
         for m in range(1, 3 * n + 1) if some.order is not None else ():
-            kept = lambda met, n=n, m=m: chosen_comb(met, n, m)  # noqa: E731
-            combs.append(shape(kept, n, n + 1 + m, length=n, chosen=m))
+            kept = lambda met, n=n, m=m: chosen_tree(met, n, m)  # noqa: E731
+            with_leaves.append(shape(kept, n, n + 1 + m, length=n, chosen=m))
         for at, size in enumerate(SIZES) if some.tree is not None else ():
             kept = lambda met, n=n, at=at: met.tree[n - 1][at]  # noqa: E731
             trees.append(shape(kept, n, size + 1, BEAM, levels=n, nodes=size))
-    found = {"chain": best(chains), "comb": best(combs)}
+    found = {"chain": best(chains), "comb": best(with_leaves)}  # named so in kept results
     if trees:
         found["tree"] = best(trees)
     for each in found.values():
@@ -254,26 +249,6 @@ def figures(
     }
 
 
-def rows(found: dict[str, Any]) -> list[str]:
-    """Return the lines of a table for people."""
-    lines = []
-    for drafter, own in found.items():
-        for rule, figure in own["rules"].items():
-            at = figure["places"][0]
-            chances = ", ".join(f"{at[choice]:.2f}" for choice in ("first", "second", "third"))
-            lines.append(f"{drafter}, {rule}: at the first place {chances}")
-            for name, shapes in figure["gains"].items():
-                told = [
-                    f"{kind} {shape['speedup']:.2f} ({shape['gain']:.3f}) tau {shape['tokens']:.2f} "
-                    f"{[v for k, v in shape.items() if k not in ('tokens', 'speedup', 'gain')]}"
-                    for kind, shape in shapes.items()
-                ]
-                lines.append(f"    {name}: " + "; ".join(told))
-        if "block" in own:
-            lines.append(f"{drafter}, block: {[round(x, 3) for x in own['block']['gain'].values()]}")
-    return lines
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=str(demo.target_path()), help="a folder or a file")
@@ -303,10 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         heads = fluent(llm, options.prompts)
     else:
         heads = chat_and_code(llm, options.prompts)
-    found = {}
-    for drafter in options.drafters:
-        found[drafter] = measure(llm, drafter, heads, options)
-        print("\n".join(rows({drafter: found[drafter]})), flush=True)
+    found = {drafter: measure(llm, drafter, heads, options) for drafter in options.drafters}
     what = {key: value for key, value in vars(options).items() if key not in ("model", "draft")}
     write(options.name, {"what": what, "machine": machine(), "passes": PASSES, "drafters": found})
 

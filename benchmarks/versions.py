@@ -1,10 +1,10 @@
 """Two versions of Foredraft beside each other: the same requests, in turns, each version in its own process.
 
 Both versions load the demo pair, the target perhaps with padding layers that change nothing (--layers), or
-another model by itself (--model). For every prompt and method, the two processes decode one after the other,
-in an order that alternates; a process that waits sleeps. With --rows so many prompts are decoded at once. The
-ratio is the old version's seconds over the new one's, prompts included: 1.02 means that the new one is 2 %
-faster. The lists of tokens must be equal.
+another model by itself (--model). The two processes decode each prompt in an order that alternates, and the
+process that waits sleeps. With --rows so many prompts are decoded at once. The ratio is the old version's
+seconds over the new one's, prompts included: 1.02 means that the new one is 2 % faster. The lists of tokens
+must be equal.
 
     git worktree add ../before <commit>
     python -m benchmarks.versions --old ../before --layers 128
@@ -28,19 +28,6 @@ from benchmarks.contending import WORKER, Contender, answer
 
 HERE = Path(__file__).resolve().parent
 METHODS = "none,draft-model,layer-skip,lookup"
-
-
-class Version:
-    """A process that decodes with one version's package."""
-
-    def __init__(self, tree: Path, options: dict[str, Any]) -> None:
-        self.process = Contender("benchmarks.versions", options, tree / "src")
-        self.package: str = self.process.ask(None)
-
-    def decode(self, method: str, prompts: list[list[int]]) -> dict[str, Any]:
-        """Return the seconds and the tokens of requests that are decoded side by side."""
-        done: dict[str, Any] = self.process.ask({"method": method, "prompts": prompts})
-        return done
 
 
 def work(options: dict[str, Any]) -> None:
@@ -104,15 +91,16 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         }  # fmt: skip
         if options.model is not None:
             loaded |= {"model": options.model, "draft": None, "plan": None}
-        old, new = (Version(Path(tree).resolve(), loaded) for tree in (options.old, options.new))
-        assert old.package != new.package
+        trees = [Path(tree).resolve() / "src" for tree in (options.old, options.new)]
+        old, new = (Contender("benchmarks.versions", loaded, tree) for tree in trees)
+        assert old.ask(None) != new.ask(None), "both versions are of one package"
         seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
         same: dict[str, bool] = defaultdict(lambda: True)
         methods = options.methods.split(",")
 
         def pair(at: int, method: str, batch: list[list[int]]) -> tuple[float, float]:
             order = (old, new) if at % 2 else (new, old)
-            done = {version: version.decode(method, batch) for version in order}
+            done = {version: version.ask({"method": method, "prompts": batch}) for version in order}
             same[method] &= done[old]["tokens"] == done[new]["tokens"]
             return done[old]["seconds"], done[new]["seconds"]
 
@@ -125,7 +113,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                     else:
                         seconds[method].append(quiet.take(partial(pair, turn, method, batch)))
         for version in (old, new):
-            version.process.close()
+            version.close()
     return [
         {
             "method": method,

@@ -8,17 +8,16 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from foredraft import LLM, SamplingParams, demo
-from foredraft.bench.bench_settings import MAX_REPEATED
+from foredraft.bench.bench_records import MAX_REPEATED
 from foredraft.bench.machine_record import machine
 from foredraft.bench.workload import load_workloads
+from foredraft.drafters.lookup import repeated
 from foredraft.files import write_whole
-from foredraft.ngrams import repeated
 
-__all__ = ["DEMO_LAYERS", "demo_plan", "fluent", "heldout", "machine", "padded_demo", "widened_demo", "write"]
+__all__ = ["DEMO_LAYERS", "demo_plan", "fluent", "heldout", "machine", "padded_demo", "write"]
 
 HERE = Path(__file__).parent
 STARTED = time.perf_counter()
@@ -26,13 +25,10 @@ DEMO_LAYERS = 16
 CHECKED_TOKENS = 64  # new tokens in which repeated 4-grams are counted: loops of a small model start earlier
 
 
-def heldout(count: int, first: int = 0) -> list[str]:
-    """Return `count` prompts from the `first` one on: heads of functions from held-out modules.
-
-    The demo models were not trained on these modules.
-    """
+def heldout(count: int) -> list[str]:
+    """Return so many heads of functions, from modules that the demo models never saw."""
     lines = (HERE / "prompts" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines[first : first + count]]
+    return [json.loads(line)["prompt"] for line in lines[:count]]
 
 
 def fluent(llm: LLM, count: int, workload: str = "free") -> list[list[int]]:
@@ -54,8 +50,8 @@ def demo_plan(layers: int) -> str:
 def padded_demo(folder: Path, layers: int, positions: int | None = None) -> Path:
     """Write the demo target with layers that change nothing added, so that a step takes longer; return it.
 
-    The added layers have random weights, but their output projections are zero: the residual stream, and so
-    every logit, stays the same bit for bit. `positions` allows longer texts than the model was trained for.
+    The added layers' output projections are zero: every logit stays the same bit for bit. `positions` allows
+    longer texts than the model was trained for.
     """
     copytree(demo.target_path(), folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -74,33 +70,8 @@ def padded_demo(folder: Path, layers: int, positions: int | None = None) -> Path
     return folder
 
 
-def widened_demo(folder: Path, inner: int) -> Path:
-    """Write the demo target with neurons that change nothing added to its MLPs; return the folder.
-
-    The added neurons have random weights, but what they write is zero. `inner` is the new intermediate size.
-    """
-    copytree(demo.target_path(), folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    added, config["intermediate_size"] = inner - config["intermediate_size"], inner
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    [file] = folder.glob("*.safetensors")
-    weights = load_file(file)
-    random = torch.Generator().manual_seed(0)
-    for name, weight in weights.items():
-        if name.endswith(("gate_proj.weight", "up_proj.weight")):
-            rows = torch.randn(added, weight.shape[1], generator=random) * weight.float().std()
-            weights[name] = torch.cat([weight, rows.to(weight.dtype)])
-        elif name.endswith("down_proj.weight"):
-            weights[name] = torch.cat([weight, weight.new_zeros(weight.shape[0], added)], dim=1)
-    save_file(weights, file, {"format": "pt"})
-    return folder
-
-
 def write(name: str, result: dict[str, Any]) -> None:
-    """Write a result file and print its content as one line of JSON. The file is never half-written.
-
-    It also says how long this script has run.
-    """
+    """Write a result file, which also says how long this script has run, and print it as one line of JSON."""
     result = {**result, "script_seconds": round(time.perf_counter() - STARTED)}
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)

@@ -23,8 +23,6 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.unsupported import KINDS, KNOWN
 from foredraft.model.weights import parameter_count, weight_bytes
 
-__all__ = ["CHECKPOINTS", "EXAMPLES", "PAGE", "UNKNOWN", "brought_up_to_date"]
-
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BLOCK = re.compile(r"(?<=<!-- table: )(?P<name>\w+) -->\n.*?(?=<!-- /table -->)", re.S)
 TOKENS = 8192  # of the text whose cache the table shows, or as many as the model takes
@@ -48,17 +46,11 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A public checkpoint.
-
-    Attributes:
-        name: On the hub.
-        billions: Of its parameters, as its makers say.
-        config: The keys of its config.json that sizes depend on.
-    """
+    """A public checkpoint."""
 
     name: str
-    billions: float
-    config: Mapping[str, Any]
+    billions: float  # of its parameters, as its makers say
+    config: Mapping[str, Any]  # the keys of its config.json that sizes depend on
 
 
 def _sized(

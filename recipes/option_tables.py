@@ -15,8 +15,6 @@ from foredraft.decode.params import SamplingParams
 from foredraft.files import write_whole
 from foredraft.kinds.load_options import LoadOptions
 
-__all__ = ["PAGES", "brought_up_to_date"]
-
 ROOT = Path(__file__).parents[1]
 PAGES = ("docs/guides/sampling.md", "docs/guides/constraints.md", "docs/guides/models.md")
 BLOCK = re.compile(r"(?<=<!-- options: )(?P<names>[^>]*?) -->\n.*?(?=<!-- /options -->)", re.S)

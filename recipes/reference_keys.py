@@ -1,4 +1,4 @@
-"""Make the table of the config keys that `transformers` reads: `src/foredraft/model/reference_keys.py`.
+"""Make the table of the config keys that `transformers` reads: `src/foredraft/model/reference_keys.json`.
 
 A key is read if `transformers` asks for it while a model of that type is loaded, runs a pass and generates,
 whether the config has it or not; or if the config class declares it, or takes it from its keyword arguments.
@@ -29,35 +29,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-TABLE = Path(__file__).parents[1] / "src" / "foredraft" / "model" / "reference_keys.py"
+TABLE = Path(__file__).parents[1] / "src" / "foredraft" / "model" / "reference_keys.json"
 MODEL_TYPES = (
-    "cohere2",
-    "exaone4",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "glm4",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "olmo2",
-    "olmo3",
-    "opt",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "seed_oss",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
+    "cohere2 exaone4 gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm4 gpt2 "
+    "gpt_neox granite llama ministral ministral3 mistral olmo2 olmo3 opt "
+    "phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+).split()
 LENGTH = 40  # tokens of the pass: more than TRAINED, so that dynamic scaling takes part
 TRAINED = 32
 SIZES: dict[str, Any] = {
@@ -126,20 +103,14 @@ LAYERS = "by layer"  # rotary parameters that hold those of each kind of layer
 # functions that ask for every key that the config has, or only look for options of `generate`
 EXHAUSTIVE = {"validate_token_ids", "_get_generation_parameters"}
 CONSTRUCTORS = ("__post_init__", "convert_rope_params_to_dict")
-WIDTH = 106  # of the lines of keys
 
 
 class Recorder:
-    """Records which keys `transformers` asks for.
-
-    Attributes:
-        config: The keys of the config and its file.
-        rope: The keys of rotary parameters, by their type.
-    """
+    """Records which keys `transformers` asks for."""
 
     def __init__(self, rope: defaultdict[str, set[str]]) -> None:
-        self.config: set[str] = set()
-        self.rope = rope
+        self.config: set[str] = set()  # keys of the config and its file
+        self.rope = rope  # keys of rotary parameters, by their type
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -167,6 +138,16 @@ class Recorder:
             yield
 
 
+def _recording(name: str) -> Any:
+    """Return the method of a dictionary, which records the key."""
+
+    def asked(self: _Asked, key: str, *given: Any) -> Any:
+        self.record(key)
+        return getattr(dict, name)(self, key, *given)
+
+    return asked
+
+
 class _Asked(dict[str, Any]):
     """A JSON object that records the keys that it is asked for; copies are plain."""
 
@@ -177,25 +158,9 @@ class _Asked(dict[str, Any]):
     def record(self, key: str) -> None:
         self.found.add(key)
 
-    def __getitem__(self, key: str) -> Any:
-        self.record(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.record(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.record(key)
-        return super().get(key, default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self.record(key)
-        return super().setdefault(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        self.record(key)
-        return super().pop(key, *default)
+    __getitem__ = _recording("__getitem__")
+    __contains__ = _recording("__contains__")
+    get, setdefault, pop = _recording("get"), _recording("setdefault"), _recording("pop")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(self))  # type: ignore[no-any-return]
@@ -242,12 +207,7 @@ def _taken(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def keys_of(model_type: str, rope: defaultdict[str, set[str]]) -> set[str]:
-    """Return the keys of a config.json that a model type reads.
-
-    Args:
-        model_type: The model type.
-        rope: Takes the keys of rotary parameters, by their type.
-    """
+    """Return the keys of a config.json that a model type reads; `rope` takes those of rotary parameters."""
     recorder = Recorder(rope)
     config_class = type(transformers.AutoConfig.for_model(model_type))
     sizes = SIZES | OWN_SIZES.get(model_type, {})
@@ -272,49 +232,21 @@ def keys_of(model_type: str, rope: defaultdict[str, set[str]]) -> set[str]:
 
 def table() -> str:
     """Return the content of the table's file."""
-    rope: defaultdict[str, set[str]] = defaultdict(set)
-    more = defaultdict[str, set[str]](set)
+    rope, more = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     keys = {
         model_type: keys_of(model_type, more if model_type in MORE_IN_ROPE else rope)
         for model_type in MODEL_TYPES
     }
-    for kind in more.keys() - rope.keys():
-        rope[kind] = more[kind]
+    rope = more | rope
     shared = set.intersection(*keys.values())
-    parts = [
-        f'"""The config keys that transformers {transformers.__version__} reads.',
-        "",
-        "`python -m recipes.reference_keys` makes this file, and says what reading means. Do not edit it.",
-        '"""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "# of every supported model type",
-        f"SHARED = {_set(shared)}",
-        "# of each model type",
-        "CONFIG = {",
-        *(
-            f'    "{model_type}": SHARED\n    | {_set(keys[model_type] - shared, 4)},'
-            for model_type in MODEL_TYPES
-        ),
-        "}",
-        "# of rotary parameters, by their type",
-        "ROPE = {",
-        *(f'    "{kind}": {_set(rope[kind], 4)},' for kind in SCALINGS),
-        "}",
-        "# of rotary parameters that hold those of each kind of layer",
-        f"ROPE_BY_LAYER = {_set(rope[LAYERS])}",
-        "# of generation_config.json",
-        f"GENERATION = {_set({*vars(GenerationConfig())})}",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _set(names: set[str], indent: int = 0) -> str:
-    """Return the source of a set of names."""
-    margin = " " * (indent + 4)
-    lines = textwrap.fill(" ".join(sorted(names)), WIDTH, initial_indent=margin, subsequent_indent=margin)
-    return f'frozenset(\n{margin}"""\n{lines}\n{margin}""".split()\n{" " * indent})'
+    content = {
+        "transformers": transformers.__version__,
+        "shared": sorted(shared),
+        "config": {model_type: sorted(found - shared) for model_type, found in keys.items()},
+        "rope": {kind: sorted(rope[kind]) for kind in SCALINGS},
+        "generation": sorted(vars(GenerationConfig())),
+    }
+    return json.dumps(content, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from foredraft.files import write_whole
 
-__all__ = ["ARCHITECTURE", "FILES", "brought_up_to_date", "list_of_files"]
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "foredraft"
 ARCHITECTURE, FILES = "docs/architecture.md", "docs/rooms.md"

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from foredraft.train.eagle3 import train_eagle3
+from foredraft.train.head_run import train_eagle3
 from foredraft.train.training_options import Eagle3Options
 
 from .demo.adapter import show
@@ -27,7 +27,7 @@ from .demo.corpus import read_sources
 
 LONGEST = 1200  # characters of a function: longer ones leave no room for an answer
 SHORTEST = 60  # of a docstring that says enough
-WORDS = 6144  # of 49,152: 99.5 % of what the model writes about such questions
+DRAFT_VOCAB = 6144  # of 49,152: 99.5 % of what the model writes about such questions
 
 
 def questions(corpus: Path) -> Iterator[str]:
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=192, help="tokens of an answer")
     parser.add_argument("--steps", type=int, default=3000, help="steps of training")
     parser.add_argument("--step-tokens", type=int, default=512, help="tokens of a step")
-    parser.add_argument("--words", type=int, default=WORDS, help="words that the head can draft")
+    parser.add_argument("--words", type=int, default=DRAFT_VOCAB, help="tokens that the head can draft")
     parser.add_argument("--threads", type=int, default=2, help="threads")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)

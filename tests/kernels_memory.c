@@ -66,6 +66,13 @@ static float *floats(int64_t count) {
     return x;
 }
 
+// Kinds of elements: float32, bfloat16, float16.
+#define CALL(kind, name, ...) \
+    (kind == 1 ? name##_float32(__VA_ARGS__) : kind == 2 ? name##_bfloat16(__VA_ARGS__) : name##_float16(__VA_ARGS__))
+
+// The elements of work memory that a row of inputs takes.
+static int64_t room_of(int word, int64_t k) { return word == 1 ? 0 : 2 * ((k + CHUNK - 1) / CHUNK * CHUNK); }
+
 static void *elements(int64_t count, int word) {
     if (word == 1) return floats(count);
     uint16_t *x = array(count, sizeof(uint16_t));
@@ -79,9 +86,9 @@ static void *elements(int64_t count, int word) {
 }
 
 static Linear linear(int64_t n, int64_t k, int word) {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK, words = k / word;
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK, words = word == 1 ? k : k / 2;
     uint32_t *weight = elements(n * k, word), *packed = array(blocks * words * BLOCK, sizeof(uint32_t));
-    foredraft_pack(weight, n, words, packed, 3);
+    foredraft_pack(weight, n, words, word == 3, packed, 3);
     free(weight);
     return (Linear){packed, floats(blocks * BLOCK), n, k, .inputs = n % 3};
 }
@@ -140,15 +147,14 @@ static void free_model(Model m) {
 static int run_draft(
     int word, const Model *m, const Pass *p, const Draft *d, const uint8_t *attention, const uint8_t *mlp,
     void *scratch, float *logits, int threads) {
-    return word == 1 ? foredraft_draft_float32(m, p, d, attention, mlp, 2, scratch, logits, threads)
-                     : foredraft_draft_bfloat16(m, p, d, attention, mlp, 2, scratch, logits, threads);
+    return CALL(word, foredraft_draft, m, p, d, attention, mlp, 2, scratch, logits, threads);
 }
 
 // Fused drafts of the pass's groups: greedy and sampled.
 static void drafts(
     int word, const Model *m, const Pass *p, const int64_t *tokens, const uint8_t (*plans)[2], void *scratch) {
     const int64_t slot[GROUPS] = {2, 0, 3}, length[GROUPS] = {1, 4, 2};
-    const int64_t count = m->pairs ? TOKENS : VOCABULARY;  // a head of pairs has words for some tokens
+    const int64_t count = m->pairs ? TOKENS : VOCABULARY;  // a head of pairs has outputs for some tokens
     int64_t keys[ROWS * STEPS], drawn[ROWS * STEPS];
     for (int i = 0; i < ROWS * STEPS; i++) keys[i] = (int64_t)mix64(i);
     const float temperature[ROWS] = {1, 0.5f, 2, 1};
@@ -166,10 +172,10 @@ static void drafts(
     memset(none, 0, count);
     Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, NULL, drawn, finite, probs, 1, NULL};
     void *states = array(ROWS * STEPS * m->hidden, word == 1 ? sizeof(float) : sizeof(uint16_t));
-    int64_t words[VOCABULARY];
-    for (int i = 0; i < VOCABULARY; i++) words[i] = TOKENS - 1 - i;
+    int64_t draft_vocab[VOCABULARY];
+    for (int i = 0; i < VOCABULARY; i++) draft_vocab[i] = TOKENS - 1 - i;
     void *pairs = elements(COLUMNS * m->hidden, word), *left = elements(ROWS * m->hidden, word);
-    if (m->pairs) d.pairs = pairs, d.left = left, d.words = words, d.vocabulary = TOKENS;
+    if (m->pairs) d.pairs = pairs, d.left = left, d.draft_vocab = draft_vocab, d.vocabulary = TOKENS;
     for (int plan = 0; plan < 3; plan++)
         for (int threads = 1; threads < 4; threads += 2) {
             d.sampling = sampling + plan % 2;
@@ -195,7 +201,7 @@ static void passes(
     const int64_t first[GROUPS] = {0, 33, 34}, count[GROUPS] = {33, 1, 5}, start[GROUPS] = {POSITIONS - 33, pairs, 62};
     const int64_t row[GROUPS] = {2, 0, 1};
     Layer layer[2];
-    const Model m = new_model(word, dim, kv_heads, heads, hidden, inner, window, pairs, layer);
+    Model m = new_model(word, dim, kv_heads, heads, hidden, inner, window, pairs, layer);
     void *table = elements(POSITIONS * 2 * dim, word);
     void *cache[2];  // of each layer
     for (int i = 0; i < 2; i++) cache[i] = elements(2 * CACHE_ROWS * kv_heads * POSITIONS * dim, word);
@@ -203,10 +209,11 @@ static void passes(
     void *inputs = elements(COLUMNS * hidden, word);
     const Pass p = {GROUPS, first, count, start, row, NULL, rotary, cache, CACHE_ROWS, POSITIONS, inputs};
     const int64_t wide = width > 2 * inner ? width : 2 * inner, narrow = heads * dim > inner ? heads * dim : inner;
-    void *x = elements(COLUMNS * hidden, word), *scratch = elements(COLUMNS * ((1 + pairs) * hidden + wide + narrow), word);
-    void *draft_scratch = elements(COLUMNS * ((2 + 2 * pairs) * hidden + wide + narrow), word);
+    m.room = room_of(word, narrow > (1 + pairs) * hidden ? narrow : (1 + pairs) * hidden);
+    void *x = elements(COLUMNS * hidden, word), *scratch = elements(COLUMNS * (m.room + (1 + pairs) * hidden + wide + narrow), word);
+    void *draft_scratch = elements(COLUMNS * (m.room + (2 + 2 * pairs) * hidden + wide + narrow), word);
     void *states = elements(COLUMNS * hidden, word);
-    const int64_t tap = 1;
+    const int64_t aux_layer = 1;
     float *logits = array(COLUMNS * VOCABULARY, sizeof(float));
     int64_t tokens[COLUMNS];
     for (int i = 0; i < COLUMNS; i++) tokens[i] = i * 7 % VOCABULARY;
@@ -215,14 +222,8 @@ static void passes(
         for (int threads = 1; threads < 4; threads += 2) {
             const int64_t *embedded = plan ? NULL : tokens;
             const uint8_t *attention = plans[plan], *mlp = plans[2 - plan];
-            if (word == 1)
-                foredraft_forward_float32(
-                    &m, &p, embedded, x, COLUMNS, attention, mlp, 0, 2, &tap, 1, states,
-                    scratch, logits, threads);
-            else
-                foredraft_forward_bfloat16(
-                    &m, &p, embedded, x, COLUMNS, attention, mlp, 0, 2, &tap, 1, states,
-                    scratch, logits, threads);
+            CALL(word, foredraft_forward, &m, &p, embedded, x, COLUMNS, attention, mlp, 0, 2, &aux_layer, 1, states, scratch, logits,
+                 threads);
         }
     drafts(word, &m, &p, tokens, plans, draft_scratch);
     for (int64_t i = 0; i < COLUMNS * VOCABULARY; i++)
@@ -236,7 +237,7 @@ static void passes(
 // Products with coded weights, of no row, part or block too many.
 static void coded_products(int word, int64_t n, int64_t k) {
     const int64_t rows[] = {1, 5, 16, 17, 33, 64, 70};
-    const Coding codings[] = {
+    const CodeFormat code_formats[] = {
         {4, BFLOAT16, 32, -8}, {8, BFLOAT16, 32, -128}, {4, FLOAT16, 32, -8, .zeros = 1}, {4, FLOAT32, 32, -8},
         {8, FLOAT32, 32, -128}, {4, FLOAT16, 32, 0, .offsets = 1}, {5, FLOAT16, 32, 0, .offsets = 1}, {5, FLOAT16, 32, -16},
         {8, FLOAT32, 16, -128, .offsets = 1}, {4, FLOAT16, 32, -8, .book = 1}, {4, NESTED, 32, -8, .book = 1},
@@ -252,22 +253,21 @@ static void coded_products(int word, int64_t n, int64_t k) {
     int32_t *order = array(k, sizeof(int32_t));
     for (int64_t j = 0; j < k; j++) order[j] = k - 1 - j;
     const Codes all = {codes, scales, offsets, steps, steps};
-    for (size_t c = 0; c < sizeof codings / sizeof *codings; c++) {
-        if (codings[c].scale == NESTED && k % (GROUP_COLUMNS * SUPER)) continue;
+    for (size_t c = 0; c < sizeof code_formats / sizeof *code_formats; c++) {
+        if (code_formats[c].scale == NESTED && k % (GROUP_COLUMNS * SUPER)) continue;
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-        uint8_t *packed = array(blocks * block_bytes(codings[c], k), 1);
-        foredraft_pack_codes(&all, n, k, codings + c, packed, 3);
-        const Linear l = {packed, NULL, n, k, codings[c], .order = c % 2 ? order : NULL};
+        uint8_t *packed = array(blocks * block_bytes(code_formats[c], k), 1);
+        foredraft_pack_codes(&all, n, k, code_formats + c, packed, 3);
+        const Linear l = {packed, NULL, n, k, code_formats[c], .order = c % 2 ? order : NULL};
         const int64_t ends[] = {0, n - 1};
         void *taken = elements(2 * k, word);
-        if (word == 1) foredraft_rows_float32(&l, ends, 2, taken);
-        else foredraft_rows_bfloat16(&l, ends, 2, taken);
+        CALL(word, foredraft_rows, &l, ends, 2, taken);
         free(taken);
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
             void *x = elements(rows[i] * k, word), *y = elements(rows[i] * n, word);
-            if (word == 1) foredraft_product_float32(&l, x, rows[i], y, 3);
-            else foredraft_product_bfloat16(&l, x, rows[i], y, 3);
-            free(x), free(y);
+            void *room = elements(rows[i] * room_of(word, k), word);
+            CALL(word, foredraft_product, &l, x, rows[i], y, room, 3);
+            free(x), free(y), free(room);
         }
         free(packed);
     }
@@ -332,7 +332,7 @@ static void failing_allocations(void) {
 
 int main(void) {
     failing_allocations();
-    for (int word = 1; word < 3; word++) {
+    for (int word = 1; word < 4; word++) {
         passes(word, 2, 1, 1, 2, 2, 0, 0);
         passes(word, 6, 2, 3, 10, 14, 7, 0);
         passes(word, 80, 1, 9, 34, 70, 64, 0);

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from foredraft.train.adapter import train_adapter
+from foredraft.train.trainers import train_adapter
 from foredraft.train.training_options import AdapterOptions
 
 from .corpus import read_sources

@@ -48,10 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def encode_files(tokenizer: Tokenizer, texts: Iterable[str]) -> NDArray[np.uint16]:
-    """Encode texts as one token stream, with `<|endoftext|>` before each text and at the end.
-
-    The end-of-text token of one file is thus the start token of the next.
-    """
+    """Encode texts as one token stream, with `<|endoftext|>` before each text and at the end."""
     stream: list[int] = []
     for text in texts:
         stream.append(END_OF_TEXT_ID)

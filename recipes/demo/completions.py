@@ -46,12 +46,8 @@ def logical_line_ends(lines: Sequence[str]) -> set[int]:
 def find_function_end(lines: Sequence[str], prompt_lines: int, depth: int) -> int | None:
     """Return the index of the first line after the function, or None if the function is still open.
 
-    A line indented no deeper than the function ends it, unless the line continues an open statement.
-
-    Args:
-        lines: The function from its `def` line on, and the lines after it.
-        prompt_lines: Leading lines that belong to the prompt and cannot end the function.
-        depth: Indentation of the `def` line.
+    A line indented no deeper than the function ends it, unless it continues an open statement or belongs to
+    the prompt.
     """
     ends = logical_line_ends(lines) | {0}
     starts_statement = True
@@ -82,11 +78,7 @@ def remove_unfinished_end(lines: list[str], prompt_lines: int) -> list[str]:
 def parses(prompt: str, completion: str, name: str, truncated: bool) -> bool:
     """Return whether the last function of the prompt, with its completion, is valid Python.
 
-    Args:
-        prompt: Source code that ends with the header of a function.
-        completion: Generated text after the prompt.
-        name: Name of that function.
-        truncated: Whether the length limit ended the completion.
+    `truncated`: the length limit ended the completion.
     """
     start = find_last_definition(prompt.split("\n"), name)
     lines = (prompt + completion).split("\n")[start:]

@@ -13,39 +13,24 @@ class TrainingConfig:
     """The settings that decide what a run computes. `schedule.py` decides when it ends.
 
     A *fraction* is the share of the run that has passed, from 0 to 1. A *block* is 1,024 tokens.
-
-    Attributes:
-        target: Sizes of the target.
-        draft: Sizes of the draft.
-        optimiser: Hyper-parameters of both optimisers.
-        seed: Seed of the weights, of the order of the data and of layer dropout.
-        batch_blocks: Pairs (fraction, blocks per step from there on). Small batches give more steps early in
-            a run, where steps count; later the noise of a small batch costs more.
-        sequence_length: Tokens per sequence, a divisor of 1,024.
-        long_sequences_from: Fraction after which sequences are 1,024 tokens long; 2 means never.
-        warmup_steps: Steps over which the learning rate rises.
-        decay_from: Fraction after which the learning rate falls linearly to zero.
-        layer_dropout: Probability of leaving out a sub-layer of the last layer.
-        exit_loss_weight: Weight of the early-exit loss; 0 turns it off.
-        train_draft: Whether the draft learns.
-        train_target: Whether the target learns. If not, it still teaches the draft.
-        compile: Whether torch.compile compiles the sub-layers and the loss.
     """
 
     target: ModelShape = TARGET
     draft: ModelShape = DRAFT
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    seed: int = 0
+    seed: int = 0  # of the weights, of the order of the data and of layer dropout
+    # (fraction, blocks per step from there on). Small batches give more steps early in a run, where steps
+    # count; later the noise of a small batch costs more.
     batch_blocks: tuple[tuple[float, int], ...] = ((0.0, 4),)
-    sequence_length: int = 512
-    long_sequences_from: float = 2.0
-    warmup_steps: int = 20
-    decay_from: float = 1.0
-    layer_dropout: float = 0.1
-    exit_loss_weight: float = 0.15
+    sequence_length: int = 512  # tokens, a divisor of 1,024
+    long_sequences_from: float = 2.0  # fraction after which sequences are 1,024 tokens long; 2 means never
+    warmup_steps: int = 20  # over which the learning rate rises
+    decay_from: float = 1.0  # fraction after which the learning rate falls linearly to zero
+    layer_dropout: float = 0.1  # probability of leaving out a sub-layer of the last layer
+    exit_loss_weight: float = 0.15  # of the early-exit loss; 0 turns it off
     train_draft: bool = True
-    train_target: bool = True
-    compile: bool = True
+    train_target: bool = True  # if not, the target still teaches the draft
+    compile: bool = True  # the sub-layers and the loss
 
 
 # The target grows in depth from stage to stage; `grow.py` makes the checkpoint that the next stage starts

@@ -1,9 +1,8 @@
 """Collect installed Python source, clean it, and split it into training and held-out modules.
 
-`collect` reads CPython's standard library (tests included) and the installed packages of `PACKAGES`, all
-under permissive licences. It drops vendored and generated files and licence headers. `split_corpus` drops
-duplicates, holds some modules out, and drops every training file that is a near-duplicate of a held-out
-module. The same package versions give the same split.
+The sources are CPython's standard library and the installed packages of `PACKAGES`, all under permissive
+licences. Duplicates are dropped, and training files that are near-duplicates of a held-out module. The same
+package versions give the same split.
 
     python -m recipes.demo.corpus --out DIR
 """
@@ -105,16 +104,10 @@ LITERAL = re.compile(r"0[xX][0-9a-fA-F]+|\\x[0-9a-fA-F]{2}|\d+")
 
 @dataclass(frozen=True)
 class Source:
-    """A cleaned file and its origin.
+    """A cleaned file and its origin."""
 
-    Attributes:
-        package: Distribution name, or "cpython".
-        path: Path inside the package, with forward slashes.
-        text: The cleaned source.
-    """
-
-    package: str
-    path: str
+    package: str  # distribution name, or "cpython"
+    path: str  # inside the package, with forward slashes
     text: str
 
 
@@ -133,9 +126,8 @@ def strip_licence(text: str) -> str:
 def clean(raw: bytes) -> str | None:
     """Return the cleaned text of a file, or None if it is not ordinary hand-written Python.
 
-    The function rejects files that are very short or very long, generated, not UTF-8, indented with tabs, or
-    invalid Python, and files of more than 12 % numeric literals (tables) or more than 2 % non-ASCII
-    characters.
+    Not ordinary: very short or very long, generated, not UTF-8, indented with tabs, invalid, more than 12 %
+    numeric literals (tables) or more than 2 % non-ASCII characters.
     """
     if not 300 <= len(raw) <= 200_000:
         return None
@@ -177,14 +169,7 @@ def hash_key(source: Source) -> bytes:
 
 
 def read_package(package: str, root: Path, paths: Iterable[Path], megabytes: float) -> list[Source]:
-    """Return the clean files of one package, in hash order, up to `megabytes` of text.
-
-    Args:
-        package: Distribution name.
-        root: Folder that the paths are relative to.
-        paths: All files of the package.
-        megabytes: Limit in 10^6 characters. Files that do not fit any more are left out.
-    """
+    """Return the clean files of one package in hash order, while they fit into so many 10^6 characters."""
     found = []
     for path in sorted(set(paths)):
         if is_candidate(path) and (root / path).is_file():
@@ -237,17 +222,10 @@ class NgramHasher:
         return np.unique(mixed)
 
 
-def jaccard(first: NgramHashes, second: NgramHashes) -> float:
-    """Return the Jaccard similarity of two sets of n-grams: shared ones over all."""
-    shared = len(np.intersect1d(first, second, assume_unique=True))
-    return shared / max(1, len(first) + len(second) - shared)
-
-
 def near_duplicates(candidates: Sequence[NgramHashes], references: Sequence[NgramHashes]) -> list[bool]:
     """Return, for each candidate, whether its Jaccard similarity to any reference exceeds `NEAR_DUPLICATE`.
 
-    The comparison is exact. An inverted index from n-gram to references counts the shared n-grams of all
-    pairs.
+    An inverted index from n-gram to references counts the shared n-grams of all pairs exactly.
     """
     if not references:
         return [False] * len(candidates)
@@ -267,10 +245,9 @@ def near_duplicates(candidates: Sequence[NgramHashes], references: Sequence[Ngra
 
 
 def deduplicate(sources: Sequence[Source], hashes: Sequence[NgramHashes]) -> list[int]:
-    """Return the indices of the files to keep: the first of each group of exact or near copies.
+    """Return the indices of the first files of each group of exact or near copies.
 
-    Exact copies differ in white space at most. Near copies share more than `NEAR_DUPLICATE` of the `SKETCH`
-    smallest n-gram hashes with an earlier file.
+    Near copies share more than `NEAR_DUPLICATE` of the `SKETCH` smallest n-gram hashes with an earlier file.
     """
     owners: dict[int, list[int]] = {}
     seen: set[str] = set()

@@ -18,12 +18,9 @@ class BlockStream:
         self.order = np.random.default_rng(seed).permutation((len(tokens) - 1) // BLOCK)
 
     def take(self, first: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels, each [count * BLOCK / length, length].
+        """Return inputs and labels [count * BLOCK / length, length] from a block of the shuffled order on.
 
-        Args:
-            first: Position of the first block in the shuffled order, which repeats from its end.
-            count: Number of blocks.
-            length: Tokens per sequence, a divisor of `BLOCK`.
+        The order repeats from its end.
         """
         starts = [int(self.order[(first + i) % len(self.order)]) * BLOCK for i in range(count)]
         ids = np.stack([self.tokens[start : start + BLOCK + 1] for start in starts]).astype(np.int64)

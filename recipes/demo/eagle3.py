@@ -12,13 +12,13 @@ import json
 import random
 from pathlib import Path
 
-from foredraft.train.eagle3 import train_eagle3
+from foredraft.train.head_run import train_eagle3
 from foredraft.train.training_options import Eagle3Options
 
 from .adapter import refuse_held_out, show
 
 CHARACTERS = 12_000_000  # of the modules that it learns from: more than it comes to see
-WORDS = 2048  # of 4,096
+DRAFT_VOCAB = 2048  # of 4,096
 HELD_OUT = 16  # modules of the validation: all 96 would take longer than the steps between
 
 
@@ -44,8 +44,8 @@ def main() -> None:
         "--work", type=Path, required=True, help="folder of the data, the checkpoints and logs"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--from-head", type=Path, help="a head to start from; its words stay")
-    parser.add_argument("--words", type=int, help="words that the head can draft; 2,048 by default")
+    parser.add_argument("--from-head", type=Path, help="a head to start from; its draft vocabulary stays")
+    parser.add_argument("--words", type=int, help="tokens that the head can draft; 2,048 by default")
     parser.add_argument("--draft-length", type=int, default=4, help="tokens of a draft that are learned")
     parser.add_argument("--steps", type=int, default=6000, help="steps of training")
     parser.add_argument("--step-tokens", type=int, default=512, help="tokens of a step")
@@ -71,7 +71,7 @@ def main() -> None:
         patience=0,
         seed=given.seed,
         from_head=given.from_head,
-        draft_vocabulary=given.words if given.from_head else given.words or WORDS,
+        draft_vocabulary=given.words if given.from_head else given.words or DRAFT_VOCAB,
         draft_length=given.draft_length,
         work=given.work / "run",
         out=given.out,

@@ -1,8 +1,8 @@
-"""Evaluate the exported demo models on held-out modules with `transformers`.
+"""Evaluate the exported demo models on held-out modules with `transformers`; the result is one JSON file.
 
-The result is one JSON file. It has bits per byte of both models; alpha at temperature 0 (share of positions
-with the same argmax) and at temperature 1 (mean of sum_v min(p, q)), on held-out text and on the target's own
-continuations; the share of sampled completions that parse; and the repetition of greedy outputs.
+It has bits per byte of both models; alpha at temperature 0 (share of positions with the same argmax) and 1
+(mean of sum_v min(p, q)), on held-out text and on the target's own continuations; the share of sampled
+completions that parse; and the repetition of greedy outputs.
 
     python -m recipes.demo.evaluate --models DIR --corpus DIR --prompts FILE --out FILE
 """
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from foredraft.ngrams import repeated
+from foredraft.drafters.lookup import repeated
 
 from .bpe import END_OF_TEXT_ID
 from .completions import parses
@@ -49,20 +49,12 @@ def load_pair(folder: Path) -> ModelPair:
 
 
 class PairMetrics(NamedTuple):
-    """Sums over positions.
-
-    Attributes:
-        target_nats: Negative log-likelihood of the target.
-        draft_nats: Negative log-likelihood of the draft.
-        agreement: Positions with the same argmax.
-        overlap: sum_v min(p, q).
-        positions: Number of positions.
-    """
+    """Sums over positions."""
 
     target_nats: float = 0.0
     draft_nats: float = 0.0
-    agreement: float = 0.0
-    overlap: float = 0.0
+    agreement: float = 0.0  # positions with the same argmax
+    overlap: float = 0.0  # sum_v min(p, q)
     positions: float = 0.0
 
     def add(self, other: PairMetrics) -> PairMetrics:
@@ -79,13 +71,7 @@ class PairMetrics(NamedTuple):
 
 @torch.no_grad()
 def compare_models(pair: ModelPair, ids: Tensor, counted: Tensor | None = None) -> PairMetrics:
-    """Run both models on the same text.
-
-    Args:
-        pair: The models.
-        ids: Text, [B, T].
-        counted: Marks with 1 the predicted positions that count, [B, T]; None counts all.
-    """
+    """Run both models on the same text [B, T]; `counted` marks with 1 the predicted positions that count."""
     p, q = (model(ids).logits[:, :-1].float().log_softmax(-1) for model in pair)  # [B, T-1, V]
     labels = ids[:, 1:].unsqueeze(-1)
     weight = torch.ones(labels.shape[:2]) if counted is None else counted[:, 1:].float()
@@ -120,32 +106,18 @@ def evaluate_text(
 
 
 class Continuation(NamedTuple):
-    """Output of the target for one prompt.
-
-    Attributes:
-        prompt: Ids of the prompt.
-        output: Ids of the continuation, without the end token.
-        truncated: Whether the length limit ended the continuation.
-    """
+    """Output of the target for one prompt."""
 
     prompt: list[int]
-    output: list[int]
-    truncated: bool
+    output: list[int]  # without the end token
+    truncated: bool  # by the length limit
 
 
 @torch.no_grad()
 def continue_prompts(
     pair: ModelPair, prompts: Sequence[list[int]], temperature: float, new_tokens: int, batch: int = 50
 ) -> list[Continuation]:
-    """Continue prompts with the target.
-
-    Args:
-        pair: The models.
-        prompts: Ids of each prompt.
-        temperature: 0 is greedy; otherwise the whole distribution is sampled.
-        new_tokens: Limit of a continuation, in tokens.
-        batch: Prompts per call of `generate`.
-    """
+    """Continue prompts with the target, `batch` at a time; temperature 0 is greedy."""
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -179,14 +151,7 @@ def evaluate_continuations(pair: ModelPair, continuations: Sequence[Continuation
 def evaluate(
     pair: ModelPair, texts: Sequence[str], prompts: Sequence[Prompt], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return all figures of the model card.
-
-    Args:
-        pair: The models.
-        texts: Held-out modules.
-        prompts: Prompts from these modules.
-        tokenizer: The tokenizer of both models.
-    """
+    """Return all figures of the model card, of held-out modules and of prompts from these."""
     torch.manual_seed(0)
     ids = [[END_OF_TEXT_ID, *tokenizer.encode(item.prompt, add_special_tokens=False).ids] for item in prompts]
     completions = continue_prompts(pair, ids, temperature=0.7, new_tokens=160)

@@ -1,8 +1,7 @@
 """Write a checkpoint as two Hugging Face folders, one for the target and one for the draft.
 
-Each folder holds config.json, model.safetensors (bfloat16, tied embeddings stored once), tokenizer.json,
-tokenizer_config.json and generation_config.json. `transformers.AutoModelForCausalLM` and `AutoTokenizer` load
-it, and the model computes what `Decoder` computes.
+`transformers.AutoModelForCausalLM` and `AutoTokenizer` load such a folder (bfloat16, tied embeddings stored
+once), and the model computes what `Decoder` computes.
 
     python -m recipes.demo.export --checkpoints DIR --tokenizer FILE --out DIR
 """
@@ -103,15 +102,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_model(folder: Path, shape: ModelShape, weights: Mapping[str, Tensor], tokenizer: Path) -> None:
-    """Write one Hugging Face folder.
+    """Write one Hugging Face folder, first as `FOLDER.partial`, which then replaces it.
 
-    The files are written to `FOLDER.partial`, which then replaces the folder.
-
-    Args:
-        folder: Folder to write or replace.
-        shape: Sizes of the model.
-        weights: Weights by `Decoder` parameter name.
-        tokenizer: A tokenizer.json file to copy.
+    The weights are by `Decoder` parameter name; the tokenizer is a tokenizer.json to copy.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,9 +1,8 @@
 """Make the checkpoint of the next training stage: deepen the target, or start the draft from its layers.
 
-`deepen` repeats layers. A repeated layer reads the same input as its original and adds nothing to the
-residual stream at first, so the deeper model computes what the shallow one did (compare stacking,
-arXiv:2405.15319). `select_layers` starts the draft from some layers of a shallow target. New optimiser states
-have zero moments; the position in the data carries over.
+A repeated layer adds nothing to the residual stream at first, so the deeper model computes what the shallow
+one did (compare stacking, arXiv:2405.15319). New optimiser states have zero moments; the position in the data
+carries over.
 
     python -m recipes.demo.grow --checkpoints DIR --out DIR --copies 4 4 4 4 --draft-layers 0 3
     python -m recipes.demo.grow --checkpoints DIR --out DIR
@@ -33,13 +32,7 @@ def outside_layers(weights: Weights) -> Weights:
 
 
 def deepen(weights: Weights, copies: Sequence[int]) -> Weights:
-    """Return a deeper model with the same output.
-
-    Args:
-        weights: Weights of the shallow model.
-        copies: How many layers each layer becomes. The first is the original; the output matrices of the
-            others are zero.
-    """
+    """Return a deeper model with the same output: each layer, `copies` times; further copies add nothing."""
     deeper, position = outside_layers(weights), 0
     for index, count in enumerate(copies):
         for copy in range(count):
@@ -71,11 +64,7 @@ def grow(
 ) -> dict[str, Any]:
     """Return the checkpoint that the next stage starts from.
 
-    Args:
-        checkpoint: Checkpoint of the finished stage.
-        copies: Argument of `deepen` for the target; None leaves the target as it is.
-        draft_layers: Layers of the target, before it grows, that become the draft; None leaves the draft as
-            it is.
+    `draft_layers` are those of the target before it grows. None leaves the target, or the draft, as it is.
     """
     optimisers, config = list(checkpoint["optimisers"]), dict(checkpoint["config"])
     weights = optimisers[0]["masters"]

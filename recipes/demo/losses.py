@@ -11,15 +11,7 @@ METRICS = ("nats", "exit_nats", "overlap", "agreement")  # of `LogitGradients.me
 
 
 class LogitGradients(NamedTuple):
-    """Gradients with respect to the logits, and metrics of the same positions.
-
-    Attributes:
-        target: Gradient of the target's cross-entropy, [N, V].
-        exit: Gradient of the early exit's cross-entropy, [N, V], if there is one.
-        draft: Gradient of the draft's KL divergence, [N, V], if the draft takes part.
-        metrics: Sums over positions, [4]: nats of the target, nats of the early exit, sum of min(p, q), and
-            positions where target and draft have the same argmax.
-    """
+    """Gradients [N, V] of each model's loss, and the sums of `METRICS` over positions, [4]."""
 
     target: Tensor
     exit: Tensor | None
@@ -32,15 +24,9 @@ def logit_gradients(
 ) -> LogitGradients:
     """Return the gradients of cross-entropy (target, early exit) and of KL(target || draft).
 
-    The gradients are written out because all of them need the target's softmax, which autograd would compute
-    and keep up to three times.
-
-    Args:
-        target: Logits of the target, [N, V].
-        early_exit: Logits of the early exit, [N, V].
-        draft: Logits of the draft, [N, V].
-        labels: Next tokens, [N].
-        weights: The weight of a position (1 / positions of the batch), and that of the early-exit loss, [2].
+    They are written out because all need the target's softmax, which autograd would keep up to three times.
+    Logits are [N, V], labels [N]; the weights are that of a position (1 / positions of the batch) and that of
+    the early-exit loss.
     """
     weight, exit_weight = weights[0], weights[1]
     index = labels.unsqueeze(-1)  # [N, 1]

@@ -1,11 +1,8 @@
 """The trainable decoder: the Llama architecture, written for training speed on a CPU.
 
-A `Decoder` computes what `transformers.LlamaForCausalLM` computes with the same weights: RMSNorm, rotary
-positions with half rotation, gated SiLU MLP, tied output matrix. Its parameter names map one to one onto
-Hugging Face names (`export.py`). For training it can leave out any sub-layer of a pass and return the hidden
-states after any layer.
-
-Layer dropout and early exit: LayerSkip, arXiv:2404.16710, sections 4.1 and 4.2.
+A `Decoder` computes what `transformers.LlamaForCausalLM` computes with the same weights, whose names
+`export.py` maps. It can leave out any sub-layer of a pass and return the hidden states after any layer: layer
+dropout and early exit as in LayerSkip, arXiv:2404.16710, sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
@@ -21,24 +18,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder.
-
-    Attributes:
-        vocab: Entries of the vocabulary.
-        layers: Number of layers.
-        width: Size of a hidden state.
-        heads: Attention heads; keys and values have as many.
-        head_dim: Size of a head.
-        mlp: Intermediate size of the MLP.
-        positions: Longest sequence.
-        rope_theta: Base of the rotary frequencies.
-        norm_eps: Epsilon of RMSNorm.
-    """
+    """The sizes of a decoder."""
 
     vocab: int = 4096
     layers: int = 16
     width: int = 320
-    heads: int = 5
+    heads: int = 5  # of attention; keys and values have as many
     head_dim: int = 64
     mlp: int = 864
     positions: int = 1024
@@ -53,17 +38,11 @@ MASKED = -1e9  # added to the score of a future position: finite, and zero after
 
 
 class PositionTables(NamedTuple):
-    """Rotary tables and the causal mask of one pass.
+    """Rotary tables and the causal mask of one pass."""
 
-    Attributes:
-        cos: Cosines, [T, D].
-        sin: Sines, [T, D].
-        mask: Added to the attention scores, [positions, positions].
-    """
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor
+    cos: Tensor  # [T, D]
+    sin: Tensor  # [T, D]
+    mask: Tensor  # added to the attention scores, [positions, positions]
 
 
 def rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:
@@ -92,8 +71,7 @@ def attention_block(
 ) -> Tensor:
     """Apply causal self-attention with its norm and residual.
 
-    The attention is written as products over chunks of queries. On CPUs without matrix units this is 20 %
-    faster, backward pass included, than PyTorch's fused attention.
+    On CPUs without matrix units, products over chunks of queries are 20 % faster than fused attention.
     """
     batch, length, _ = x.shape
     head_dim = tables.cos.shape[-1]
@@ -174,15 +152,9 @@ class Decoder(nn.Module):
     def forward(
         self, ids: Tensor, skip: Collection[int] = (), exit_layer: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states after the last layer and, if asked for, after an early exit.
+        """Return the hidden states [B, T, C] after the last layer, and after `exit_layer` layers if given.
 
-        Args:
-            ids: Token ids, [B, T].
-            skip: Sub-layers to leave out. Sub-layer 2l is the attention of layer l, sub-layer 2l + 1 its MLP.
-            exit_layer: Number of layers before the early exit, at least 1.
-
-        Returns:
-            Two tensors [B, T, C]; the second is None without `exit_layer`.
+        Sub-layer 2l, which `skip` may hold, is the attention of layer l, sub-layer 2l + 1 its MLP.
         """
         length, dtype, eps = ids.shape[1], self.embed.dtype, self.shape.norm_eps
         cos, sin = self.cos[:length].to(dtype), self.sin[:length].to(dtype)

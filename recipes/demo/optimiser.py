@@ -18,39 +18,24 @@ POLAR_EXPRESS = (  # coefficients (a, b, c) of each iteration
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
 )
-FUSED_MATRICES = {
-    "qkv": 3,
-    "gate_up": 2,
-}  # parameters that stack several matrices; Muon updates each by itself
+# parameters that stack several matrices; Muon updates each by itself
+FUSED_MATRICES = {"qkv": 3, "gate_up": 2}
 
 
 @dataclass(frozen=True)
 class OptimiserConfig:
-    """Hyper-parameters that stay fixed over a run.
+    """Hyper-parameters that stay fixed over a run."""
 
-    Attributes:
-        matrix_lr: Peak learning rate of Muon.
-        vector_lr: Peak learning rate of AdamW.
-        momentum: Momentum of Muon.
-        weight_decay: Decoupled weight decay of Muon.
-        beta1: Decay of AdamW's first moments.
-        beta2: Decay of AdamW's second moments.
-    """
-
-    matrix_lr: float = 3e-3
-    vector_lr: float = 3e-3
-    momentum: float = 0.95
-    weight_decay: float = 0.05
-    beta1: float = 0.9
+    matrix_lr: float = 3e-3  # peak, of Muon
+    vector_lr: float = 3e-3  # peak, of AdamW
+    momentum: float = 0.95  # of Muon
+    weight_decay: float = 0.05  # decoupled, of Muon
+    beta1: float = 0.9  # of AdamW
     beta2: float = 0.98
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Return roughly the nearest semi-orthogonal matrices: all singular values move towards 1.
-
-    Args:
-        x: Matrices [N, R, C] with R <= C.
-    """
+    """Return roughly the nearest semi-orthogonal matrices [N, R, C], R <= C: singular values near 1."""
     x = x.to(torch.bfloat16)
     x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.01 + 1e-7)
     for a, b, c in POLAR_EXPRESS:
@@ -61,12 +46,7 @@ def orthogonalise(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Worker:
-    """One of the processes that share a training step.
-
-    Attributes:
-        rank: Index of the process.
-        count: Number of processes.
-    """
+    """One of the processes that share a training step."""
 
     rank: int = 0
     count: int = 1
@@ -75,10 +55,7 @@ class Worker:
 def owner_rank(name: str, worker_count: int, default_rank: int) -> int:
     """Return the rank of the worker that updates a parameter: layers are dealt out in turn.
 
-    Args:
-        name: Name of the parameter.
-        worker_count: Number of workers.
-        default_rank: Rank, before the remainder by `worker_count`, for parameters outside the layers.
+    Parameters outside the layers go to `default_rank`, before the remainder by the number of workers.
     """
     layer = int(name.split(".")[1]) if name.startswith("layers.") else default_rank
     return layer % worker_count
@@ -91,17 +68,11 @@ def uses_adamw(name: str, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class MatrixView:
-    """One matrix of a parameter, which may stack several.
-
-    Attributes:
-        name: Name of the parameter.
-        rows: Rows of the parameter that hold the matrix.
-        transposed: Whether `read` transposes it, so that rows <= columns.
-    """
+    """One matrix of a parameter, which may stack several."""
 
     name: str
-    rows: slice
-    transposed: bool
+    rows: slice  # of the parameter that hold the matrix
+    transposed: bool  # whether `read` transposes it, so that rows <= columns
 
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the view into `tensors[name]`."""
@@ -122,20 +93,15 @@ def group_by_shape(parameters: dict[str, nn.Parameter]) -> dict[tuple[int, int],
 
 
 class Optimiser:
-    """Master weights and moments of one model. Each worker updates its share of the parameters.
+    """Master weights (float32) and moments of one model. Each worker updates its share of the parameters.
 
-    Attributes:
-        steps: Updates so far.
-        masters: Float32 master weights by parameter name.
-        first_moments: Momentum (Muon) or first moments (AdamW) by parameter name.
-        second_moments: Second moments of the parameters that AdamW updates.
-        owned: Names of the parameters that this worker updates.
+    The first moments are Muon's momentum or AdamW's; only parameters of AdamW have second ones.
     """
 
     def __init__(
         self, model: nn.Module, config: OptimiserConfig, worker: Worker, default_rank: int = 0
     ) -> None:
-        """Start with the model's weights and zero moments. `default_rank` is that of `owner_rank`."""
+        """Start with the model's weights and zero moments; `default_rank` is that of `owner_rank`."""
         self.config, self.steps = config, 0
         self.parameters = dict(model.named_parameters())
         self.masters = {name: p.detach().float().clone() for name, p in self.parameters.items()}
@@ -148,12 +114,7 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:
-        """Update the owned parameters and their bfloat16 weights.
-
-        Args:
-            gradients: Float32 gradients of the owned parameters, which the update overwrites.
-            lr_scale: Share of the peak learning rates.
-        """
+        """Update the owned parameters and their bfloat16 weights. The float32 gradients are overwritten."""
         self.steps += 1
         self._step_matrices(gradients, lr_scale * self.config.matrix_lr)
         self._step_vectors(gradients, lr_scale * self.config.vector_lr)

@@ -25,13 +25,7 @@ MIN_BODY_LINES = 3  # shorter bodies leave too little to complete
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and its origin.
-
-    Attributes:
-        prompt: The text.
-        module: Origin, as "package:path".
-        name: Name of the function to complete.
-    """
+    """A prompt, its origin as "package:path", and the name of the function to complete."""
 
     prompt: str
     module: str
@@ -39,11 +33,9 @@ class Prompt:
 
 
 def completable_functions(text: str) -> Iterator[tuple[ast.FunctionDef, int, int]]:
-    """Yield the functions of a module whose body is long enough to be completed.
+    """Yield functions whose body is long enough: the node, its first line, the last line of its header.
 
-    Yields:
-        The node, its first line (decorators included) and the last line of its header: the signature, and the
-        docstring if there is one. Lines count from 1.
+    Decorators count, and the docstring belongs to the header. Lines count from 1.
     """
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
@@ -59,16 +51,9 @@ def completable_functions(text: str) -> Iterator[tuple[ast.FunctionDef, int, int
 
 
 def cut_prompt(source: Source, first: int, header_end: int, tokenizer: Tokenizer) -> str | None:
-    """Return the module up to `header_end`, shortened from the left at line breaks to fit the token limit.
+    """Return the module up to `header_end`, cut at a line break on the left to fit the token limit.
 
-    Args:
-        source: The module.
-        first: First line of the function, from 1.
-        header_end: Last line of the prompt, from 1.
-        tokenizer: Counts the tokens.
-
-    Returns:
-        The prompt, or None if the header of the function alone is too long.
+    None: the header of the function alone is too long. Lines count from 1.
     """
     lines = source.text.split("\n")
     kept = lines[first - 1 : header_end]
@@ -82,10 +67,7 @@ def cut_prompt(source: Source, first: int, header_end: int, tokenizer: Tokenizer
 
 
 def collect_prompts(sources: Sequence[Source], tokenizer: Tokenizer, count: int) -> list[Prompt]:
-    """Return up to `count` prompts: one of each module, then a second of each, and so on.
-
-    The functions of a module are taken in hash order.
-    """
+    """Return up to `count` prompts: one of each module, in hash order, then a second of each, and so on."""
     by_module: list[list[Prompt]] = []
     for source in sources:
         found = []

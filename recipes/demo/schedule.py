@@ -19,12 +19,7 @@ Schedule = Callable[[int, float], float]
 
 
 class Progress(NamedTuple):
-    """The position of a step in its run.
-
-    Attributes:
-        step: Steps before this one.
-        fraction: Share of the run that has passed.
-    """
+    """The steps before this one, and the share of the run that has passed."""
 
     step: int
     fraction: float
@@ -32,13 +27,9 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class ByDeadline:
-    """Measure progress in time: seconds of training over those plus the seconds left until the deadline.
+    """Measure progress in time: seconds of training over those plus the seconds left until the deadline."""
 
-    Attributes:
-        deadline: End of the run, in seconds since the epoch.
-    """
-
-    deadline: float
+    deadline: float  # seconds since the epoch
 
     def __call__(self, step: int, elapsed: float) -> float:
         left = self.deadline - time.time()
@@ -57,16 +48,7 @@ def lr_scale(config: TrainingConfig, progress: Progress) -> float:
 
 
 def dropped_sublayers(config: TrainingConfig, progress: Progress, block: int) -> frozenset[int]:
-    """Draw the sub-layers that a pass leaves out, more of the deep ones (LayerSkip, equation 1).
-
-    Args:
-        config: Settings of the run.
-        progress: The step.
-        block: Index of the block in the batch.
-
-    Returns:
-        Sub-layers as `Decoder.forward` numbers them.
-    """
+    """Draw the sub-layers that a pass leaves out, more of the deep ones (LayerSkip, equation 1)."""
     draw = random.Random(f"{config.seed}:{progress.step}:{block}")
     depth = max(1, config.target.layers - 1)
     return frozenset(

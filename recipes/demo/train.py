@@ -32,36 +32,21 @@ Report = Callable[[dict[str, float]], None]
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The files and the schedule of a run.
-
-    Attributes:
-        config: Settings of the training.
-        tokens: Token stream to train on (`.npy`).
-        checkpoints: Folder of the checkpoint.
-        schedule: Tells the fraction of the run that has passed.
-        heldout: Token stream to evaluate on (`.npy`), or None.
-        save_every: Seconds between checkpoints.
-        workers: Number of processes.
-    """
+    """The files and the schedule of a run; the token streams are `.npy` files."""
 
     config: TrainingConfig
     tokens: Path
     checkpoints: Path
-    schedule: Schedule
-    heldout: Path | None = None
-    save_every: float = 300.0
-    workers: int = 1
+    schedule: Schedule  # tells the fraction of the run that has passed
+    heldout: Path | None = None  # to evaluate on
+    save_every: float = 300.0  # seconds
+    workers: int = 1  # processes
 
 
 def train(run: TrainingRun, report: Report = lambda row: None) -> Trainer:
-    """Train to the end of the schedule.
+    """Train to the end of the schedule; return the trainer with the final weights.
 
-    Args:
-        run: Files and schedule.
-        report: Receives the metrics of each step. Several workers print them instead (`print_row`).
-
-    Returns:
-        The trainer, with the final weights.
+    `report` receives the metrics of each step. Several workers print them instead (`print_row`).
     """
     trainer = Trainer(run.config, np.load(run.tokens, mmap_mode="r"), Worker(0, run.workers))
     trainer.resume(run.checkpoints)

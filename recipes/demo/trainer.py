@@ -34,21 +34,13 @@ class SharedState:
 
     One single-threaded process per core that synchronises once per step keeps its speed on a busy machine.
     Threads synchronise in every operator and lose most of it.
-
-    Attributes:
-        weights: Of each model, by parameter name.
-        optimisers: Tensors of each optimiser, by attribute and parameter name.
-        gradients: By worker, then model, then parameter name.
-        metrics: By worker, [workers, 4].
-        fraction: Share of the run that has passed, [1], which worker 0 sets.
-        barrier: Lets all workers wait for each other.
     """
 
-    weights: list[dict[str, Tensor]]
-    optimisers: list[dict[str, dict[str, Tensor]]]
-    gradients: list[list[dict[str, Tensor]]]
-    metrics: Tensor
-    fraction: Tensor
+    weights: list[dict[str, Tensor]]  # of each model, by parameter name
+    optimisers: list[dict[str, dict[str, Tensor]]]  # by attribute and parameter name
+    gradients: list[list[dict[str, Tensor]]]  # by worker, then model, then parameter name
+    metrics: Tensor  # by worker, [workers, 4]
+    fraction: Tensor  # of the run that has passed, [1], which worker 0 sets
     barrier: Barrier
 
     def wait(self) -> None:
@@ -57,29 +49,16 @@ class SharedState:
 
 
 class ResumePoint(NamedTuple):
-    """The counters that a spawned worker starts with.
-
-    Attributes:
-        step: Steps so far.
-        next_block: Position in the shuffled data.
-        elapsed: Seconds of training so far.
-        optimiser_steps: Updates so far of each optimiser.
-    """
+    """The counters that a spawned worker starts with."""
 
     step: int
-    next_block: int
-    elapsed: float
-    optimiser_steps: tuple[int, ...]
+    next_block: int  # position in the shuffled data
+    elapsed: float  # seconds of training
+    optimiser_steps: tuple[int, ...]  # updates so far of each optimiser
 
 
 class Trainer:
-    """Train both models on this worker's share of every batch.
-
-    Attributes:
-        step: Steps so far.
-        next_block: Position in the shuffled data.
-        elapsed: Seconds of training so far.
-    """
+    """Train both models on this worker's share of every batch."""
 
     def __init__(
         self, config: TrainingConfig, tokens: NDArray[np.uint16], worker: Worker | None = None
@@ -143,15 +122,7 @@ class Trainer:
             optimiser.steps = steps
 
     def train_step(self, progress: Progress, shared: SharedState | None) -> Tensor:
-        """Run one step of all models that learn.
-
-        Args:
-            progress: The position of the step in the run.
-            shared: The workers' shared memory, or None for a single worker.
-
-        Returns:
-            The `METRICS`, as means over the positions of the batch.
-        """
+        """Run one step of all models that learn; return the `METRICS` as means over positions."""
         metrics = self._accumulate_gradients(progress)
         scale = lr_scale(self.config, progress)
         learns = (self.config.train_target, self.config.train_draft)

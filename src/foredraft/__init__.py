@@ -14,9 +14,8 @@ from foredraft.lazy import lazily
 TYPE_CHECKING = False  # what `typing` calls so; importing it takes longer than all of this file
 if TYPE_CHECKING:
     from foredraft.decode.params import SamplingParams
-    from foredraft.decode.round_trace import RoundTrace
     from foredraft.decode.scores import Score
-    from foredraft.decode.stats import Stats
+    from foredraft.decode.stats import RoundTrace, Stats
     from foredraft.errors import CheckpointError, ConfigError, ForedraftError, RequestError
     from foredraft.llm import LLM, Output, Piece, Stream
     from foredraft.loading import load
@@ -51,7 +50,7 @@ _HOME = {
     "Piece": "foredraft.llm",
     "Stream": "foredraft.llm",
     "SamplingParams": "foredraft.decode.params",
-    "RoundTrace": "foredraft.decode.round_trace",
+    "RoundTrace": "foredraft.decode.stats",
     "Score": "foredraft.decode.scores",
     "Stats": "foredraft.decode.stats",
     "load": "foredraft.loading",

@@ -1,4 +1,4 @@
-"""The exception tree of the package.
+"""The exception tree of the package, and strings that are not text.
 
     ForedraftError
     ├── ConfigError       an option of `load` or of the command line is wrong; also a ValueError
@@ -23,19 +23,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final, TypeAlias
 
-__all__ = [
-    "NO_VALUE",
-    "CheckpointError",
-    "ConfigError",
-    "ContextLengthError",
-    "ForedraftError",
-    "Option",
-    "RequestError",
-    "Text",
-    "is_fault",
-    "join_text",
-    "shortened",
-]
+
+def invalid_at(text: str) -> int | None:
+    """Return the index of the first character that UTF-8 cannot encode; None where it can encode all."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
 
 SHOWN = 200  # characters of an option's value in a message: enough for a table of settings
 
@@ -58,6 +54,9 @@ class Option:
 
     name: str
     value: Any = NO_VALUE
+
+    def __str__(self) -> str:
+        return python_spelling(self)
 
 
 Text: TypeAlias = str | tuple[str | Option, ...]

@@ -1,9 +1,7 @@
 """Write files atomically: into a temporary file beside the target, which is then renamed.
 
-The content is on the disk before the name is: after a crash the file is whole, old or new.
-
-A symbolic link stays a link. A pipe or a device is written in place. Every failure is a ConfigError that
-names the option whose value is the file.
+The content is on the disk before the name is. A symbolic link stays a link; a pipe or a device is written in
+place. Every failure is a ConfigError that names the option whose value is the file.
 """
 
 from __future__ import annotations
@@ -22,24 +20,8 @@ from pathlib import Path
 
 from foredraft.errors import ConfigError
 
-__all__ = [
-    "NO_FILE",
-    "TEMPORARY",
-    "check_folder_place",
-    "check_place",
-    "discard_unfinished",
-    "is_no_file",
-    "probe",
-    "process_folder",
-    "replacing",
-    "replacing_folder",
-    "write_whole",
-]
-
 TEMPORARY = ".new-"  # first characters of the names of temporary files
-# Bytes that a check writes. A full disk may still take an empty file, or one of a few bytes, which lie
-# within the folder's own entry.
-PROBE = 64 << 10
+PROBE = 64 << 10  # bytes that a check writes: a full disk may still take a few, within the folder's entry
 NO_FILE = "it is no file"  # why it is not read, in place of an error of the system
 PRIVATE = 0o600  # mode of a file that this user alone may read
 RACES = 100  # attempts to rename a folder, each of which another process may come before
@@ -47,18 +29,8 @@ _unfinished: set[Path] = set()  # what `replacing` and `replacing_folder` are wr
 
 
 def check_place(file: Path, option: str) -> None:
-    """Check that a file can be written, before the work whose result it will hold.
-
-    An existing file is left as it is.
-
-    Args:
-        file: The file to be written later.
-        option: The option whose value the file is.
-
-    Raises:
-        ConfigError: The folder does not exist, the file cannot be written, or the disk is full.
-    """
-    with _errors_named(file, option):
+    """Check that a file can be written, before the work whose result it will hold."""
+    with errors_named(file, option):
         if file.is_dir() or not file.absolute().parent.is_dir():
             raise ConfigError(option=option, value=str(file), remedy="give a file in a folder that exists")
         if _is_replaceable(file):
@@ -73,19 +45,10 @@ def check_place(file: Path, option: str) -> None:
 
 
 def check_folder_place(folder: Path, option: str, *, kept: bool = False) -> None:
-    """Check that a folder can be written, before the work whose result it will hold.
-
-    Args:
-        folder: The folder to be written later; missing parents are made with it.
-        option: The option whose value the folder is.
-        kept: An existing folder gets files, instead of a new folder in its place.
-
-    Raises:
-        ConfigError: It cannot be written, is no folder, or the disk is full.
-    """
+    """Check that a folder can be written, before the work whose result it will hold."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError("which is no folder", option=option, value=str(folder), remedy="give a new folder")
-    with _errors_named(folder, option):
+    with errors_named(folder, option):
         place = folder.absolute() if kept else folder.absolute().parent
         while not place.exists():
             place = place.parent
@@ -93,22 +56,14 @@ def check_folder_place(folder: Path, option: str, *, kept: bool = False) -> None
 
 
 def probe(file: Path) -> None:
-    """Write a new file as a real one will be, and remove it.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a new file as a real one will be, and remove it."""
     with replacing(file) as new:
         new.write_bytes(bytes(PROBE))
     file.unlink()
 
 
 def is_no_file(path: Path) -> bool:
-    """Return whether something else than a file lies at a path, as a folder or a pipe.
-
-    Reading is to be refused before the path is opened: opening a pipe waits for a writer, and a pipe can be
-    read once. What cannot be examined may be a file; reading it says why not.
-    """
+    """Return whether something else than a file lies at a path: opening a pipe would wait for a writer."""
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):  # the second: no file can have such a name
@@ -125,19 +80,9 @@ def discard_unfinished() -> None:
 
 
 def write_whole(file: Path, content: str | bytes, option: str, *, private: bool = False) -> None:
-    """Write a file atomically; an existing file is replaced, or kept where writing fails.
-
-    Args:
-        file: The file to write.
-        content: The content; text is written as UTF-8.
-        option: The option whose value the file is.
-        private: Other users may not read the file.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write a file atomically; an existing file is replaced, or kept where writing fails."""
     data = content.encode() if isinstance(content, str) else content
-    with _errors_named(file, option):
+    with errors_named(file, option):
         if not _is_replaceable(file):
             file.write_bytes(data)
             return
@@ -151,10 +96,7 @@ def write_whole(file: Path, content: str | bytes, option: str, *, private: bool 
 def replacing(file: Path) -> Iterator[Path]:
     """Yield a path for a new file, which takes the place of `file` when the block ends without an error.
 
-    Several processes may do so at once: each writes a file of its own, and the last rename wins.
-
-    Raises:
-        OSError: The file cannot be written.
+    Of several processes each writes a file of its own, and the last rename wins.
     """
     new = _temporary(file)
     _unfinished.add(new)
@@ -174,15 +116,8 @@ def replacing(file: Path) -> Iterator[Path]:
 def replacing_folder(folder: Path, keeps: Callable[[], bool] = lambda: False) -> Iterator[Path]:
     """Yield a new folder, which takes the place of `folder` when the block ends without an error.
 
-    A reader sees the old folder, the new one, or for an instant none. Several processes may do so at once:
-    each writes a folder of its own, and the last one stays.
-
-    Args:
-        folder: The folder to make or to replace.
-        keeps: Asked of a folder that is there at the end: whether it stays, and the new one is dropped.
-
-    Raises:
-        OSError: The folder cannot be written.
+    A reader sees the old folder, the new one, or for an instant none. Of several processes the last one
+    stays.
     """
     new, old = _temporary(folder), _temporary(folder)
     new.mkdir()
@@ -200,11 +135,7 @@ def replacing_folder(folder: Path, keeps: Callable[[], bool] = lambda: False) ->
 
 
 def _put(new: Path, folder: Path, old: Path) -> None:
-    """Give a new folder its name; what had the name takes another.
-
-    Raises:
-        OSError: It cannot be renamed; what had the name has it again.
-    """
+    """Give a new folder its name; what had the name takes another."""
     for left in reversed(range(RACES)):
         try:
             with suppress(FileNotFoundError):  # there is none, or another process moved it
@@ -253,11 +184,13 @@ def _temporary(file: Path) -> Path:
 
 
 @contextmanager
-def _errors_named(file: Path, option: str) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names the option."""
+def errors_named(
+    place: Path, option: str, remedy: str = "", problem: str = "which cannot be written"
+) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the option, whose value is the place."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"which cannot be written ({error.strerror})", option=option, value=str(file)
+            f"{problem} ({error.strerror})", option=option, value=str(place), remedy=remedy
         ) from error

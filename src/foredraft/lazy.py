@@ -7,16 +7,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-__all__ = ["lazily"]
-
 
 def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level `__getattr__` that imports each name from its module at first use.
-
-    Args:
-        package: The package's own name, for the AttributeError of an unknown name.
-        modules: The module that defines each name.
-    """
+    """Return a module-level `__getattr__` that imports each name from its module at first use."""
 
     def get(name: str) -> Any:
         if name not in modules:

@@ -1,27 +1,15 @@
 """The user's cache folder: results that later runs reuse, as one file per key.
 
-The cache folder is $FOREDRAFT_CACHE, else `foredraft/` in $XDG_CACHE_HOME or ~/.cache. An empty
-FOREDRAFT_CACHE turns the cache off: `read` then returns None and `write` does nothing.
+The cache folder is $FOREDRAFT_CACHE, else `foredraft/` in $XDG_CACHE_HOME or ~/.cache; an empty
+FOREDRAFT_CACHE turns the cache off. Each kind of content has its own folder of JSON documents under JSON
+keys, which hold everything that the content depends on. Other files lie beside a document that holds their
+digest, or of a large file its `state`, since to hash it would take longer than to use it.
 
-Each kind of content has its own folder. A kind's documents are JSON values under JSON keys:
-
-    key = {"machine": describe_cpu(), "model": "ab12...", "dtype": "bfloat16", "threads": 8}
-    write("profiles", key, {"step_ms": 4.2})
-    read("profiles", key)  # {"step_ms": 4.2}; None under any other key
-
-Other files lie beside a document that holds the digest of their content: `read_bytes` and `write_bytes` for
-those that fit into memory, `find_file` and `new_file` for those that are used in their place.
-
-Contract: a key holds everything that the content depends on. A reader sees a whole file or none, also while
-several processes write it. Only content that this user wrote is believed: a file whose digest differs, or
-that another user could have written, counts as missing; so whatever is kept is shut to other users (`shut`).
-The cache only saves time, so no state of the folder is an error for `read`, `write` and `find_file`.
-
-A file is this user's alone if it is a regular file of this user, in a folder of this user, and no other user
-can write either, or rename a folder on the way to them. So nothing can replace the file between the check and
-its use. Folders above it may also belong to root; in a sticky folder, such as /tmp, other users cannot rename
-them. A group that holds this user alone counts as this user: many systems let it write by default. Where the
-system has no user ids (Windows), only the kind and the size of a file are checked.
+A reader sees a whole file or none. Only content that this user wrote is believed: a regular file of this
+user, in a folder of this user, where no other user can write either, or rename a folder on the way to them.
+Folders above may belong to root; in a sticky folder others cannot rename them; a group of this user alone
+counts as the user. Without user ids (Windows), only a file's kind and size are checked. No state of the
+folder is an error.
 """
 
 from __future__ import annotations
@@ -35,32 +23,14 @@ import os
 import shutil
 import stat
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from foredraft.files import TEMPORARY, replacing
-
-__all__ = [
-    "PRIVATE_CACHE",
-    "NotPrivateError",
-    "cache_folder",
-    "check_file",
-    "check_folder",
-    "find_file",
-    "keep_newest",
-    "keyed_path",
-    "make_folder",
-    "new_file",
-    "read",
-    "read_bytes",
-    "read_private",
-    "shut",
-    "sweep",
-    "write",
-    "write_bytes",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +40,12 @@ DIGITS = 32  # of a file name: half of the SHA-256 of its key, which no two keys
 ABANDONED = 3600.0  # seconds after which a temporary file has no writer: compiling takes up to four minutes
 MAX_BYTES = 2**28  # of a file that is read whole; the largest that Foredraft keeps have a few MB
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # opening a pipe must not wait for a writer
+DISK_SHARE = 4  # a kind's files take one part in so many of what would be free without them
 ROOT = 0  # user id
 
 
 def cache_folder(kind: str = "") -> Path | None:
-    """Return the folder of one kind of content, or the whole cache folder; None: the cache is off.
-
-    The folder need not exist.
-    """
+    """Return the folder, which need not exist, of one kind of content or of all; None: the cache is off."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) / kind if named else None
@@ -98,10 +66,7 @@ def keyed_path(kind: str, key: Any, suffix: str = ".json") -> Path | None:
 
 
 def read(kind: str, key: Any) -> Any | None:
-    """Return the document under a key; None where the cache is off or its file is missing, broken or foreign.
-
-    The caller checks the document's own fields.
-    """
+    """Return the document under a key, unchecked; None where it is missing, broken or foreign."""
     content = _read_bytes(keyed_path(kind, key))
     if content is None:
         return None
@@ -128,15 +93,24 @@ def write(kind: str, key: Any, document: Any) -> None:
         logger.debug("the cache cannot hold %s (%s)", path, error)
 
 
-def find_file(kind: str, key: Any, suffix: str) -> Path | None:
-    """Return the file under a key that `new_file` stored; None where it is missing, broken or foreign.
-
-    Until it is used, no other user can replace it.
-    """
+def find_file(kind: str, key: Any, suffix: str, *, large: bool = False) -> Path | None:
+    """Return the file under a key that `new_file` stored; None where it is missing, broken or foreign."""
     path = keyed_path(kind, key, suffix)
-    if path is None or read_bytes(kind, key, suffix) is None:
+    if path is None or not (large or read_bytes(kind, key, suffix) is not None):
         return None
-    return Path(os.path.realpath(path))
+    real = Path(os.path.realpath(path))
+    if large:  # its state also tells whether its owner or its mode changed
+        with suppress(OSError):
+            os.utime(real.with_suffix(".json"))  # the time of its last use
+            return real if read(kind, key) == state(real) else None
+        return None
+    return real
+
+
+def state(file: Path) -> list[int]:
+    """Return what tells a file from what it was, and from another in its place; no program sets the last."""
+    status = file.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def read_bytes(kind: str, key: Any, suffix: str) -> bytes | None:
@@ -157,14 +131,11 @@ def write_bytes(kind: str, key: Any, suffix: str, content: bytes) -> None:
 
 
 @contextmanager
-def new_file(kind: str, key: Any, suffix: str) -> Iterator[Path | None]:
-    """Yield a path for a new file under a key, which is kept when the block ends without an error.
+def new_file(kind: str, key: Any, suffix: str, *, large: bool = False) -> Iterator[Path | None]:
+    """Yield a path for a new file under a key, kept if the block ends without an error; None where the cache
+    is off.
 
-    None is yielded where the cache is off. Files that the block writes beside it and leaves there, under
-    names that begin with its own, are removed some time later.
-
-    Raises:
-        OSError: The folder or the file cannot be written, or other users can write the folder.
+    What the block leaves beside it, under names that begin with its own, is removed some time later.
     """
     path = keyed_path(kind, key, suffix)
     if path is None:
@@ -172,36 +143,46 @@ def new_file(kind: str, key: Any, suffix: str) -> Iterator[Path | None]:
         return
     with _replacing(path) as new:
         yield new
-        digest = hashlib.sha256(new.read_bytes()).hexdigest()
-    write(kind, key, digest)
+        digest = None if large else hashlib.sha256(new.read_bytes()).hexdigest()
+    write(kind, key, digest or state(path))
 
 
-def keep_newest(kind: str, suffix: str, most: int) -> None:
-    """Remove all but the newest `most` files of a kind, with their documents. A failure is ignored."""
-    folder = cache_folder(kind)
-    with suppress(OSError):
-        files = [] if folder is None else [*folder.glob(f"*{suffix}")]
-        files.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
-        for file in files[most:]:
-            file.unlink()
-            file.with_suffix(".json").unlink()
+def keep_newest(kind: str, suffix: str, most: int, more: int = 0) -> bool:
+    """Remove all but the newest `most` files of a kind, as many as a share of the disk holds beside `more`
+    bytes.
+
+    A large file is as new as its last use. A failure is ignored.
+    """
+    if (folder := cache_folder(kind)) is not None:
+        with suppress(OSError):
+            make_folder(folder)
+            files = [*folder.glob(f"*{suffix}")]
+            files.sort(
+                key=lambda file: (
+                    (document if (document := file.with_suffix(".json")).exists() else file)
+                    .stat()
+                    .st_mtime_ns
+                ),
+                reverse=True,
+            )
+            taken = [*accumulate((file.stat().st_size for file in files), initial=more)]
+            share = (shutil.disk_usage(folder).free + taken[-1] - more) // DISK_SHARE
+            if more > share:
+                return False
+            for file in files[min(most, bisect_right(taken, share) - 1) :]:
+                file.unlink()
+                file.with_suffix(".json").unlink(missing_ok=True)
+    return True
 
 
 def shut(path: Path) -> None:
-    """Shut other users out of a file, or of a folder and the files in it; a permissive umask lets them in.
-
-    Raises:
-        OSError: Its mode cannot be changed.
-    """
+    """Shut other users out of a file, or of a folder and the files in it; a permissive umask lets them in."""
     for each in (path, *(path.iterdir() if path.is_dir() else ())):
         each.chmod(each.stat().st_mode & stat.S_IRWXU)
 
 
 def sweep(folder: Path, *prefixes: str) -> None:
-    """Remove what writers that were killed left in a folder: this user's entries with one of these prefixes.
-
-    Entries younger than ABANDONED may still have a writer, and stay.
-    """
+    """Remove what killed writers left: this user's entries with these prefixes, older than ABANDONED."""
     with suppress(OSError):
         for entry in folder.iterdir():
             if entry.name.startswith(prefixes):
@@ -262,20 +243,12 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-# --- files that no other user could have written ------------------------------------------------------------
-
-
 class NotPrivateError(PermissionError):
     """A file or folder belongs to another user, or other users can write it; `strerror` says which."""
 
 
 def check_folder(folder: Path) -> Path:
-    """Check that this user alone can write a folder, and return its path without symbolic links.
-
-    Raises:
-        NotPrivateError: Another user can write it, or replace it.
-        OSError: It does not exist, or it cannot be examined.
-    """
+    """Check that this user alone can write a folder, and return its path without symbolic links."""
     real = Path(os.path.realpath(folder, strict=True))
     _check(real, os.stat(real))
     for above in real.parents:
@@ -284,15 +257,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def read_private(file: Path) -> bytes:
-    """Return the content of a file that this user alone can write.
-
-    Args:
-        file: The file, in a folder that `check_folder` returned.
-
-    Raises:
-        NotPrivateError: Another user can write it.
-        OSError: It cannot be read, is no regular file, or is larger than any that Foredraft keeps.
-    """
+    """Return the content of a file that this user alone can write."""
     descriptor = os.open(file, os.O_RDONLY | NO_WAIT | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(descriptor)
@@ -306,21 +271,12 @@ def read_private(file: Path) -> bytes:
 
 
 def check_file(file: Path) -> None:
-    """Check that this user alone can write a file, in a folder that `check_folder` returned.
-
-    Raises:
-        NotPrivateError: Another user can write it.
-        OSError: It cannot be examined.
-    """
+    """Check that this user alone can write a file, in a folder that `check_folder` returned."""
     _check(file, os.stat(file))
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder, and those above it that are missing, for this user alone.
-
-    Raises:
-        OSError: A folder cannot be created.
-    """
+    """Create a folder, and those above it that are missing, for this user alone."""
     for each in (*reversed(folder.parents), folder):
         if not each.is_dir():
             each.mkdir(mode=0o700, exist_ok=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.cli import main
-from tests.support.command import foredraft
+from tests.cli.conftest import Cli
 
 NO_MODEL = ("generate", "--model", "/nowhere", "x")  # a refusal that names a folder comes too late
 
@@ -30,16 +29,11 @@ NO_MODEL = ("generate", "--model", "/nowhere", "x")  # a refusal that names a fo
         ("--grammar", b'start: "a" foo', "foo"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, content: bytes | None, says: str
-) -> None:
+def test_wrong_files_fail(tmp_path: Path, option: str, content: bytes | None, says: str, cli: Cli) -> None:
     file = tmp_path / "file"
     if content is not None:
         file.write_bytes(content)
-    assert main([*NO_MODEL, option, str(file)]) == 2
-    out, err = capsys.readouterr()
-    [line] = err.splitlines()
-    assert out == "" and says.format(file=repr(str(file))) in line
+    assert says.format(file=repr(str(file))) in cli.refused(*NO_MODEL, option, file)
 
 
 @pytest.mark.parametrize(
@@ -56,26 +50,22 @@ def test_a_wrong_file_is_refused_before_the_model_is_loaded(
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_a_wrong_option_is_refused_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    assert main([*NO_MODEL, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and says in err
+def test_a_wrong_option_is_refused_before_the_load(arguments: list[str], says: str, cli: Cli) -> None:
+    assert says in cli(*NO_MODEL, *arguments, code=2).err
 
 
-def test_the_text_keeps_to_the_options(tmp_path: Path) -> None:
+def test_the_text_keeps_to_the_options(tmp_path: Path, cli: Cli) -> None:
+    def text(*words: object) -> str:
+        found = cli.document("generate --temperature 0 --max-new-tokens 40", *words)
+        return str(found["outputs"][0]["text"])
+
     banned = tmp_path / "banned"
     banned.write_text("return\n\nelse\n", encoding="utf-8")
-    greedy = ("generate", "--temperature", "0", "--max-new-tokens", "40", "--json")
-    found = foredraft(*greedy, "--ban-file", str(banned), "--ban", "if ", "def fibonacci(n):\n")
-    text = json.loads(found.stdout)["outputs"][0]["text"]
-    assert text and not any(each in text for each in ("return", "else", "if "))
+    written = text("--ban-file", banned, "--ban", "if ", "def fibonacci(n):\n")
+    assert written and not any(each in written for each in ("return", "else", "if "))
     schema = tmp_path / "schema"
     schema.write_text('{"enum": ["caf\u00e9", 12]}', encoding="utf-8")
-    found = foredraft(*greedy, "--json-schema", str(schema), "x = ")
-    assert json.loads(json.loads(found.stdout)["outputs"][0]["text"]) in ("caf\u00e9", 12)
-    found = foredraft(*greedy, "--json-schema", '{"enum": ["//", 12]}', "x = ")
-    assert json.loads(json.loads(found.stdout)["outputs"][0]["text"]) in ("//", 12)
-    found = foredraft(*greedy, "--choice", "caf\u00e9 (a|b)", "--choice", "-1.5", "x = ")
-    assert json.loads(found.stdout)["outputs"][0]["text"] in ("caf\u00e9 (a|b)", "-1.5")
+    assert json.loads(text("--json-schema", schema, "x = ")) in ("caf\u00e9", 12)
+    assert json.loads(text("--json-schema", '{"enum": ["//", 12]}', "x = ")) in ("//", 12)
+    choices = ("caf\u00e9 (a|b)", "-1.5")
+    assert text(*(word for each in choices for word in ("--choice", each)), "x = ") in choices

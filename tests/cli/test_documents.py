@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from foredraft.cli import main
-from tests.support.running import forked
+from tests.cli.conftest import Cli, document
 
 GENERATE = ["generate", "def accept", "--max-new-tokens", "8", "--temperature", "0"]
 VERIFY = ["verify", "def accept", "--tokens", "4", "--samples", "64", "--seed", "1"]
@@ -23,39 +23,28 @@ def pair(models: Path) -> list[str]:
     return ["--model", str(models / "big"), "--draft", str(models / "small"), "--device", "cpu"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("command", "code"), [(GENERATE, 0), (VERIFY, 3)], ids=["generate", "verify"])
 def test_the_document_is_printed_alone_and_written_beside_the_text(
-    command: list[str], code: int, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], code: int, pair: list[str], tmp_path: Path, cli: Cli
 ) -> None:
     file = tmp_path / "document.json"
-    assert main([*command, *pair, "--json"]) == code
-    [printed] = capsys.readouterr().out.splitlines()
-    assert main([*command, *pair, "--out", str(file)]) == code
-    text = capsys.readouterr().out
+    printed = cli.document(*command, *pair, code=code)
+    text = cli(*command, *pair, "--out", file, code=code).out
     assert text and "{" not in text.splitlines()[-1]
-    assert json.loads(file.read_text()).keys() == json.loads(printed).keys()
-    assert [found.name for found in tmp_path.iterdir()] == ["document.json"]
+    assert document(file.read_text()).keys() == printed.keys()
+    assert [*tmp_path.iterdir()] == [file]
 
 
-def test_the_file_has_what_json_prints(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_file_has_what_json_prints_and_scores(pair: list[str], tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "document.json"
-    assert main([*GENERATE, *pair, "--json", "--out", str(file), "--logprobs", "1"]) == 0
-    assert file.read_text() == capsys.readouterr().out
+    command = [*GENERATE, *pair, "--out", file, "--logprobs", "1"]
+    assert cli(*command, "--json").out == file.read_text()
+    cli(*command)
+    assert len(document(file.read_text())["outputs"][0]["logprobs"]) == 8
 
 
-def test_log_probabilities_go_to_the_file(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "document.json"
-    assert main([*GENERATE, *pair, "--out", str(file), "--logprobs", "1"]) == 0
-    assert len(json.loads(file.read_text())["outputs"][0]["logprobs"]) == 8
-
-
-@pytest.mark.parametrize(
-    "command", [GENERATE, VERIFY, ["bench"], ["tune"], ["info"]], ids=lambda words: words[0]
-)
+@pytest.mark.parametrize("command", [GENERATE, VERIFY, ["bench"], ["tune"], ["info"]], ids=lambda one: one[0])
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
@@ -63,24 +52,16 @@ def test_log_probabilities_go_to_the_file(
         ("no/x", "give a file in a folder that exists"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    command: list[str], file: str, problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, "--out", file]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert f"--out is '{file}'" in captured.err and problem in captured.err
+def test_unwritable_files_are_refused_first(command: list[str], file: str, problem: str, cli: Cli) -> None:
+    told = cli(*command, "--out", file, code=2).err  # nothing but the line, which progress would precede
+    assert told.count("\n") == 1 and f"error: --out is '{file}'" in told and problem in told
 
 
-def test_the_trace_page_is_not_written_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GENERATE, "--trace", "-"]) == 2
-    assert "--trace is '-', which is stdout, not a file; give a file" in capsys.readouterr().err
-
-
-def test_one_file_is_not_written_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(tmp_path / "x")
-    assert main([*GENERATE, "--out", file, "--trace", file]) == 2
-    assert "and so is --out; give each a file of its own" in capsys.readouterr().err
+def test_the_trace_page_has_a_file_of_its_own(tmp_path: Path, cli: Cli) -> None:
+    told = cli.refused(*GENERATE, "--trace", "-")
+    assert told == "--trace is '-', which is stdout, not a file; give a file"
+    told = cli.refused(*GENERATE, "--out", tmp_path / "x", "--trace", tmp_path / "x")
+    assert "and so is --out; give each a file of its own" in told
 
 
 NOWHERE = ["--model", "/nowhere"]  # refused later than a file
@@ -100,43 +81,38 @@ FOLDERS = [
 ]
 
 
-def _run_on_a_full_disk(arguments: list[str]) -> None:
-    """Run a command that cannot write a file of a kilobyte."""
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Let this process write no file of a kilobyte."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-    sys.exit(main(arguments))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(("command", "option"), [*FILES, *FOLDERS])
-def test_a_full_disk_is_found_before_the_work(command: list[str], option: str, tmp_path: Path) -> None:
-    done = forked(_run_on_a_full_disk, *command, option, str(tmp_path / "x"))
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
-    assert (
-        line == f"foredraft: error: {option} is '{tmp_path / 'x'}', which cannot be written (File too large)"
-    )
+def test_full_disks_fail(command: list[str], option: str, tmp_path: Path, cli: Cli, full_disk: None) -> None:
+    told = cli(*command, option, tmp_path / "x", code=2)
+    line = f"foredraft: error: {option} is '{tmp_path / 'x'}', which cannot be written (File too large)\n"
+    assert (told.out, told.err) == ("", line)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
 @pytest.mark.parametrize(("command", "option"), FILES)
-def test_a_device_that_takes_nothing_is_refused_before_the_work(
-    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, option, "/dev/full"]) == 2
+def test_a_device_that_takes_nothing_is_refused_first(command: list[str], option: str, cli: Cli) -> None:
     line = f"foredraft: error: {option} is '/dev/full', which cannot be written (No space left on device)\n"
-    assert capsys.readouterr().err == line
+    assert cli(*command, option, "/dev/full", code=2).err == line
 
 
 @pytest.mark.parametrize(("command", "option"), FOLDERS)
-def test_a_file_in_the_place_of_a_folder_is_refused_before_the_work(
-    command: list[str], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_for_a_folder_is_refused(command: list[str], option: str, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "x").write_text("mine")
     for place, problem in (("x", "which is no folder"), ("x/y", "which cannot be written (Not a directory)")):
-        assert main([*command, option, str(tmp_path / place)]) == 2
-        assert f"{option} is '{tmp_path / place}', {problem}" in capsys.readouterr().err
+        told = cli(*command, option, tmp_path / place, code=2).err
+        assert f"{option} is '{tmp_path / place}', {problem}" in told
     assert (tmp_path / "x").read_text() == "mine"
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from foredraft.cli import main
-from foredraft.cli.commands import app
-from foredraft.cli.constraint_options import CONSTRAINTS
-from foredraft.cli.help import EXAMPLES
-from foredraft.cli.measuring import BenchOptions, PromptOptions, TuneOptions, VerifyOptions
+from foredraft.cli.commands import COMMANDS, EXAMPLES, app
+from foredraft.cli.measuring import BENCH, TUNE, VERIFY, PromptOptions
 from foredraft.cli.options import (
     BOUNDS,
+    CONSTRAINTS,
     DRAFT,
     DRAFTED,
     DRAFTER,
@@ -28,6 +30,9 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.words import made_ready
 from foredraft.kinds import DRAFTERS, POLICIES
+from tests.cli.conftest import Cli
+
+Shown = Callable[[str], list[str]]
 
 
 def names(*groups: type[Any]) -> list[str]:
@@ -39,23 +44,24 @@ OPTIONS: dict[str, list[str]] = {
         *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER | TEXTS | REQUEST | CONSTRAINTS),
         *names(ChatOptions, OutputOptions),
     ],
-    "bench": [*(TARGET | BOUNDS | DRAFT | DRAFTED), *names(BenchOptions, PromptOptions, DocumentOptions)],
-    "tune": [*(TARGET | BOUNDS), *names(TuneOptions, PromptOptions, DocumentOptions)],
+    "bench": [*(TARGET | BOUNDS | DRAFT | DRAFTED | BENCH), *names(PromptOptions, DocumentOptions)],
+    "tune": [*(TARGET | BOUNDS | TUNE), *names(PromptOptions, DocumentOptions)],
     "info": [*(TARGET | DRAFT), *names(DocumentOptions)],
     "doctor": [*(TARGET | DRAFT), "dry_run", *names(DocumentOptions)],
     "verify": [
-        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER),
-        *names(VerifyOptions, PromptOptions, DocumentOptions),
+        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER | VERIFY),
+        *names(PromptOptions, DocumentOptions),
     ],
 }
 # of a page of --help on a terminal of 80 columns, where every drafter takes a line or two
 MAX_LINES, MAX_OPTIONS = 68, 10
 
 
-def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Shown:
+    """Return the lines of a command on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([*words]) == 0
-    return capsys.readouterr().out.splitlines()
+    return lambda line: cli(line).out.splitlines()
 
 
 def options_in(lines: list[str]) -> list[str]:
@@ -64,34 +70,27 @@ def options_in(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_help_is_short_and_begins_with_examples(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = shown(capsys, monkeypatch, command, "--help")
+def test_help_is_short_and_begins_with_examples(command: str, shown: Shown) -> None:
+    lines = shown(f"{command} --help")
     assert len(lines) <= MAX_LINES
     assert lines[0].startswith(f"Usage: foredraft {command} ")
     assert all(line.startswith("  foredraft ") and len(line) <= 80 for line in lines[2:5])
     assert 4 <= len(options_in(lines)) <= MAX_OPTIONS
     assert {"--model", "--device", "--json"} <= {*options_in(lines)}
     assert any("All options: --help-all" in line for line in lines)
-    assert shown(capsys, monkeypatch, command, "-h") == lines
+    assert shown(f"{command} -h") == lines
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_help_all_has_every_option_once(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = shown(capsys, monkeypatch, command, "--help-all")
+def test_help_all_has_every_option_once(command: str, shown: Shown) -> None:
+    lines = shown(f"{command} --help-all")
     assert sorted(options_in(lines)) == sorted(f"--{name.replace('_', '-')}" for name in OPTIONS[command])
     assert not any("─ Options ─" in line for line in lines)
-    common = options_in(shown(capsys, monkeypatch, command, "--help"))
-    assert {*common} <= {*options_in(lines)}
+    assert {*options_in(shown(f"{command} --help"))} <= {*options_in(lines)}
 
 
-def test_each_policy_and_each_drafter_begins_a_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = shown(capsys, monkeypatch, "generate", "--help-all")
+def test_each_policy_and_each_drafter_begins_a_line(shown: Shown) -> None:
+    lines = shown("generate --help-all")
     for name in (*POLICIES, *DRAFTERS):
         assert any(re.match(rf"│ +• {name}: ", line) for line in lines), name
 
@@ -102,20 +101,29 @@ def test_each_example_is_a_valid_command(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("line", "says"),
     [
-        (
-            ["generate", "def", "fibonacci"],
-            "generate has no place for 'fibonacci'; put a prompt of several words in quotes",
-        ),
-        (["generate", "a", "b", "c", "--json"], "generate has no place for 'b c'; put a prompt of several"),
-        (["bench", "report.html"], "bench has no place for 'report.html'; give options as --name value"),
+        ("generate x y", "generate has no place for 'y'; put a prompt of several words in quotes"),
+        ("generate a b c --json", "generate has no place for 'b c'; put a prompt of several"),
+        ("bench report.html", "bench has no place for 'report.html'; give options as --name value"),
     ],
 )
-def test_too_many_arguments_are_refused_with_the_remedy(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith(f"foredraft: error: {message}")
+def test_too_many_arguments_are_refused_with_the_remedy(line: str, says: str, cli: Cli) -> None:
+    assert cli.refused(line).startswith(says)
+
+
+def test_the_list_of_commands_has_the_first_line_of_each_help() -> None:
+    for command, (module, summary) in COMMANDS.items():
+        function = getattr(importlib.import_module(f"foredraft.cli.{module}"), command.split()[-1])
+        assert function.__doc__.splitlines()[0] == summary, command
+
+
+def test_a_process_does_not_walk_over_its_imports_for_garbage() -> None:
+    """Nor when it ends, whatever the exit code."""
+    told = "import atexit, gc; atexit.register(lambda: print(gc.get_threshold()[0], gc.get_freeze_count() > 9_999))"
+    for words, code in ((["--version"], 0), (["nosuch"], 2)):
+        script = (
+            f"{told}; import sys; from foredraft.cli import main; sys.argv[1:] = {words}; sys.exit(main())"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        assert done.returncode == code and done.stdout.endswith("50000 True\n")

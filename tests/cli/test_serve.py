@@ -17,8 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from foredraft.cli import main
+import foredraft
+from foredraft import SamplingParams, demo
+from tests.cli.conftest import Cli
 from tests.support.command import started_server
+from tests.support.loras import save_lora
 from tests.support.raw import RawClient, request_bytes
 from tests.support.running import environment
 
@@ -28,38 +31,38 @@ pytest.importorskip("fastapi")
 LONG = {"model": "demo", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("keys", [False, True])
 def test_the_calls_that_it_prints_work_as_pasted(keys: bool) -> None:
     with started_server(**({"FOREDRAFT_API_KEY": "wonderland"} if keys else {})) as (_, _, said):
         assert ("put your API key in place of API_KEY" in said) == keys
-        _, call, snippet = (
-            said.replace('API_KEY"', 'wonderland"').replace("API_KEY'", "wonderland'").split("\n\n")
-        )
+        for quote in "\"'":
+            said = said.replace(f"API_KEY{quote}", f"wonderland{quote}")
+        _, call, snippet = said.split("\n\n")
+        run = {"capture_output": True, "text": True, "timeout": 120}
         if shutil.which("curl"):
-            found = subprocess.run(["sh", "-c", call], capture_output=True, text=True, timeout=120)
-            assert found.stdout.count("data: {") > 2 and found.stdout.endswith("data: [DONE]\n\n"), (
-                found.stdout
-            )
-        found = subprocess.run(
-            [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, env=environment()
-        )
-        ends = (
-            "finish_reason='length'",
-            "finish_reason='stop'",
-        )  # the text is drawn, and may come to its end
-        assert any(end in found.stdout for end in ends), found.stderr
+            out = subprocess.run(["sh", "-c", call], **run).stdout
+            assert out.count("data: {") > 2 and out.endswith("data: [DONE]\n\n"), out
+        found = subprocess.run([sys.executable, "-c", snippet], env=environment(), **run)
+        # the text is drawn, and may come to its end
+        assert re.search("finish_reason='(length|stop)'", found.stdout), found.stderr
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_every_kind_of_request_finish(sign: signal.Signals) -> None:
+def await_metric(address: str, line: str) -> None:
+    while line not in httpx.get(f"{address}/metrics").text:
+        pass
+
+
+@pytest.mark.heavy
+def test_a_signal_lets_every_kind_of_request_finish() -> None:
     """A stream, a reply in one piece, a request of a socket, and one that waits for a row of the batch."""
     from websockets.sync.client import connect
 
     with started_server("--max-batch", "2") as (process, address, _), ThreadPoolExecutor() as pool:
-        body = {**LONG, "max_tokens": 200}
+        url, body = f"{address}/v1/completions", {**LONG, "max_tokens": 200}
 
         def whole() -> str:
-            found = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+            found = httpx.post(url, json=body, timeout=60).json()
             return str(found["choices"][0]["text"])
 
         def over_a_socket() -> str:
@@ -72,23 +75,21 @@ def test_a_signal_lets_every_kind_of_request_finish(sign: signal.Signals) -> Non
             return text
 
         want = whole()
-        with httpx.stream(
-            "POST", f"{address}/v1/completions", json={**body, "stream": True}, timeout=60
-        ) as stream:
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
             others = [pool.submit(call) for call in (whole, over_a_socket, over_a_socket, whole)]
-            while "foredraft_requests_waiting 3.0" not in httpx.get(f"{address}/metrics").text:
-                pass
-            os.kill(process.pid, sign)
+            await_metric(address, "foredraft_requests_waiting 3.0")
+            os.kill(process.pid, signal.SIGINT)
             while httpx.get(f"{address}/health").status_code != 503:  # it says so while it drains
                 pass
-            assert httpx.post(f"{address}/v1/completions", json=body).status_code == 503
+            assert httpx.post(url, json=body).status_code == 503
             assert "data: [DONE]" in list(lines)
         assert [other.result() for other in others] == [want] * 4
         assert process.wait(20) == 0
 
 
+@pytest.mark.heavy
 def test_requests_that_last_longer_than_the_drain_end_with_an_error() -> None:
     with (
         started_server("--max-batch", "1", "--drain-seconds", "0.2") as (process, address, _),
@@ -99,8 +100,7 @@ def test_requests_that_last_longer_than_the_drain_end_with_an_error() -> None:
             lines = stream.iter_lines()
             next(lines)
             waiting = pool.submit(httpx.post, url, json=body, timeout=60)
-            while "foredraft_requests_waiting 15.0" not in httpx.get(f"{address}/metrics").text:
-                pass
+            await_metric(address, "foredraft_requests_waiting 15.0")
             os.kill(process.pid, signal.SIGTERM)
             *_, error, done = [line for line in lines if line]
         assert json.loads(error[6:])["error"]["message"] == "the server is shutting down"
@@ -109,21 +109,7 @@ def test_requests_that_last_longer_than_the_drain_end_with_an_error() -> None:
         assert process.wait(20) == 0
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
-    with started_server("--drain-seconds", "600") as (process, address, _):
-        body = {**LONG, "n": 8, "stream": True}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
-            pieces = stream.iter_bytes()  # kept: httpx closes a stream with its iterator
-            next(pieces)
-            os.kill(process.pid, signal.SIGTERM)
-            time.sleep(0.5)
-            assert process.poll() is None
-            os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(15) == 0
-
-
-def test_a_signal_ends_a_server_that_is_still_loading() -> None:
-    program = """
+LOADING = """
 import atexit, os, sys, time
 from foredraft import loading
 from foredraft.cli import main
@@ -136,21 +122,29 @@ loading.load_for = load
 atexit.register(lambda: os._exit(7))  # Python's own exit may abort in the libraries that a load uses
 main(["serve", "--port", "0"])
 """
-    for sign in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment()
-        )
-        try:
+
+
+def start(program: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment()
+    )
+
+
+@pytest.mark.heavy
+def test_a_signal_ends_a_server_that_is_still_loading() -> None:
+    started = {sign: start(LOADING) for sign in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for sign, process in started.items():
             assert process.stderr is not None and process.stderr.readline() == "loading\n"
             os.kill(process.pid, sign)
             assert process.wait(30) == 0
-        finally:
+    finally:
+        for process in started.values():
             process.kill()
             process.communicate()
 
 
-def test_a_second_signal_ends_the_process_though_a_thread_works() -> None:
-    program = """
+WORKING = """
 import sys, time
 from foredraft.cli import main
 from foredraft.serve.tokens import TokenizeRequest
@@ -162,13 +156,18 @@ def answer(self, model):
 TokenizeRequest.answer = answer
 main(["serve", "--port", "0", "--policy", "fixed"])
 """
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+
+
+@pytest.mark.heavy
+def test_a_second_signal_ends_the_process_though_a_thread_works() -> None:
+    with start(WORKING) as process:
         try:
             assert process.stderr is not None
             said = ""
             while "print(" not in said:
-                said = said + process.stderr.readline()
+                line = process.stderr.readline()
+                assert line, said
+                said += line
             url = "http://" + said.partition("http://")[2].split()[0]
             with RawClient(url) as raw:
                 raw.send(request_bytes({"prompt": "x"}, path="/tokenize"))
@@ -184,38 +183,29 @@ main(["serve", "--port", "0", "--policy", "fixed"])
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("line", "says"),
     [
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--port", "99999"], "--port is 99999, cannot be listened on at 127.0.0.1"),
-        (["--port", "-1"], "--port is -1; give 0 or more"),
-        (["--max-queued", "-1"], "--max-queued is -1; give 0 or more"),
-        (["--drain-seconds", "0"], "--drain-seconds is 0.0; give seconds, above 0"),
-        (["--max-unread", "0"], "--max-unread is 0; give 1 or more"),
-        (["--api-key-file", "/nowhere"], "--api-key-file is '/nowhere', which cannot be read"),
+        ("--port 0 --model /nowhere", "/nowhere"),
+        ("--port 99999", "--port is 99999, cannot be listened on at 127.0.0.1"),
+        ("--port -1", "--port is -1; give 0 or more"),
+        ("--port 0 --max-queued -1", "--max-queued is -1; give 0 or more"),
+        ("--port 0 --drain-seconds 0", "--drain-seconds is 0.0; give seconds, above 0"),
+        ("--port 0 --max-unread 0", "--max-unread is 0; give 1 or more"),
+        ("--port 0 --api-key-file /nowhere", "--api-key-file is '/nowhere', which cannot be read"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_wrong_option_is_one_line(
-    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    port = [] if "--port" in options else ["--port", "0"]
-    assert main(["serve", *port, *options]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and says in err and err.startswith("foredraft: error: ") and err.count("\n") == 1
+def test_a_wrong_option_is_refused(line: str, says: str, cli: Cli) -> None:
+    assert says in cli.refused(f"serve {line}")
 
 
-def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_named(cli: Cli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "--port", str(port)]) == 2
-    assert (
-        f"--port is {port}, cannot be listened on at 127.0.0.1 (Address already in use)"
-        in capsys.readouterr().err
-    )
+        told = cli.refused("serve --port", port)
+    assert f"--port is {port}, cannot be listened on at 127.0.0.1 (Address already in use)" in told
 
 
-def test_the_guide_names_every_path(tmp_path: Path) -> None:
+def test_the_guide_names_every_path() -> None:
     from foredraft.serve.app import create_app
     from foredraft.serve.settings import Settings
 
@@ -229,12 +219,11 @@ def test_the_guide_names_every_path(tmp_path: Path) -> None:
         assert f"`{shown}`" in guide or f" {shown}`" in guide or path == "/version", path
 
 
-def test_the_options_of_the_unit_and_of_the_containers_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_of_the_unit_and_of_the_containers_exist(cli: Cli) -> None:
     root = Path(__file__).parents[2]
     unit = (root / "docs" / "systemd" / "foredraft.service").read_text(encoding="utf-8")
     container = (root / "Containerfile").read_text(encoding="utf-8")
-    assert main(["serve", "--help-all"]) == 0
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    known = set(re.findall(r"--[a-z-]+", cli("serve --help-all").out))
     started = re.findall(r"^ExecStart=(.*)$", unit, re.M) + re.findall(r"^ENTRYPOINT (.*)$", container, re.M)
     used = {option for command in started for option in re.findall(r"--[a-z-]+", command)}
     assert len(started) == 3 and len(used) >= 5 and used <= known
@@ -242,3 +231,23 @@ def test_the_options_of_the_unit_and_of_the_containers_exist(capsys: pytest.Capt
     assert drain and stop and int(stop[1]) >= int(drain[1]) + 10
     stages = container.split("\nFROM ")[2:]
     assert all("USER foredraft" in stage for stage in stages) and "HEALTHCHECK" in container
+
+
+@pytest.mark.heavy
+def test_it_serves_the_text_of_a_lora(tmp_path: Path) -> None:
+    """An adapter that was trained without the LoRA drafts, and one line says so."""
+    lora = save_lora(demo.target_path(), tmp_path / "lora", target_modules=["q_proj", "down_proj"], r=4)
+    with foredraft.load(demo.target_path(), lora=[lora], device="cpu", max_length=64) as llm:
+        [merged] = llm.generate(
+            ["def fibonacci(n):"], SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+        )
+    sent = {"prompt": "def fibonacci(n):", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    with started_server("--lora", str(lora), "--drafter", "kangaroo") as (_, address, said):
+        assert said.count("was made for the model without its LoRA") == 1
+        reply = httpx.post(
+            f"{address}/v1/completions", json={**sent, "drafter": "kangaroo"}, timeout=60
+        ).json()
+        metrics = httpx.get(f"{address}/metrics").text
+    assert reply["choices"][0]["text"] == merged.text
+    [drafted] = [line for line in metrics.splitlines() if line.startswith("foredraft_draft_tokens_total")]
+    assert float(drafted.split()[-1]) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,7 @@ import pytest
 
 import foredraft
 from foredraft import ConfigError
-from foredraft.cli import main
-from foredraft.drafters.adapter_files import read_adapter
+from foredraft.drafters.adapter import read_adapter
 from foredraft.drafters.plan_files import read_plan
 from foredraft.errors import CheckpointError, ForedraftError
 from foredraft.files import is_no_file
@@ -22,20 +22,18 @@ from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.train.preparation import RunKey
-from foredraft.train.texts import Reader
+from foredraft.train.texts import DocumentReader
 from foredraft.train.training_options import AdapterOptions
+from tests.cli.conftest import Cli
 from tests.support.checkpoints import save_checkpoint
 from tests.support.limits import no_more_bytes
 
 FULL = Path("/dev/full")
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize(
-    "words",
-    [["generate", "hi", "--max-new-tokens", "4", "--policy", "fixed"], ["info"], ["--help"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [["info"], ["--help"]], ids=" ".join)
 def test_a_full_stdout_is_one_line(words: list[str]) -> None:
     with FULL.open("w") as full:
         done = subprocess.run(
@@ -47,15 +45,17 @@ def test_a_full_stdout_is_one_line(words: list[str]) -> None:
     assert len(errors) == 1 and "stdout cannot be" in errors[0]
 
 
-def test_quantising_on_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_checkpoint(tmp_path / "model", "llama", tokenizer=True, hidden_size=64, intermediate_size=96)
-    out = tmp_path / "out" / "few"
-    out.parent.mkdir()
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return save_checkpoint(folder, "llama", tokenizer=True, hidden_size=64, intermediate_size=96)
+
+
+def test_quantising_on_a_full_disk_leaves_nothing(model: Path, tmp_path: Path, cli: Cli) -> None:
     with no_more_bytes(70_000):
-        code = main(["quantise", "--model", str(model), "--out", str(out)])
-    error = capsys.readouterr().err
-    assert code == 2 and "--out is" in error and "which cannot be written (File too large)" in error
-    assert list(out.parent.iterdir()) == []
+        told = cli("quantise --model", model, "--out", tmp_path / "few", code=2).err
+    assert "--out is" in told and "which cannot be written (File too large)" in told
+    assert list(tmp_path.iterdir()) == []
 
 
 LITTLE = """
@@ -70,22 +70,26 @@ except error_of_options as error:
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's count of a process's memory")
 @pytest.mark.parametrize("more", [30, 60])
 def test_too_little_memory_is_one_error(more: int, tmp_path: Path) -> None:
     """Where the weights cannot be mapped, and where they cannot be packed."""
     model = save_checkpoint(tmp_path, "llama", tokenizer=True, hidden_size=64, intermediate_size=40_000)
-    done = subprocess.run(
-        [sys.executable, "-c", LITTLE, str(model), str(more)], capture_output=True, text=True, check=False
-    )
+    words = [sys.executable, "-c", LITTLE, str(model), str(more)]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert "for which the system gives too little memory; lower max_length" in done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    found = Tokenizer.from_folder(save_checkpoint(tmp_path_factory.mktemp("m"), "llama", tokenizer=True))
+def tokenizer(model: Path) -> Tokenizer:
+    found = Tokenizer.from_folder(model)
     assert found is not None
     return found
+
+
+def corpus(tokenizer: Tokenizer, file: Path) -> object:
+    return DocumentReader(tokenizer, None, 64).corpus([file])
 
 
 def test_a_table_of_what_is_no_utf8_is_one_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -94,37 +98,25 @@ def test_a_table_of_what_is_no_utf8_is_one_error(tokenizer: Tokenizer, tmp_path:
     text = arrow.Array.from_buffers(arrow.string(), 1, bytes_.buffers())
     parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="which is not UTF-8 text"):
-        Reader(tokenizer, None, 64).corpus([tmp_path / "a.parquet"])
+        corpus(tokenizer, tmp_path / "a.parquet")
 
 
 def test_lines_with_a_byte_order_mark_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
     line = '{"text": "the target"}\n'
     (tmp_path / "a.jsonl").write_text(line)
     (tmp_path / "b.jsonl").write_text("\N{ZERO WIDTH NO-BREAK SPACE}" + line, encoding="utf-8")
-    one, other = (Reader(tokenizer, None, 64).corpus([tmp_path / f"{name}.jsonl"]) for name in "ab")
+    one, other = (corpus(tokenizer, tmp_path / f"{name}.jsonl") for name in "ab")
     assert one == other
 
 
-# reader of a file -> its name there, and the room's own error
+# a file's name -> its reader there, and the reader's own error
 READERS: dict[str, tuple[Callable[[Path, Tokenizer], object], type[ForedraftError], str]] = {
     "config.json": (lambda file, _: read_json(file), CheckpointError, "config.json is not readable JSON"),
-    "adapter/config.json": (
-        lambda file, _: read_adapter(file.parent),
-        ConfigError,
-        "adapter is .*which is no file",
-    ),
+    "adapter/config.json": (lambda file, _: read_adapter(file.parent), ConfigError, "adapter is .*no file"),
     "plan.json": (lambda file, _: read_plan(file), ConfigError, "plan is .*which is no file"),
-    "data.jsonl": (lambda file, own: Reader(own, None, 64).corpus([file]), ConfigError, "data is .*no file"),
-    "run.txt": (
-        lambda file, _: RunKey.of(AdapterOptions(data=(file,)), ""),
-        ConfigError,
-        "data is .*no file",
-    ),
-    "m.safetensors": (
-        lambda file, _: SafetensorsFile(file),
-        CheckpointError,
-        "cannot be read .it is no file",
-    ),
+    "data.jsonl": (lambda file, own: corpus(own, file), ConfigError, "data is .*no file"),
+    "run.txt": (lambda file, _: RunKey.of(AdapterOptions(data=(file,)), ""), ConfigError, "data is .* no"),
+    "m.safetensors": (lambda file, _: SafetensorsFile(file), CheckpointError, "cannot be read .it is no"),
     "m.gguf": (lambda file, _: GGUFFile(file), CheckpointError, "cannot be read .it is no file"),
     "m": (lambda file, _: foredraft.load(str(file)), ForedraftError, "m"),
 }
@@ -149,26 +141,17 @@ def test_what_is_no_file_is_never_opened(name: str, kind: str, tokenizer: Tokeni
 
 
 def test_what_cannot_be_examined_is_named_by_its_reader(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A name that the system refuses is neither a file nor something else."""
     for name in ("x" * 300, "a/b/c"):
         assert not is_no_file(tmp_path / name)
         with pytest.raises(ConfigError, match=r"which cannot be read \((File name too long|No such file)"):
-            Reader(tokenizer, None, 64).corpus([tmp_path / name])
+            corpus(tokenizer, tmp_path / name)
 
 
 @pytest.mark.parametrize(
     "record", ["{}", '{"format": 2}', '{"file": 1, "identity": []}', '{"no_tokenizer": "x"}']
 )
-def test_a_record_of_no_gguf_file_is_one_line(
-    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = save_checkpoint(tmp_path / "model", "llama", tokenizer=True)
-    (model / "model.safetensors").unlink()
-    (model / "gguf.json").write_text(record)
-    for words in (
-        ["generate", "hi"],
-        ["info"],
-        ["tune", "--trials", "1", "--prompts", str(model / "config.json")],
-    ):
-        assert main([*words, "--model", str(model)]) == 2
-        assert "gguf.json does not say which GGUF file" in capsys.readouterr().err
+def test_a_record_of_no_gguf_file_is_one_line(record: str, model: Path, tmp_path: Path, cli: Cli) -> None:
+    damaged = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (damaged / "gguf.json").write_text(record)
+    for words in ("generate hi", "info", f"tune --trials 1 --prompts {damaged / 'config.json'}"):
+        assert "gguf.json does not say which GGUF file" in cli.refused(words, "--model", damaged)

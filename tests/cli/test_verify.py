@@ -21,10 +21,9 @@ from safetensors.torch import load_file, save_file
 from foredraft import LLM, Output, demo
 from foredraft.cli import main
 from foredraft.cli.commands import app
-from foredraft.cli.words import STDIN, made_ready
-from foredraft.drafters.lookup import Lookup
-from foredraft.model.tokenizer import Tokenizer
-from foredraft.verify.defects import DEFECTS
+from foredraft.cli.words import STDIN, made_ready, read_prompts
+from foredraft.verify.verify_settings import DEFECTS
+from tests.cli.conftest import ChatModel, Cli, document
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import COMMAND, foredraft, without_progress
 from tests.support.drawings import check_alone, markers, texts
@@ -40,8 +39,7 @@ TEXTS = ["def accept", "Viktor", "the target checks all", "x"]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A target with spread distributions, and a draft model with noisy weights: its tokens are often accepted
-    and often rejected."""
+    """A target with spread distributions, and a draft model whose tokens are often accepted and often rejected."""
     base = tmp_path_factory.mktemp("models")
     big = save_checkpoint(
         base / "big", tokenizer=True, seed=3, eos_token_id=None, initializer_range=0.4, num_hidden_layers=1
@@ -52,16 +50,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     noisy = {k: w + NOISE * torch.randn(w.shape, generator=random) for k, w in weights.items()}
     save_file(noisy, small / "model.safetensors", {"format": "pt"})
     return ["verify", "--model", str(big), "--draft", str(small)]
-
-
-@pytest.fixture(scope="module")
-def chat_pair(pair: list[str]) -> list[str]:
-    """The target with a chat template, and the draft model."""
-    folder = Path(shutil.copytree(pair[2], Path(pair[2]).parent / "chat"))
-    (folder / "chat_template.jinja").write_text(
-        "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}<assistant>"
-    )
-    return ["verify", "--model", str(folder), *pair[3:]]
 
 
 @pytest.fixture
@@ -79,14 +67,7 @@ def substituted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLM, "generate", altering)
 
 
-def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    return found
-
-
+@pytest.mark.heavy
 def test_a_lossless_pair_passes(pair: list[str]) -> None:
     done = foredraft(*pair, *TEXTS, *QUICK[:2], "--detect", "0.1", *QUICK[4:])
     assert (done.returncode, without_progress(done.stderr)) == (0, [])
@@ -121,23 +102,18 @@ def test_a_lossless_pair_passes(pair: list[str]) -> None:
     assert "FAILED" not in done.stdout
     assert "seed 3; drafting always, lookup and draft-model in turns" in done.stdout
     assert "\x1b" not in done.stdout
-    assert re.search(
-        r"fails with probability 0\.9 or more if the total variation .* is 0\.\d{4} or more\.", done.stdout
-    )
+    assert re.search(r"with probability 0\.9 or more if the total variation .* is 0\.\d{4} or", done.stdout)
     assert "Not covered: differences within a cell" in done.stdout
     assert rest[-1] == "PASSED: no difference from plain decoding was found."
 
 
-def test_the_document_and_the_page_have_every_figure(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_document_and_the_page_have_every_figure(pair: list[str], tmp_path: Path, cli: Cli) -> None:
     html = tmp_path / "page.html"
-    assert main([*pair, *TEXTS, *FEW, "--detect", "0.9", "--json", "--html", str(html)]) == 3
-    found, page = document(capsys), html.read_text()
+    found = cli.document(*pair, *TEXTS, *FEW, "--detect", "0.9", "--html", html, code=3)
+    page = html.read_text()
     check_alone(page)
-    assert "Inconclusive: no difference was found" in page and page.count("✓ 4 of 4") == sum(
-        len(identity["runs"]) for identity in found["identities"]
-    )
+    assert "Inconclusive: no difference was found" in page
+    assert page.count("✓ 4 of 4") == sum(len(identity["runs"]) for identity in found["identities"])
     for test in found["tests"]:
         assert f"<td>{test['p_value']:.2g}</td><td>{test['detectable']:.4f}</td>" in page
     drawn = [text for text in texts(page) if text.text in ("drafter", "control")]
@@ -154,12 +130,10 @@ def test_the_document_and_the_page_have_every_figure(
     assert found["tests"][2]["setting"]["min_p"] > 0
 
 
-def test_a_divergence_fails_and_is_printed_with_its_margin(
-    pair: list[str], substituted: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_divergence_is_told_and_fails(pair: list[str], substituted: None, tmp_path: Path, cli: Cli) -> None:
     html = tmp_path / "page.html"
-    assert main([*pair, *TEXTS, *FEW, "--html", str(html)]) == 1
-    out, page = capsys.readouterr().out, html.read_text()
+    out = cli(*pair, *TEXTS, *FEW, "--html", html, code=1).out
+    page = html.read_text()
     check_alone(page)
     assert "Failed: the output differs" in page and "✗ 0 of 4" in page and "new token 2" in page
     assert "auto, in a batch: 0 of 4 identical" in out and "none, in a batch: 4 of 4 identical" in out
@@ -171,122 +145,62 @@ def test_a_divergence_fails_and_is_printed_with_its_margin(
     assert out.splitlines()[-1] == "FAILED: the output differs from plain decoding's, or a request failed."
 
 
-def test_a_policy_that_always_drafts_is_tested_as_it_is(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, *TEXTS, *FEW, "--policy", "fixed"]) == 3
-    out = capsys.readouterr().out
+def test_a_policy_that_always_drafts_is_tested_as_it_is(pair: list[str], cli: Cli) -> None:
+    out = cli(*pair, *TEXTS, *FEW, "--policy", "fixed", code=3).out
     assert f"drafter draft-model ({pair[4]}), policy fixed;" in out and "drafting always" not in out
 
 
-def test_the_summary_names_no_distance_of_a_position_without_tokens(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, *TEXTS, *FEW]) == 3
-    out = capsys.readouterr().out
-    assert "too few" in out and "1.000 at draft position" not in out
-    assert re.search(r"^Weak evidence: too few tokens for a test of position \d and .*;", out, re.MULTILINE)
+def test_too_few_samples_are_inconclusive_and_say_where(pair: list[str], cli: Cli) -> None:
+    out = cli(*pair, *TEXTS, *FEW, code=3).out
+    weak = [line for line in out.splitlines() if line.startswith("Weak evidence: ")]
+    assert any("the tests detect a total variation distance of " in line for line in weak)
+    assert any(re.search(r": too few tokens for a test of position \d and .*;", line) for line in weak)
+    assert "1.000 at draft position" not in out, "no distance of a position without tokens"
+    assert out.splitlines()[-1] == "INCONCLUSIVE: no difference was found, but one could have been missed."
 
 
-def test_prompts_become_chats_on_request(
-    chat_pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_as_chats(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    model = ChatModel(Path(pair[2]), tmp_path / "chat")
     seen: list[Any] = []
     encode = LLM.encode
     monkeypatch.setattr(LLM, "encode", lambda self, prompts: seen.append(prompts) or encode(self, prompts))
-    assert main([*chat_pair, "Viktor", *FEW, "--chat", "--system", "Be brief.", "--json"]) == 3
-    about = document(capsys)["about"]
+    chat = ["verify --model", model.folder, *pair[3:], "Viktor", *FEW, "--chat", "--system", "Be brief."]
+    about = cli.document(*chat, code=3)["about"]
     assert (about["chat"], about["system_message"]) == (True, "Be brief.")
-    tokenizer = Tokenizer.from_folder(Path(chat_pair[2]))
-    assert tokenizer is not None
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Viktor"}]
-    assert seen[-1] == [tokenizer.encode_chat(messages)]
+    assert seen[-1] == [model.encode(system="Be brief.", user="Viktor")]
 
 
-def test_a_chat_without_a_template_is_refused(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*pair, "Viktor", *FEW, "--chat"]) == 2
-    assert "--chat needs a chat template, but the model has none" in capsys.readouterr().err
-    assert main([*pair, "Viktor", *FEW, "--system", "Be brief."]) == 2
-    assert "--system has no effect without --chat; add --chat, or leave it out" in capsys.readouterr().err
-
-
-def test_too_few_samples_are_inconclusive(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*pair, *TEXTS, *FEW]) == 3
-    printed = capsys.readouterr().out.splitlines()
-    assert any(
-        line.startswith("Weak evidence: the tests detect a total variation distance of ") for line in printed
-    )
-    assert printed[-1] == "INCONCLUSIVE: no difference was found, but one could have been missed."
-
-
-def test_the_self_test_finds_the_planted_defect(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*pair, *TEXTS, *QUICK, "--samples", "900", "--self-test"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1] == f"SELF-TEST: the planted defect ({RESIDUAL}) was found."
-    assert "FAILED" in printed.out and not without_progress(printed.err)
-
-
-def test_the_self_test_plants_the_defect_of_the_given_name(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, *TEXTS, *QUICK, "--samples", "900", "--self-test", "round-noise", "--json"]) == 1
-    found = document(capsys)
+@pytest.mark.heavy
+def test_the_self_test_finds_the_planted_defect(pair: list[str], cli: Cli) -> None:
+    out, err = cli(*pair, *TEXTS, *QUICK, "--samples", "900", "--self-test", code=1)
+    assert out.splitlines()[-1] == f"SELF-TEST: the planted defect ({RESIDUAL}) was found."
+    assert "FAILED" in out and not without_progress(err)
+    found = cli.document(*pair, *TEXTS, *FEW, "--self-test", "round-noise", code=1)
     assert (found["planted"], found["found_planted"]) == ("round-noise", True)
 
 
-@pytest.mark.slow
-def test_the_self_test_with_all_defects_plants_each(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, *TEXTS, *QUICK, "--samples", "1500", "--self-test", "all"]) == 1
-    printed = capsys.readouterr()
-    found = [line for line in printed.out.splitlines() if line.startswith("SELF-TEST: ")]
-    assert found == [
-        f"SELF-TEST: the planted defect ({name}: {defect.summary}) was found."
-        for name, defect in DEFECTS.items()
-    ]
-    assert without_progress(printed.err) == []
-
-
-def test_a_self_test_with_all_defects_is_inconclusive_if_one_is_not_found(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, *TEXTS, *FEW, "--self-test", "all", "--json"]) == 3
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
+@pytest.mark.heavy
+def test_a_self_test_with_all_defects_is_inconclusive_if_one_is_not_found(pair: list[str], cli: Cli) -> None:
+    out, err = cli(*pair, *TEXTS[:2], *FEW, "--self-test", "all", "--json", code=3)
+    found = document(out)
     assert found["verdict"] == "inconclusive"
     assert [test["planted"] for test in found["self_tests"]] == list(DEFECTS)
     missed = [test["planted"] for test in found["self_tests"] if not test["found_planted"]]
     assert "residual" in missed and "round-noise" not in missed
-    assert [line.split("(")[1].split(":")[0] for line in without_progress(printed.err)] == missed
+    assert [line.split("(")[1].split(":")[0] for line in without_progress(err)] == missed
 
 
-def test_all_defects_are_those_of_the_rule_under_test(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([*pair, *TEXTS, *FEW, "--acceptance", "coupled", "--self-test", "all", "--json"])
-    planted = [test["planted"] for test in document(capsys)["self_tests"]]
+def test_all_defects_are_those_of_the_rule(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main([*pair, *TEXTS[:2], *FEW, "--acceptance", "coupled", "--self-test", "all", "--json"])
+    planted = [test["planted"] for test in document(capsys.readouterr().out)["self_tests"]]
     assert planted == ["round-noise", "penalties"]
 
 
-def test_a_self_test_that_finds_nothing_reports_an_error(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, *TEXTS, *FEW, "--self-test"]) == 3  # too few samples
-    printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1].startswith(
-        f"SELF-TEST: the planted defect ({RESIDUAL}) was NOT found"
-    )
-    [line] = without_progress(printed.err)
-    assert line == f"foredraft: error: the planted defect ({RESIDUAL}) was NOT found"
-
-
-def test_a_drafter_that_drafts_nothing_is_weak_evidence(
-    pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Lookup, "propose", lambda self, requests: [[] for _ in requests])
-    assert main([*pair[:3], "--drafter", "lookup", *TEXTS, *QUICK]) == 3
-    assert "Weak evidence: nothing was drafted at temperature 0" in capsys.readouterr().out
+def test_a_self_test_that_finds_nothing_reports_an_error(pair: list[str], cli: Cli) -> None:
+    out, err = cli(*pair, *TEXTS, *FEW, "--self-test", code=3)  # too few samples
+    told = f"the planted defect ({RESIDUAL}) was NOT found"
+    assert out.splitlines()[-1].startswith(f"SELF-TEST: {told}")
+    assert without_progress(err) == [f"foredraft: error: {told}"]
 
 
 @pytest.mark.parametrize(
@@ -296,107 +210,75 @@ def test_a_drafter_that_drafts_nothing_is_weak_evidence(
         ("some.jsonl", '{"prompt": "def accept"}\n{"prompt": "Viktor", "other": 1}\n\n{"prompt": "x"}\n'),
     ],
 )
-def test_prompts_come_from_a_file(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
-) -> None:
+def test_prompts_of_a_file_are_its_lines(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-    pair = [*pair, "--policy", "fixed"]  # how much `auto` drafts is a matter of time
-    assert main([*pair, "--prompts", str(tmp_path / name), *FEW, "--json"]) == 3
-    from_file = document(capsys)
-    assert main([*pair, "def accept", "Viktor", "x", *FEW, "--json"]) == 3
-    assert from_file == document(capsys)
+    assert read_prompts((), str(tmp_path / name), None) == ["def accept", "Viktor", "x"]
 
 
-def test_prompts_come_from_stdin_or_the_demo(
-    pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.heavy
+def test_prompts_come_from_a_file_stdin_or_the_demo(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
+    (tmp_path / "some.txt").write_text("\n".join(TEXTS[:3]))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Viktor\n")))
-    assert main([*pair, "-", *FEW, "--json"]) == 3
-    assert document(capsys)["identities"][0]["prompts"] == 1
     monkeypatch.setattr(demo, "prompts", lambda: TEXTS[:2])
-    assert main([*pair, *FEW, "--json"]) == 3
-    assert document(capsys)["identities"][0]["prompts"] == 2
+    for given, count in (["--prompts", tmp_path / "some.txt"], 3), (["-"], 1), ([], 2):
+        assert cli.document(*pair, *given, *FEW, code=3)["identities"][0]["prompts"] == count, given
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "says"),
     [
-        (["--tokens", "0"], "--tokens is 0; give 1 or more"),
-        (["--samples", "0"], "--samples is 0; give 1 or more"),
-        (["--detect", "1"], "--detect is 1.0; give a total variation distance between 0 and 1"),
-        (["--seed", "-1"], "--seed is -1; give a whole number from 0"),
-        (["--drafter", "none"], "--draft has no effect with drafter none"),
+        ("--tokens 0", "--tokens is 0; give 1 or more"),
+        ("--samples 0", "--samples is 0; give 1 or more"),
+        ("--detect 1", "--detect is 1.0; give a total variation distance between 0 and 1"),
+        ("--seed -1", "--seed is -1; give a whole number from 0"),
+        ("--drafter none", "--draft has no effect with drafter none"),
+        ("--prompts /no/x", "'/no/x', which cannot be read (No such file or directory); give a text file"),
+        ("a --prompts b", "prompts are given as arguments and by --prompts; leave one out"),
+        ("--self-test --acceptance coupled", "residual breaks nothing under --acceptance coupled; leave one"),
         (
-            ["--prompts", "/no/such/file"],
-            "--prompts is '/no/such/file', which cannot be read (No such file or directory); give a text file",
-        ),
-        (["a", "--prompts", "b"], "prompts are given as arguments and by --prompts; leave one out"),
-        (
-            ["--self-test", "--acceptance", "coupled"],
-            "--self-test is 'residual', but corrections drawn from p, not from the residual breaks nothing under"
-            " --acceptance coupled; leave one out",
-        ),
-        (
-            ["--self-test", "bonus"],
+            "--self-test bonus",
             "--self-test is 'bonus', which is no defect to plant; give residual, position, coin, round-noise,"
             " penalties or all, and prompts before the option",
         ),
-        (["--max-length", "3"], "exceed the 3 positions"),
-        ([""], "the prompt is empty"),
-        (["--n", "3"], "Unknown option"),
+        ("--max-length 3", "exceed the 3 positions"),
+        ("''", "the prompt is empty"),
+        ("--n 3", "Unknown option"),
+        ("x --chat", "--chat needs a chat template, but the model has none"),
+        ("x --system y", "--system has no effect without --chat; add --chat, or leave it out"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_command_prints_one_line_and_exits_with_code_2(
-    pair: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main([*pair, *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    [line] = without_progress(printed.err)
-    assert line.startswith("foredraft: error: ") and message in line
+def test_a_wrong_command_is_refused(pair: list[str], line: str, says: str, cli: Cli) -> None:
+    assert says in cli.refused(f"verify {line}", *pair[1:])
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "says"),
     [
         (b"\n \n", "--prompts is '{file}', which has no prompts; give one per line"),
         (b'{"prompt": "x"}\n{"text": "x"}\n', 'line 2 of {file} has no "prompt"; give lines like'),
-        (b'{"prompt": 3}\n', 'line 1 of {file} has no "prompt"'),
-        (b"x\n", "line 1 of {file} is not JSON ("),
-        (b"[1]\n", 'line 1 of {file} has no "prompt"'),
         (b'{"prompt": "\xff"}', "which is not UTF-8 text (byte 12); convert it first"),
     ],
 )
-def test_wrong_files_of_prompts_are_refused(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
-) -> None:
+def test_wrong_files_of_prompts(pair: list[str], tmp_path: Path, content: bytes, says: str, cli: Cli) -> None:
     file = tmp_path / "some.jsonl"
     file.write_bytes(content)
-    assert main([*pair, "--prompts", str(file)]) == 2
-    assert message.format(file=file) in capsys.readouterr().err
+    assert says.format(file=file) in cli.refused(*pair, "--prompts", file)
 
 
-def test_a_missing_drafter_or_tokenizer_is_refused(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair[:3], "x", "--drafter", "none"]) == 2
-    assert "there is no drafter, so there is nothing to verify; give --draft or --drafter lookup" in (
-        capsys.readouterr().err
-    )
-    save_checkpoint(tmp_path / "mute")
-    assert main(["verify", "--model", str(tmp_path / "mute"), "--drafter", "lookup", "x"]) == 2
-    assert "no tokenizer.json" in capsys.readouterr().err
+def test_a_missing_drafter_or_tokenizer_is_refused(pair: list[str], models: Path, cli: Cli) -> None:
+    told = "there is no drafter, so there is nothing to verify; give --draft or --drafter lookup"
+    assert told in cli.refused(*pair[:3], "x", "--drafter", "none")
+    assert "no tokenizer.json" in cli.refused("verify x --drafter lookup --model", models / "mute")
 
 
-def test_the_cache_has_the_rows_and_positions_of_the_verification(
-    pair: list[str], loaded: list[LLM], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, "x", "Viktor", *FEW, "--json"]) == 3
+def test_the_cache_has_the_verifications_size(pair: list[str], loaded: list[LLM], cli: Cli) -> None:
+    about = cli.document(*pair, "x", "Viktor", *FEW, code=3)["about"]
     [llm] = loaded
     assert llm.tokenizer is not None
     assert llm.max_length == len(llm.tokenizer.encode("Viktor")) + 6
-    assert document(capsys)["about"]["max_batch"] == engine_of(llm).cache.rows == 8  # the CPU's limit
+    assert about["max_batch"] == engine_of(llm).cache.rows == 8  # the CPU's limit
 
 
 @pytest.mark.slow
@@ -411,24 +293,18 @@ def test_the_demo_models_pass_with_the_default_options(options: list[str], code:
         assert all(each["detectable_correction"] < 0.2 for each in found["power_by_position"])
 
 
+@pytest.mark.heavy
 def test_the_exit_code_is_the_verdict_after_the_reader_closed_the_pipe(pair: list[str]) -> None:
-    """The exit code of `foredraft verify | true` is that of `foredraft verify`."""
-    alone = foredraft(*pair, *FEW, *TEXTS)
-    assert alone.returncode == 3
-    closed = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{shlex.join([*COMMAND, *pair, *FEW, *TEXTS])} | true"],
-        env=environment(), capture_output=True, timeout=120,
-    )  # fmt: skip
+    command = f"{shlex.join([*COMMAND, *pair, *FEW, *TEXTS[:1]])} | true"
+    closed = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=environment(), capture_output=True)
     assert closed.returncode == 3, closed.stderr
 
 
-def test_a_single_prompt_shares_a_batch_with_a_copy_of_itself(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*pair, *FEW, "--max-batch", "1", "--json", "Viktor"]) == 3
-    assert any("room for one sequence only" in doubt for doubt in document(capsys)["doubts"])
-    assert main([*pair, *FEW, "--max-batch", "2", "--json", "Viktor"]) == 3
-    assert not any("room for one sequence only" in doubt for doubt in document(capsys)["doubts"])
+@pytest.mark.heavy
+def test_a_single_prompt_shares_a_batch_with_a_copy_of_itself(pair: list[str], cli: Cli) -> None:
+    for most in (1, 2):
+        doubts = cli.document(*pair, *FEW, "--max-batch", most, "Viktor", code=3)["doubts"]
+        assert any("room for one sequence only" in doubt for doubt in doubts) is (most == 1)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,11 @@ import sys
 import venv
 from pathlib import Path
 
-import pytest
-
-__all__ = ["installed", "node_program"]
-
 HERE = Path(__file__).parent
 ENVIRONMENTS = {"python": "requirements.txt", "aider": "aider.txt"}
 
 
 def install(folder: Path, *, agents: bool) -> None:
-    """Install the Python clients, and with `agents` those that are programs of their own."""
     for name in ENVIRONMENTS if agents else ("python",):
         venv.create(folder / name, with_pip=True)
         command = [folder / name / "bin" / "pip", "install", "--quiet", "-r", HERE / ENVIRONMENTS[name]]
@@ -34,6 +29,8 @@ def install(folder: Path, *, agents: bool) -> None:
 
 def installed(path: str) -> Path:
     """Return a file of the folder that CLIENTS names; skip the test without it."""
+    import pytest  # not there yet where the clients are installed first
+
     folder = os.environ.get("CLIENTS")
     found = None if folder is None else Path(folder).absolute() / path
     if found is None or not found.exists():
@@ -42,7 +39,6 @@ def installed(path: str) -> Path:
 
 
 def node_program(name: str) -> Path:
-    """Return a program that npm installed, as `installed`."""
     return installed(f"npm/node_modules/.bin/{name}")
 
 

@@ -1,8 +1,7 @@
 """Scripts: what a model of random weights says to a coding agent, one step for each of its requests.
 
-A step narrows the request on its way to the server: the model must call one tool with given arguments, or say one of
-one text. So the agent's own request is read, the grammar is compiled, and the reply is generated and streamed by the
-real server; only the choice is not the model's.
+A step narrows the request on its way to the server: the model must call one tool with given arguments, or say one text.
+All else, from the grammar to the stream, is the real server's.
 """
 
 from __future__ import annotations
@@ -13,41 +12,30 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Call", "Say", "Script", "Scripted"]
-
 GENERATING = ("/chat/completions", "/messages", "/responses")
 FEW = 16  # tokens of replies that the script does not know
 
 
 class Call(NamedTuple):
-    """The model calls a tool."""
-
     tool: str
     arguments: dict[str, Any]
 
 
 class Say(NamedTuple):
-    """The model says a text."""
-
     text: str
 
 
 @dataclass
 class Script:
-    """The steps of one conversation.
-
-    Attributes:
-        steps: Those to come. A request takes the next one, if it has the tool, or any tools where it is a text.
-        with_tools: Requests without tools are beside the conversation, such as those for a title.
-        seen: The path, the body as it was sent, and the status of each request that generates.
-    """
-
-    steps: list[Call | Say]
-    with_tools: bool = True
-    seen: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)
+    steps: list[
+        Call | Say
+    ]  # a request takes the next one, if it has the tool, or any tools where it is a text
+    with_tools: bool = True  # requests without tools are beside the conversation, such as those for a title
+    seen: list[tuple[str, dict[str, Any], int]] = field(
+        default_factory=list
+    )  # path, body as sent, and status
 
     def narrowed(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a request as the next step narrows it."""
         names = [_function(tool).get("name") for tool in body.get("tools") or ()]
         length = "max_output_tokens" if path.endswith("/responses") else "max_tokens"
         if not self.steps or (self.with_tools and not names):
@@ -64,13 +52,11 @@ class Script:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a tool that names it."""
     inner = tool.get("function")
     return inner if isinstance(inner, dict) else tool
 
 
 def _narrowed(tool: dict[str, Any], step: Call, path: str) -> dict[str, Any]:
-    """Return a tool that takes the arguments of the step alone, if it is the step's."""
     function = _function(tool)
     if function.get("name") != step.tool:
         return tool
@@ -92,8 +78,6 @@ def _choice(tool: str, path: str) -> dict[str, Any]:
 
 
 class Scripted:
-    """Middleware of the app that narrows the requests that generate."""
-
     def __init__(self, app: ASGIApp, script: Script) -> None:
         self.app, self.script = app, script
 

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from foredraft.kernels.compilation import KIND, library
+from foredraft.user_cache import cache_folder
+from tests.cli.conftest import short_measuring
 from tests.support.checkpoints import save_checkpoint, save_pair
 from tests.support.gguf_files import write_gguf
 from tests.support.loras import save_lora
+
+__all__ = ["short_measuring"]  # a fixture
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -17,18 +23,19 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the commands a cache of their own, which holds their plans, for instance."""
+    """Give the commands a cache of their own, which holds their plans, for instance, and the compiled kernels."""
+    folder = tmp_path_factory.mktemp("cache")
+    kept = cache_folder(KIND)
+    if library() is not None and kept is not None and kept.is_dir():  # else each process would compile them
+        shutil.copytree(kept, folder / KIND)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOREDRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FOREDRAFT_CACHE", str(folder))
         yield
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the ./big, ./small and ./other of the pages, and their prompts.
-
-    ./big has a chat template, a twin in ./big.gguf and a LoRA in ./lora; ./other has another tokenizer.
-    """
+    """Return a folder with the models and prompts of the pages: ./big has a twin in GGUF and a LoRA."""
     folder = save_pair(tmp_path_factory.mktemp("pages"))
     save_checkpoint(folder / "other", tokenizer=True, seed=3, eos_token_id=None, vocab_size=320)
     (folder / "big" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")

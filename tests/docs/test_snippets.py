@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+import runpy
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from foredraft.cli import main
 from tests.support.pages import EXECUTED, Page
-from tests.support.running import ROOT, script
+from tests.support.running import ROOT
 
 SETUP = (  # lines of the README
     "python3 -m venv .venv && . .venv/bin/activate",
@@ -53,16 +55,29 @@ def test_command_exits_as_its_comment_says(
     assert output.err if code == 2 else output.out
 
 
+@pytest.fixture
+def ran(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    def ran(file: Path, *words: str) -> str:
+        monkeypatch.chdir(models)
+        monkeypatch.setattr(sys, "argv", [str(file), *words])
+        runpy.run_path(str(file), run_name="__main__")
+        return capsys.readouterr().out
+
+    return ran
+
+
 @pytest.mark.parametrize("page", [page for page in EXECUTED if page.python], ids=lambda page: page.name)
-def test_python_blocks_of_a_page_run_as_one_program(page: Page, models: Path, tmp_path: Path) -> None:
+def test_python_blocks_of_a_page_are_one_program(page: Page, ran: Callable[..., str], tmp_path: Path) -> None:
     program = tmp_path / f"page_{page.path.stem}.py"
     program.write_text(page.python, encoding="utf-8")
-    assert script(program, cwd=models)
+    assert ran(program)
 
 
 @pytest.mark.parametrize("file", ["chat.py", "compare_drafters.py"])
-def test_examples_with_model_arguments_run_with_two_models(file: str, models: Path) -> None:
-    assert script(ROOT / "examples" / file, "big", "small", cwd=models)
+def test_examples_with_model_arguments_run_with_two_models(file: str, ran: Callable[..., str]) -> None:
+    assert ran(ROOT / "examples" / file, "big", "small")
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)

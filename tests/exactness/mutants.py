@@ -1,12 +1,11 @@
-"""Planted defects of acceptance, noise, sampling and the draft loop, each with a check that must fail under it.
+"""Planted defects of acceptance, block verification, noise, sampling and the draft loop.
 
-A table entry reads: name, seam, spoiler, check. A spoiler takes the sound function and returns the defective one.
-"""
+Here and in the other modules an entry of a check reads: name, injection point, mutation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,393 +19,277 @@ from foredraft.decode.drafting import _Steps
 from foredraft.decode.noise import COUPLED, DRAFT, RESIDUAL, DrawKeys, NoiseKeys
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sampling import SamplingTable, distribution_of
-from foredraft.decode.vocab_ops import TorchVocabOps, leading
-from foredraft.decode.vocab_sums import running, total
+from foredraft.decode.vocab_ops import TorchVocabOps, leading, running, total
 from tests.exactness import round_checks as checks
+from tests.exactness import test_block as block
 from tests.exactness import test_chi_square as chi_square
+from tests.exactness import test_coupled as coupled
 from tests.exactness import test_identity as identity
-from tests.support.planting import Mutant, Spoiler, defect
-from tests.support.spoilers import (
-    added,
-    drawn_from_power_of_q,
-    kept_after_a_rejection,
-    matches_what_differs,
-    padding_kept,
-    residual_with_epsilon,
-    ties_at_top_k_dropped,
-)
+from tests.support import mutations
+from tests.support.mutation import Edit, caught_by
+from tests.support.mutations import Function, added, argument, around, before, changed, during, instead
 from tests.unit import test_decode_accept as accept_unit
 from tests.unit import test_decode_noise as noise_unit
+from tests.unit import test_decode_sampling as sampling_unit
 
-Function = Callable[..., Any]
-
-
-# --- acceptance -----------------------------------------------------------------------------------------
+no_residual = instead(lambda p, q, where: p)
 
 
-def rejected_often() -> None:
-    chi_square.test_two_tokens_of_an_often_rejected_drafter(0)
+@instead
+def zero_residual_divided_by_epsilon(ops: TorchVocabOps, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
+    if q.dtype == torch.int64:
+        q = torch.nn.functional.one_hot(q, p.shape[-1])
+    left = (p - q).clamp_min(0.0)
+    return torch.where(where[..., None], left / (left.sum(-1, keepdim=True) + 1e-10), p)
 
 
-def no_residual(minus: Function) -> Function:
-    return lambda p, q, where: p
-
-
-def residual_of_accepted_rows(minus: Function) -> Function:
-    return lambda p, q, where: minus(p, q, torch.ones_like(where))
-
-
-def zero_residual_divided_by_epsilon(residual: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
-        if q.dtype == torch.int64:
-            q = torch.nn.functional.one_hot(q, p.shape[-1])
-        left = (p - q).clamp_min(0.0)
-        return torch.where(where[..., None], left / (left.sum(-1, keepdim=True) + 1e-10), p)
-
-    return spoilt
-
-
-def rejected_in_the_padding() -> tuple[tuple[Any, Spoiler], ...]:
+def rejected_in_the_padding() -> tuple[Edit, ...]:
     """A row whose draft is accepted whole, but shorter than the batch's longest, counts as rejected."""
     seen: dict[str, Any] = {}
 
-    def remember(sound: Function) -> Function:
-        def spoilt(keep: Tensor, lengths: Tensor) -> Tensor:
-            accepted = sound(keep, lengths)
-            seen["rejected"] = accepted < keep.shape[1]
-            return accepted
+    @around
+    def remember(sound: Function, keep: Tensor, lengths: Tensor) -> Tensor:
+        accepted: Tensor = sound(keep, lengths)
+        seen["rejected"] = accepted < keep.shape[1]
+        return accepted
 
-        return spoilt
-
-    def spoil_minus(minus: Function) -> Function:
-        return lambda p, q, where: minus(p, q, seen["rejected"])
-
-    return (leading, remember), (Distribution.minus, spoil_minus)
+    return (
+        (leading, remember),
+        (Distribution.minus, lambda minus: lambda p, q, where: minus(p, q, seen["rejected"])),
+    )
 
 
-def bonus_from_raw_logits(of: Function) -> Function:
-    def spoilt(cls: type, table: Any, p: Distribution, logits: Tensor, *rest: Any) -> Any:
-        if p.probs is not None and p.probs.shape[1] > 1:
-            p.probs[:, -1] = logits[:, -1].softmax(-1)
-        return of(cls, table, p, logits, *rest)
-
-    return spoilt
+def bonus_from_raw_logits(cls: type, table: Any, p: Distribution, logits: Tensor, *rest: Any) -> None:
+    if p.probs is not None and p.probs.shape[1] > 1:
+        p.probs[:, -1] = logits[:, -1].softmax(-1)
 
 
-ACCEPTANCE = [
-    defect("residual missing", Distribution.minus, no_residual, checks.distribution_of_sampled_drafts),
-    defect("residual missing, sampled", Distribution.minus, no_residual, checks.samples_of_draft_model),
-    defect(
-        "epsilon in the residual",
-        TorchVocabOps.residual,
-        residual_with_epsilon(1e-10),
-        checks.distribution_of_truncated_drafts,
-    ),
-    defect(
-        "epsilon in the residual, by hand",
-        TorchVocabOps.residual,
-        residual_with_epsilon(1e-10),
-        accept_unit.test_the_residual_holds_no_token_that_p_does_not,
-    ),
-    defect(
-        "zero residual divided by epsilon",
-        TorchVocabOps.residual,
-        zero_residual_divided_by_epsilon,
-        accept_unit.test_a_residual_that_rounds_to_zero_falls_back_to_p,
-    ),
-    defect(
-        "u q <= p where p is 0",
-        accept._keeps,
-        lambda _: lambda u, q, p: u * q <= p,
-        accept_unit.test_an_impossible_token_is_rejected_whatever_the_coin,
-    ),
-    defect(
-        "bonus token from untransformed p",
-        SurpriseLimit.of,
-        bonus_from_raw_logits,
-        checks.distribution_of_truncated_drafts,
-    ),
-    defect(
-        "bonus token from the residual too",
-        Distribution.minus,
-        residual_of_accepted_rows,
-        checks.distribution_of_sampled_drafts,
-    ),
-    Mutant(
-        "a row of a shorter draft, or of none, treated as rejected",
-        rejected_in_the_padding(),
-        checks.distribution_of_ragged_drafts,
-        IndexError,  # the residual of a token that was never drafted
-    ),
-    defect("padding accepted", leading, padding_kept, checks.distribution_of_ragged_drafts),
-    defect("padding accepted, by hand", leading, padding_kept, accept_unit.test_padding_is_never_accepted),
-    defect(
-        "tokens after a rejection accepted",
-        leading,
-        kept_after_a_rejection,
-        checks.distribution_of_sampled_drafts,
-    ),
-    defect(
-        "coupled keeps what differs from the target's token",
-        TorchVocabOps.match_prefix,
-        matches_what_differs,
-        checks.seeded_text,
-    ),
-]
+ACCEPTANCE = {
+    checks.sampled_drafts: [
+        ("residual missing", Distribution.minus, no_residual),
+        ("bonus token from the residual too", Distribution.minus, argument(2, torch.ones_like)),
+        ("tokens after a rejection accepted", leading, mutations.kept_after_a_rejection),
+    ],
+    checks.samples_of_draft_model: [("residual missing, sampled", Distribution.minus, no_residual)],
+    checks.truncated_drafts: [
+        ("epsilon in the residual", TorchVocabOps.residual, mutations.residual_with_epsilon(1e-10)),
+        ("bonus token from untransformed p", SurpriseLimit.of, before(bonus_from_raw_logits)),
+    ],
+    accept_unit.test_the_residual_holds_no_token_that_p_does_not: [
+        ("epsilon in the residual, by hand", TorchVocabOps.residual, mutations.residual_with_epsilon(1e-10))
+    ],
+    accept_unit.test_a_residual_that_rounds_to_zero_falls_back_to_p: [
+        ("zero residual divided by epsilon", TorchVocabOps.residual, zero_residual_divided_by_epsilon)
+    ],
+    accept_unit.test_an_impossible_token_is_rejected_whatever_the_coin: [
+        ("u q <= p where p is 0", accept._keeps, lambda _: lambda u, q, p: u * q <= p)
+    ],
+    checks.ragged_drafts: [
+        (
+            "a row of a shorter draft, or of none, treated as rejected",
+            rejected_in_the_padding(),
+            IndexError,  # the residual of a token that was never drafted
+        ),
+        ("padding accepted", leading, mutations.padding_kept),
+    ],
+    accept_unit.test_padding_is_never_accepted: [("padding, by hand", leading, mutations.padding_kept)],
+    checks.seeded_text: [("what differs is kept", TorchVocabOps.match_prefix, mutations.matches_differing)],
+}
 
 
-# --- the draft loop -------------------------------------------------------------------------------------
+@instead
+def capped_at_the_end(q: Tensor, p: Tensor) -> Tensor:
+    ratio = torch.where(q > 0, p.double() / q, 0.0)
+    return torch.nn.functional.pad(ratio.cumprod(1).clamp_max(1.0), (1, 0), value=1.0)
 
 
-def q_before_the_transforms() -> tuple[tuple[Any, Spoiler], ...]:
+capped_token_by_token = around(lambda survival, q, p: survival(q, torch.minimum(p, q)))
+# h = k before the end of the draft, too
+survival_before_the_end = instead(lambda survival, p, draft: survival[:, 1 : draft.tokens.shape[1]])
+
+
+@around
+def q_of_the_position_before(missing: Function, survival: Tensor, p: Distribution, draft: Draft) -> Any:
+    probs = None if draft.q.probs is None else draft.q.probs.roll(1, 1)
+    ids = None if draft.q.ids is None else draft.q.ids.roll(1, 1)
+    q = Distribution(probs, ids, draft.q.one_hot)
+    return missing(survival, p, Draft(draft.tokens, draft.lengths, q))
+
+
+padding_counts = around(
+    lambda longest, kept, lengths: longest(kept, torch.full_like(lengths, kept.shape[1])).minimum(lengths)
+)
+
+BLOCK = {
+    checks.block_drafts: [
+        ("survival capped at the end", accept._survival, capped_at_the_end),
+        ("kept by k before the end", accept._missing, survival_before_the_end),
+        ("q of the position before", accept._missing, q_of_the_position_before),
+        ("p without its weight", accept._missing, argument(0, torch.ones_like)),
+        ("residual of p, not of k p", Distribution.scaled, lambda _: lambda p, weight: p),
+        ("residual missing in a block", Distribution.minus, no_residual),
+        ("coin and next token share noise", accept.block, during(accept, "BLOCK_NEXT", noise.BLOCK)),
+    ],
+    partial(block.test_it_keeps_what_the_paper_says, 3): [
+        ("survival capped token by token", accept._survival, capped_token_by_token),
+        ("the shortest beginning kept", accept._longest, lambda _: leading),
+    ],
+    checks.ragged_block_drafts: [("coins of padding", accept._longest, padding_counts)],
+    block.test_rows_of_every_rule_share_a_batch: [
+        ("coins of another rule", accept.block, during(accept, "BLOCK", noise.ACCEPT))
+    ],
+    block.test_each_row_has_its_own_rule: [
+        ("rows of other rules judged as a whole", accept._either, argument(0, torch.ones_like))
+    ],
+}
+
+
+drafts_of_the_target = partial(coupled.test_drafts_of_the_target_itself_are_never_rejected, "draft-model")
+
+
+def q_before_the_transforms() -> tuple[Edit, ...]:
     seen: dict[str, Tensor] = {}
-
-    def remember(sound: Function) -> Function:
-        def spoilt(logits: Tensor, *args: Any, **more: Any) -> Any:
-            seen["logits"] = logits
-            return sound(logits, *args, **more)
-
-        return spoilt
-
     raw = added(q=lambda token, q, drawable, finite: Distribution(seen["logits"].softmax(-1)))
-    return (distribution_of, remember), (_Steps.add, raw)
+    return (distribution_of, before(lambda logits, *rest: seen.update(logits=logits))), (_Steps.add, raw)
 
 
-def of_the_next_column(column: Function) -> Function:
-    return lambda keys, index: column(keys, index + 1)
+def cut_at_improbable_tokens(draft: Draft) -> Draft:
+    reached = torch.arange(draft.tokens.shape[1]) < draft.lengths[:, None]
+    kept = reached & (draft.q.at(draft.tokens) > 0.4)
+    return replace(draft, lengths=kept.cumprod(1).sum(1))
 
 
-def cut_at_improbable_tokens(draft: Function) -> Function:
-    def spoilt(*args: Any, **options: Any) -> Draft:
-        sound: Draft = draft(*args, **options)
-        reached = torch.arange(sound.tokens.shape[1]) < sound.lengths[:, None]
-        kept = reached & (sound.q.at(sound.tokens) > 0.4)
-        return replace(sound, lengths=kept.cumprod(1).sum(1))
-
-    return spoilt
+lengths_of_the_first = around(
+    lambda combine, cls, parts, inputs: replace(combine(cls, parts, inputs), lengths=parts[0][1].lengths)
+)
 
 
-def lengths_of_the_first(combine: Function) -> Function:
-    return lambda cls, parts, inputs: replace(combine(cls, parts, inputs), lengths=parts[0][1].lengths)
+@around
+def q_of_the_last(combine: Function, cls: type, parts: Any, tokens: Tensor, vocabulary: int) -> Distribution:
+    sound: Distribution = combine(cls, parts, tokens, vocabulary)
+    for _, q in parts:
+        if sound.probs is not None and q.probs is not None:
+            sound.probs[:, : q.columns] = q.probs
+    return sound
 
 
-def q_of_the_last(combine: Function) -> Function:
-    def spoilt(cls: type, parts: Any, tokens: Tensor, vocabulary: int) -> Distribution:
-        sound: Distribution = combine(cls, parts, tokens, vocabulary)
-        for _, q in parts:
-            if sound.probs is not None and q.probs is not None:
-                sound.probs[:, : q.columns] = q.probs
-        return sound
+DRAFT_LOOP = {
+    checks.truncated_drafts: [("q before the transforms", q_before_the_transforms())],
+    checks.sampled_drafts: [
+        ("the token is not drawn from q", step_draws._token, mutations.drawn_from_power_of_q(2)),
+        (
+            "a drawn token of low confidence dropped",
+            _Steps.add,
+            added(drawable=lambda token, q, drawable, finite: drawable & (q.at(token) > 0.4)),
+        ),
+    ],
+    checks.confident_drafts: [
+        ("a threshold that drops the token it stops at", _Steps.draft, changed(cut_at_improbable_tokens))
+    ],
+    drafts_of_the_target: [("draft keys off by one", DrawKeys.column, argument(1, lambda index: index + 1))],
+    identity.test_a_drafter_with_nonfinite_logits_is_reset_once_and_then_dropped: [
+        ("the drafter's non-finite logits go unnoticed", _Steps.add, argument(4, torch.ones_like))
+    ],
+    identity.test_a_drafter_without_an_allowed_token_is_not_dropped: [
+        (
+            "a drafter that a mask leaves nothing to draw counts as broken",
+            _Steps.add,
+            added(finite=lambda token, q, drawable, finite: drawable),
+        )
+    ],
+    checks.mixed_drafters: [
+        ("several drafters, each with the lengths of the first", Draft.combine, lengths_of_the_first)
+    ],
+    checks.drafts_of_mixed_drafters: [
+        ("several drafters, each with the q of the last", Distribution.combine, q_of_the_last)
+    ],
+    checks.drafts_under_a_mask: [
+        ("p not masked along the draft", RoundInputs.masks, changed(lambda masks: (None, *masks[1:])))
+    ],
+    checks.drafts_under_constraints: [
+        ("the constraint left where the draft led it", Walks.undo, lambda _: lambda walks: None)
+    ],
+}
 
-    return spoilt
+residual_by_draft_noise = argument(1, lambda purpose: DRAFT if purpose == RESIDUAL else purpose)
+drafts_by_coupled_noise = argument(1, lambda purpose: COUPLED if purpose == DRAFT else purpose)
+same_noise_in_all_samples = argument(1, lambda sample: 0)
+without_the_round = argument(2, lambda rounds: None)
 
+coupled_keys_with_the_round = instead(
+    lambda own, purpose: own.vocab_ops.hash_keys(own.base, own.round, own.position, own.attempt, purpose)
+)
+own_noise_in_mixed_batches = around(
+    lambda drafting_bits, keys: drafting_bits(keys) if all(keys.coupled) else keys._hash(DRAFT)
+)
 
-DRAFT_LOOP = [
-    Mutant("q before the transforms", q_before_the_transforms(), checks.distribution_of_truncated_drafts),
-    defect(
-        "the token is not drawn from q", step_draws._token, drawn_from_power_of_q(2), checks.distribution_of_sampled_drafts
-    ),
-    defect(
-        "a drawn token of low confidence dropped",
-        _Steps.add,
-        added(drawable=lambda token, q, drawable, finite: drawable & (q.at(token) > 0.4)),
-        checks.distribution_of_sampled_drafts,
-    ),
-    defect(
-        "a threshold that drops the token it stops at",
-        _Steps.draft,
-        cut_at_improbable_tokens,
-        checks.distribution_of_confident_drafts,
-    ),
-    defect("draft keys off by one", DrawKeys.column, of_the_next_column, checks.shared_noise),
-    defect(
-        "the drafter's non-finite logits go unnoticed",
-        _Steps.add,
-        added(finite=lambda token, q, drawable, finite: torch.ones_like(finite)),
-        checks.broken_drafter,
-    ),
-    defect(
-        "a drafter that a mask leaves nothing to draw counts as broken",
-        _Steps.add,
-        added(finite=lambda token, q, drawable, finite: drawable),
-        identity.test_a_drafter_without_an_allowed_token_is_not_dropped,
-    ),
-    defect(
-        "drafts of several drafters, each with the lengths of the first",
-        Draft.combine,
-        lengths_of_the_first,
-        checks.mixed_drafters,
-    ),
-    defect(
-        "drafts of several drafters, each with the q of the last",
-        Distribution.combine,
-        q_of_the_last,
-        checks.distribution_of_mixed_drafters,
-    ),
-    defect(
-        "p not masked along the draft", RoundInputs.masks,
-        lambda sound: lambda inputs, drafted: (None, *sound(inputs, drafted)[1:]),
-        checks.distribution_under_a_mask,
-    ),
-    defect(
-        "the constraint left where the draft led it", Walks.undo, lambda _: lambda walks: None,
-        checks.distribution_under_constraints,
-    ),
-]  # fmt: skip
-
-
-# --- noise ----------------------------------------------------------------------------------------------
-
-
-def residual_by_draft_noise(bits: Function) -> Function:
-    return lambda keys, purpose: bits(keys, DRAFT if purpose == RESIDUAL else purpose)
-
-
-def same_noise_in_all_samples(seed_key: Function) -> Function:
-    return lambda seed, sample: seed_key(seed, 0)
-
-
-def keys_without_the_round(hash_keys: Function) -> Function:
-    return lambda ops, base, rounds, position, attempt, purpose: hash_keys(
-        ops, base, None, position, attempt, purpose
-    )
-
-
-def keys_without_the_attempt(hash_keys: Function) -> Function:
-    return lambda ops, base, rounds, position, attempt, purpose: hash_keys(
-        ops, base, rounds, position, None, purpose
-    )
+NOISE = {
+    checks.sampled_drafts: [
+        ("draft and residual share their noise", NoiseKeys.bits, residual_by_draft_noise),
+        ("the round left out of the key", TorchVocabOps.hash_keys, without_the_round),
+        ("coupled noise for rows that are not coupled", NoiseKeys._hash, drafts_by_coupled_noise),
+    ],
+    partial(chi_square.test_two_tokens_of_an_often_rejected_drafter, 0): [
+        ("draft and residual share their noise, sampled", NoiseKeys.bits, residual_by_draft_noise)
+    ],
+    checks.samples_of_draft_model: [("samples share their noise", noise.seed_key, same_noise_in_all_samples)],
+    coupled.test_choices_each_have_their_own_text: [
+        ("samples share their noise, with a seed", noise.seed_key, same_noise_in_all_samples)
+    ],
+    chi_square.test_a_policy_that_looks_at_rejected_tokens_keeps_the_distribution: [
+        ("the round left out of the key, sampled", TorchVocabOps.hash_keys, without_the_round)
+    ],
+    partial(chi_square.test_a_ban_that_rolls_back_keeps_the_distribution, "coupled"): [
+        ("the attempt left out of the key", TorchVocabOps.hash_keys, argument(4, lambda attempt: None))
+    ],
+    checks.seeded_text: [("the round in the coupled key", NoiseKeys._hash, coupled_keys_with_the_round)],
+    noise_unit.test_each_row_drafts_by_its_own_noise_or_by_what_it_shares: [
+        (
+            "coupled noise for rows that are not coupled, beside some that are",
+            NoiseKeys._drafting,
+            lambda _: lambda keys: keys.bits(COUPLED),
+        )
+    ],
+    drafts_of_the_target: [
+        ("own noise of coupled rows", NoiseKeys._drafting, lambda _: lambda keys: keys._hash(DRAFT)),
+        ("own noise of coupled rows, beside others", NoiseKeys._drafting, own_noise_in_mixed_batches),
+    ],
+}
 
 
-def coupled_keys_with_the_round(_: Function) -> Function:
-    return lambda keys, purpose: keys.vocab_ops.hash_keys(
-        keys.base, keys.round, keys.position, keys.attempt, purpose
-    )
+@instead
+def nucleus_without_clamp(probs: Tensor, mass: Tensor) -> Tensor:
+    ordered = probs.sort(-1, descending=True).values
+    last = (running(ordered) - ordered < mass[..., None]).sum(-1, keepdim=True) - 1
+    return ordered.gather(-1, last)[..., 0]
 
 
-def drafts_by_coupled_noise(hashed: Function) -> Function:
-    return lambda keys, purpose: hashed(keys, COUPLED if purpose == DRAFT else purpose)
+def one_temperature(table: SamplingTable) -> SamplingTable:
+    return replace(table, temperature=table.temperature[:1].repeat(len(table.temperature)))
 
 
-def own_noise_in_mixed_batches(drafting_bits: Function) -> Function:
-    return lambda keys: drafting_bits(keys) if all(keys.coupled) else keys._hash(DRAFT)
+@around
+def renormalised_without_a_cut(probs: Function, ops: TorchVocabOps, x: Tensor, by: Any) -> Any:
+    distribution, finite = probs(ops, x, by)
+    return (distribution if by.cut is None else distribution / total(distribution)), finite
 
 
-NOISE = [
-    defect(
-        "draft and residual share their noise",
-        NoiseKeys.bits,
-        residual_by_draft_noise,
-        checks.distribution_of_sampled_drafts,
-    ),
-    defect(
-        "draft and residual share their noise, sampled",
-        NoiseKeys.bits,
-        residual_by_draft_noise,
-        rejected_often,
-    ),
-    defect(
-        "samples share their noise", noise.seed_key, same_noise_in_all_samples, checks.samples_of_draft_model
-    ),
-    defect(
-        "samples share their noise, with a seed",
-        noise.seed_key,
-        same_noise_in_all_samples,
-        checks.independent_siblings,
-    ),
-    defect(
-        "the round left out of the key",
-        TorchVocabOps.hash_keys,
-        keys_without_the_round,
-        checks.distribution_of_sampled_drafts,
-    ),
-    defect(
-        "the round left out of the key, sampled",
-        TorchVocabOps.hash_keys,
-        keys_without_the_round,
-        chi_square.test_a_policy_that_looks_at_rejected_tokens_keeps_the_distribution,
-    ),
-    defect(
-        "the attempt left out of the key",
-        TorchVocabOps.hash_keys,
-        keys_without_the_attempt,
-        checks.samples_under_a_ban,
-    ),
-    defect("the round in the coupled key", NoiseKeys._hash, coupled_keys_with_the_round, checks.seeded_text),
-    defect(
-        "coupled noise for rows that are not coupled",
-        NoiseKeys._hash,
-        drafts_by_coupled_noise,
-        checks.distribution_of_sampled_drafts,
-    ),
-    defect(
-        "coupled noise for rows that are not coupled, beside some that are",
-        NoiseKeys._drafting,
-        lambda _: lambda keys: keys.bits(COUPLED),
-        noise_unit.test_each_row_drafts_by_its_own_noise_or_by_what_it_shares,
-    ),
-    defect(
-        "noise of their own for coupled rows",
-        NoiseKeys._drafting,
-        lambda _: lambda keys: keys._hash(DRAFT),
-        checks.shared_noise,
-    ),
-    defect(
-        "noise of their own for coupled rows, beside some that are not",
-        NoiseKeys._drafting,
-        own_noise_in_mixed_batches,
-        checks.shared_noise_beside_others,
-    ),
-]
+SAMPLING = {
+    partial(sampling_unit.test_a_broken_row_harms_no_other, {"top_p": 0.9}, float("nan")): [
+        (
+            "NaN under top-p",
+            vocab_ops.least_in_nucleus,
+            nucleus_without_clamp,
+            RuntimeError,
+        )  # a gather out of bounds breaks the batch
+    ],
+    checks.mixed_rows: [("one row's temperature for all", SamplingTable.of, changed(one_temperature))],
+    sampling_unit.test_mixed_rows_are_each_their_own: [
+        ("one row's cut in another's last bit", TorchVocabOps.probs, renormalised_without_a_cut)
+    ],
+    sampling_unit.test_ties_at_a_cut_are_kept: [
+        ("ties at a top-k cut dropped", TorchVocabOps.probs, mutations.top_k_ties_dropped)
+    ],
+}
 
-
-# --- sampling -------------------------------------------------------------------------------------------
-
-
-def nucleus_without_clamp(_: Function) -> Function:
-    def spoilt(probs: Tensor, mass: Tensor) -> Tensor:
-        ordered = probs.sort(-1, descending=True).values
-        last = (running(ordered) - ordered < mass[..., None]).sum(-1, keepdim=True) - 1
-        return ordered.gather(-1, last)[..., 0]
-
-    return spoilt
-
-
-def one_temperature(of: Function) -> Function:
-    def spoilt(*args: Any, **more: Any) -> SamplingTable:
-        table: SamplingTable = of(*args, **more)
-        return replace(table, temperature=table.temperature[:1].repeat(len(table.temperature)))
-
-    return spoilt
-
-
-def renormalised_without_a_cut(probs: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, x: Tensor, by: Any) -> Any:
-        distribution, finite = probs(ops, x, by)
-        return (distribution if by.cut is None else distribution / total(distribution)), finite
-
-    return spoilt
-
-
-SAMPLING = [
-    defect(
-        "NaN under top-p",
-        vocab_ops.least_in_nucleus,
-        nucleus_without_clamp,
-        checks.distribution_beside_broken_rows,
-        RuntimeError,  # a gather out of bounds breaks the whole batch
-    ),
-    defect("one row's temperature for all", SamplingTable.of, one_temperature, checks.distribution_of_mixed_rows),
-    defect(
-        "one row's cut in another's last bit",
-        TorchVocabOps.probs,
-        renormalised_without_a_cut,
-        checks.bits_of_a_row,
-    ),
-    defect(
-        "ties at a top-k cut dropped", TorchVocabOps.probs, ties_at_top_k_dropped, checks.ties_at_a_cut
-    ),
-]  # fmt: skip
-
-MUTANTS = [*ACCEPTANCE, *DRAFT_LOOP, *NOISE, *SAMPLING]
-CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS))
+MUTANTS = caught_by(ACCEPTANCE, BLOCK, DRAFT_LOOP, NOISE, SAMPLING)

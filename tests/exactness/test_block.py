@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.decode.accept import accept, coupled, speculative
-from foredraft.decode.block_verification import block
+from foredraft.decode.accept import accept, block, coupled, speculative
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.policy import Fixed
 from foredraft.decode.round_draft import Draft
-from tests.exactness import test_chi_square as chi_square
 from tests.exactness.test_enumeration import POLICIES, WORLDS, case, compare, enumerate_and_compare
 from tests.support.forking import Case, outputs_of
 from tests.support.harness import make_engine, request, run
@@ -27,12 +25,13 @@ TRANSFORMS = ("as it is", "cold top-k", "hot top-p", "repetition", "late end", "
 
 
 def block_case(transform: str, drafter: str | None, constraint: str = "free", **more: Any) -> Case:
-    """Return a request whose drafts are judged as a whole."""
     made = case(transform, drafter, constraint, **more)
     return replace(made, name=f"{made.name}, block", params=made.params.replace(acceptance="block"))
 
 
-@pytest.mark.parametrize("policy", ["fixed-3", "stop-unsure", "fickle", "confidence", "fallback", "random"])
+@pytest.mark.parametrize(
+    "policy", ["fixed-3", "stop-unsure", "fickle", "confidence", "siblings", "fallback", "random"]
+)
 def test_every_kind_of_draft_under_policies_of_every_kind(policy: str) -> None:
     drafters = ("draft-model", "script", "lookup", None)
     found = enumerate_and_compare([block_case("as it is", d, new=4) for d in drafters], POLICIES[policy])
@@ -46,17 +45,14 @@ def test_transforms_along_drafts_of_three(world: str) -> None:
 
 
 def test_greedy_drafts_and_constraints() -> None:
-    cases = [
-        block_case("as it is", d, c) for d in ("draft-model", "script") for c in ("no repeat", "late ban")
-    ]
+    under = ("no repeat", "late ban")
+    cases = [block_case("as it is", d, c) for d in ("draft-model", "script") for c in under]
     enumerate_and_compare(cases, POLICIES["fixed-2"])
-    enumerate_and_compare(
-        [block_case("top-k", "draft-model", new=4)], POLICIES["fixed-3"], greedy_drafts=True
-    )
+    alone = [block_case("top-k", "draft-model", new=4)]
+    enumerate_and_compare(alone, POLICIES["fixed-3"], greedy_drafts=True)
 
 
 def test_rows_of_every_rule_share_a_batch() -> None:
-    """Other rules beside it take none of its noise, and it none of theirs."""
     cases = [
         one
         for transform, drafter in itertools.product(("as it is", "greedy"), ("draft-model", "script", None))
@@ -113,25 +109,12 @@ def test_it_keeps_what_the_paper_says(length: int) -> None:
         assert float(accepted.mean()) == pytest.approx(expected[name], abs=4 * error), name
 
 
-def test_the_joint_distribution_of_four_tokens() -> None:
-    """Beside a row of another rule, by the shipped noise."""
-    named: list[tuple[str, dict[str, Any]]] = [
-        ("draft-model", {}), ("tapping", {"temperature": 0.8}), ("draft-model", {"top_k": 2}), ("lookup", {})
-    ]  # fmt: skip
-    rows: list[tuple[str | None, dict[str, Any]]] = [(d, {**o, "acceptance": "block"}) for d, o in named]
-    rows.append(("draft-model", {}))
-    for found, (drafter, options) in zip(chi_square.sample(400, Fixed(3), rows), rows, strict=True):
-        chi_square.assert_distributed(found, chi_square.distribution(options), f"{drafter} {options}")
-
-
 def test_a_seed_repeats_the_text_and_another_rule_does_not_share_its_noise() -> None:
     target, draft = Table(8, 1), Table(8, 2)
 
     def texts(rule: str) -> list[list[int]]:
-        rows = [
-            request((1, at % 8), "draft-model", seed=at, acceptance=rule, max_new_tokens=24)
-            for at in range(6)
-        ]
+        more: Any = {"acceptance": rule, "max_new_tokens": 24}
+        rows = [request((1, at % 8), "draft-model", seed=at, **more) for at in range(6)]
         return run(make_engine(target, draft, Fixed(3), rows=6), rows)
 
     assert texts("block") == texts("block")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,13 @@ from foredraft.decode.vocab_ops import leading
 from foredraft.drafters.low_bit import LowBit, low_bit_copy
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native import NativeCodes
-from tests.exactness.test_bits import PROMPTS
-from tests.exactness.test_enumeration import case, compare, compare_jointly
+from tests.exactness.test_bits import PROMPTS, accepted_of, assert_same, plain_ids
+from tests.exactness.test_enumeration import case, check_joint_law, check_law
 from tests.support import coded
-from tests.support.forking import joint_outputs_of, outputs_of
 from tests.support.loaded import engine_of
+from tests.support.mutation import Mutation, assert_caught, defect
+from tests.support.mutations import argument, holding, padding_kept
 from tests.support.parts import RandomBudgets
-from tests.support.planting import Spoiler, assert_caught, defect, replaced
-from tests.support.spoilers import padding_kept
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 DRAFTERS = ("none", "lookup", "draft-model", "layer-skip", "kangaroo", "low-bit")
@@ -41,20 +41,10 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     drafter: Any = engine_of(found).drafters["low-bit"]
     _, weights, copy = request.param
     products = drafter.draft_pass.runner.decoder.products
-    bits = {product.coding.bits if isinstance(product, NativeCodes) else None for product in products}
+    bits = {product.code_format.bits if isinstance(product, NativeCodes) else None for product in products}
     assert bits == {int((copy or weights).removeprefix("int"))}
     engine_of(found).policy = Fixed(4)
     return found
-
-
-def plain_ids(llm: LLM) -> list[list[int]]:
-    """Each prompt alone, one token a pass."""
-    return [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def plain(llm: LLM) -> list[list[int]]:
-    return plain_ids(llm)
 
 
 def check_greedy_ids(llm: LLM, plain: list[list[int]], drafter: str) -> list[Any]:
@@ -62,8 +52,7 @@ def check_greedy_ids(llm: LLM, plain: list[list[int]], drafter: str) -> list[Any
     outputs = llm.generate(PROMPTS, replace(GREEDY, drafter=drafter))
     assert [output.token_ids for output in outputs] == plain
     for index in (1, 4):
-        [alone] = llm.generate([PROMPTS[index]], replace(GREEDY, drafter=drafter))
-        assert alone.token_ids == plain[index]
+        assert_same(llm, [drafter], [plain[index]], [PROMPTS[index]], GREEDY)
     return outputs
 
 
@@ -78,42 +67,29 @@ def test_greedy_ids_with_a_draft_model_of_another_tokenizer(
 ) -> None:
     llm = coded.load_foreign(tmp_path, dtype, "int8")
     engine_of(llm).policy = Fixed(4)
-    plain = plain_ids(llm)
-    outputs = check_greedy_ids(llm, plain, "retokenize")
-    accepted, drafted = (sum(getattr(o.stats, name) for o in outputs) for name in ("accepted", "drafted"))
+    plain = plain_ids(llm, params=GREEDY)
+    accepted, drafted = accepted_of(check_greedy_ids(llm, plain, "retokenize"))
     assert 0.03 < accepted / drafted < 0.95
-    by_copy = defect(
-        "verified by a copy", Engine._verify, by_a_copy(4), lambda: check_greedy_ids(llm, plain, "retokenize")
-    )
+    check = functools.partial(check_greedy_ids, llm, plain, "retokenize")
+    by_copy = defect("verified by a copy", Engine._verify, by_a_copy(4), check)
     assert_caught(by_copy, monkeypatch)
 
 
-def by_a_copy(bits: int) -> Spoiler:
-    """Verify drafts by a copy in few bits instead of the target."""
+def by_a_copy(bits: int) -> Mutation:
 
-    def spoiler(verify: Callable[..., Any]) -> Callable[..., Any]:
-        def spoilt(engine: Any, inputs: Any, draft: Any) -> Any:
-            copied = low_bit_copy(engine.target, bits) if draft.tokens.shape[1] else engine.target
-            with replaced(engine, "target", copied):
-                return verify(engine, inputs, draft)
+    def copied(engine: Any, inputs: Any, draft: Any) -> tuple[Any, str, Any]:
+        return engine, "target", low_bit_copy(engine.target, bits) if draft.tokens.shape[1] else engine.target
 
-        return spoilt
-
-    return spoiler
-
-
-def check_distribution(loaded: Loaded, drafter: str, transform: str) -> None:
-    made, one = coded.tiny(*loaded), case(transform, drafter, prompt=(3,))
-    found = outputs_of(lambda noise: coded.fresh_engine(made, Fixed(2), rows=8, noise=noise), [one])
-    compare([one], found, coded.after(made))
-    assert found[0].drafted > 0
+    return holding(copied)
 
 
 @pytest.mark.parametrize("transform", [pytest.param("as it is", marks=pytest.mark.slow), "cold top-k"])
 @pytest.mark.parametrize("drafter", ["draft-model", "layer-skip", "kangaroo", "low-bit", "retokenize"])
 @pytest.mark.parametrize("loaded", TARGETS, ids=str)
 def test_the_exact_distribution(loaded: Loaded, drafter: str, transform: str) -> None:
-    check_distribution(loaded, drafter, transform)
+    made = coded.tiny(*loaded)
+    engine = functools.partial(coded.fresh_engine, made)
+    check_law(engine, case(transform, drafter, prompt=(3,)), coded.after(made))
 
 
 PAIRS = (
@@ -129,14 +105,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {"fixed": lambda: Fixed(2), "random"
 def check_two_rows(
     loaded: Loaded, drafters: tuple[str, str | None], policy: str = "fixed", transform: str = "cold top-k"
 ) -> None:
-    """Two rows with different budgets speculate together: their outputs have the exact joint distribution."""
     made = coded.tiny(*loaded)
-    cases = [
-        case(transform, drafter, prompt=prompt, new=new)
-        for drafter, prompt, new in zip(drafters, ((3,), (1, 3)), (3, 2), strict=True)
-    ]
-    found = joint_outputs_of(lambda noise: coded.fresh_engine(made, POLICIES[policy](), noise=noise), cases)
-    compare_jointly(cases, found, coded.after(made))
+    engine = functools.partial(coded.fresh_engine, made)
+    found = check_joint_law(engine, drafters, coded.after(made), POLICIES[policy](), transform)
     assert found.accepted > 0
 
 
@@ -144,61 +115,38 @@ def check_two_rows(
     ("drafters", "policy"), [*((pair, "fixed") for pair in PAIRS), (PAIRS[0], "random")], ids=str
 )
 @pytest.mark.parametrize("loaded", TARGETS, ids=str)
-def test_the_joint_distribution_of_two_rows(
-    loaded: Loaded, drafters: tuple[str, str | None], policy: str
-) -> None:
+def test_the_joint_law_of_two_rows(loaded: Loaded, drafters: tuple[str, str | None], policy: str) -> None:
     check_two_rows(loaded, drafters, policy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafters", PAIRS, ids=str)
 def test_the_joint_distribution_over_all_words(drafters: tuple[str, str | None]) -> None:
-    """More than a minute each."""
     check_two_rows(("float32", "int8", "int4"), drafters, transform="as it is")
 
 
-def over_committed_keys(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Draft one position early in all rows but the first: the verifying pass does not write that one again."""
-    return lambda self, tokens, starts, *more: step(
-        self, tokens, [*starts[:1], *(max(0, at - 1) for at in starts[1:])], *more
-    )
+def q_of_the_other_row(draft: Any) -> Any:
+    probs = None if draft.q.probs is None else draft.q.probs.flip(0)
+    return replace(draft, q=replace(draft.q, probs=probs))
 
 
-def noise_of_the_first_row(hashed: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda keys, purpose: hashed(replace(keys, base=keys.base[:1].expand_as(keys.base)), purpose)
-
-
-def q_of_the_other_row(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def spoilt(draft: Any, *more: Any) -> Any:
-        q = draft.q
-        return rule(replace(draft, q=replace(q, probs=None if q.probs is None else q.probs.flip(0))), *more)
-
-    return spoilt
-
-
+# one position early in all rows but the first: the verifying pass does not write that one again
+over_committed_keys = argument(2, lambda starts: [*starts[:1], *(max(0, at - 1) for at in starts[1:])])
+noise_of_the_first_row = argument(0, lambda keys: replace(keys, base=keys.base[:1].expand_as(keys.base)))
 DEFECTS = [
     ("committed keys overwritten", LowBit.step, over_committed_keys),
     ("noise shared by rows", NoiseKeys._hash, noise_of_the_first_row),
-    ("q of the other row", speculative, q_of_the_other_row),
+    ("q of the other row", speculative, argument(0, q_of_the_other_row)),
     ("padding accepted", leading, padding_kept),
     ("verified by a copy of 4 bits", Engine._verify, by_a_copy(4)),
 ]
 BY_8_BITS = ("verified by a copy of 8 bits", Engine._verify, by_a_copy(8))  # a target of 8 bits is that copy
-DEFECTIVE = [
-    *((("float32", "int8", "int4"), *made) for made in DEFECTS),
-    *(((dtype, None, "int8"), *made) for dtype in ("float32", "bfloat16") for made in (*DEFECTS, BY_8_BITS)),
+DEFECTIVE: list[tuple[Loaded, Any]] = [
+    *((("float32", "int8", "int4"), made) for made in DEFECTS),
+    *(((dtype, None, "int8"), made) for dtype in ("float32", "bfloat16") for made in (*DEFECTS, BY_8_BITS)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("loaded", "name", "seam", "spoiler"),
-    DEFECTIVE,
-    ids=[f"{loaded}-{name}" for loaded, name, *_ in DEFECTIVE],
-)
-def test_a_defect_of_two_rows_is_caught(
-    loaded: Loaded, name: str, seam: Any, spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if loaded[1] == "int8" and "8 bits" in name:
-        pytest.skip("that copy is the target")
-    made = defect(name, seam, spoiler, lambda: check_two_rows(loaded, ("low-bit", "low-bit")))
-    assert_caught(made, monkeypatch)
+@pytest.mark.parametrize(("loaded", "made"), DEFECTIVE, ids=[f"{own}-{made[0]}" for own, made in DEFECTIVE])
+def test_a_defect_of_two_rows_is_caught(loaded: Loaded, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(defect(*made, lambda: check_two_rows(loaded, ("low-bit", "low-bit"))), monkeypatch)

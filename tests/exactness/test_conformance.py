@@ -1,14 +1,13 @@
 """Every drafter and every constraint, rewound to every earlier length, is as good as a fresh one.
 
-Drafters run over tables, and those with forwards of their own over real targets, too. A new drafter or
-constraint is one line in `DRAFTERS`, `REAL` or `CONSTRAINTS` here.
-"""
+A new drafter or constraint is one line in `DRAFTERS`, `REAL` or `CONSTRAINTS` here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.drafter import Guesser, Stepper
+from foredraft.decode.drafter import AutoregressiveDrafter, ModelFreeDrafter
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed, Policy
@@ -32,9 +31,10 @@ from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.kernels.compilation import library
 from tests.support import coded, harness
-from tests.support.harness import CPU, ForkingEngine, make_engine, request
+from tests.support.harness import CPU, ForkingEngine, make_engine, request, run
+from tests.support.mutation import Mutation, assert_caught, defect
+from tests.support.mutations import Function, argument, around, before
 from tests.support.parts import LateBan, NoRepeat, StopUnsure
-from tests.support.planting import Spoiler, assert_caught, defect
 from tests.support.tabular import Table
 
 V, LENGTH, GAMMA = 5, 20, 3
@@ -50,15 +50,10 @@ CONSTRAINTS: dict[str, Callable[[], Constraint]] = {
 
 @dataclass(frozen=True)
 class World:
-    """What a drafter runs in: tables, or the weights and the copy of a real target.
+    """What a drafter runs in: tables, or the weights and the copy of a real target."""
 
-    Attributes:
-        loaded: Arguments of `coded.tiny`; None for tables.
-        stepwise: A draft's steps are single, because the policy looks at each.
-    """
-
-    loaded: tuple[str, str | None, str | None] | None = None
-    stepwise: bool = False
+    loaded: tuple[str, str | None, str | None] | None = None  # arguments of `coded.tiny`; None for tables
+    stepwise: bool = False  # a draft's steps are single, because the policy looks at each
 
     def __str__(self) -> str:
         return "-".join([*map(str, self.loaded or ["tables"]), "stepwise" if self.stepwise else "whole"])
@@ -92,11 +87,11 @@ in_every_world = pytest.mark.parametrize(
 
 
 def begin(
-    tokens: list[int], drafter: str, world: World = TABLES, **more: Any
+    tokens: list[int], drafter: str, world: World = TABLES, engine: ForkingEngine | None = None
 ) -> tuple[ForkingEngine, Sequence]:
     """An engine that has read a prompt and is about to draft."""
-    engine = world.engine()
-    sequence = request(tokens, drafter, seed=1, acceptance="speculative", max_new_tokens=LENGTH, **more)
+    engine = engine or world.engine()
+    sequence = request(tokens, drafter, seed=1, acceptance="speculative", max_new_tokens=LENGTH)
     engine.submit(sequence)
     engine._start(engine.scheduler.admit())
     while engine.scheduler.prefilling:
@@ -106,7 +101,6 @@ def begin(
 
 
 def draft(engine: ForkingEngine, sequence: Sequence, budget: int = GAMMA, world: World = TABLES) -> Draft:
-    """Draft for the sequence alone."""
     table = SamplingTable.of([sequence.params], CPU)
     inputs = RoundInputs([sequence], [False], [budget], list(sequence.drafters), table, V, CPU)
     return propose(engine.drafters, inputs, DraftTools(world.policy(budget), Noise()))
@@ -132,10 +126,6 @@ def shorten(engine: ForkingEngine, sequence: Sequence, length: int) -> None:
 
 @in_every_world
 def test_a_rewound_drafter_equals_a_fresh_one(world: World, name: str) -> None:
-    check_rewound(world, name)
-
-
-def check_rewound(world: World, name: str) -> None:
     for length in range(len(PROMPT), len(PROMPT) + LENGTH - 1):
         engine, sequence = begin(list(PROMPT), name, world)
         while len(sequence.tokens) < len(PROMPT) + LENGTH - GAMMA - 1:
@@ -154,69 +144,45 @@ def check_rewound(world: World, name: str) -> None:
     assert length > len(PROMPT) + 10
 
 
-def drafts_early(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Draft over the last committed position."""
-    return lambda self, inputs: fused(self, replace(inputs, starts=[start - 1 for start in inputs.starts]))
+drafts_early = argument(1, lambda inputs: replace(inputs, starts=[start - 1 for start in inputs.starts]))
+states_of_the_position_before = argument(3, lambda own: {layer: x.roll(1, 0) for layer, x in own.items()})
 
 
-def states_of_the_position_before(observe: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda drafter, sequence, start, states: observe(
-        drafter, sequence, start, {depth: own.roll(1, 0) for depth, own in states.items()}
-    )
+@around
+def rewound_too_little(rewind: Function, drafter: Any, sequence: Sequence) -> None:
+    before = drafter.cache.lengths[sequence.row]
+    rewind(drafter, sequence)
+    drafter.cache.lengths[sequence.row] = min(before, drafter.cache.lengths[sequence.row] + 1)
 
 
-def rewound_too_little(rewind: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep one position more of the drafter's own cache."""
-
-    def spoilt(drafter: Any, sequence: Sequence) -> None:
-        before = drafter.cache.lengths[sequence.row]
-        rewind(drafter, sequence)
-        drafter.cache.lengths[sequence.row] = min(before, drafter.cache.lengths[sequence.row] + 1)
-
-    return spoilt
+def take_for_read(drafter: Any, row: int, tokens: list[int]) -> None:
+    held = drafter._rows[row]
+    shared = min(len(held), len(tokens) - 1)
+    held[:shared] = tokens[:shared]
 
 
-def read_anyhow(catch_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Take the tokens that a row of the draft's cache holds for those of the text."""
-
-    def spoilt(drafter: Any, row: int, tokens: list[int]) -> Any:
-        held = drafter._rows[row]
-        shared = min(len(held), len(tokens) - 1)
-        held[:shared] = tokens[:shared]
-        return catch_up(drafter, row, tokens)
-
-    return spoilt
+DEFECTS: dict[str, tuple[Any, Mutation]] = {
+    "low-bit": (LowBit.fused_draft, drafts_early),
+    "layer-skip": (LayerSkip.fused_draft, drafts_early),
+    "draft-model": (DraftModel.rewind, rewound_too_little),
+    "kangaroo": (Kangaroo.observe, states_of_the_position_before),
+    "retokenize": (Retokenize._catch_up, before(take_for_read)),
+}
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize(
-    ("seam", "spoiler", "name"),
-    [
-        (LowBit.fused_draft, drafts_early, "low-bit"),
-        (LayerSkip.fused_draft, drafts_early, "layer-skip"),
-        (DraftModel.rewind, rewound_too_little, "draft-model"),
-        (Kangaroo.observe, states_of_the_position_before, "kangaroo"),
-        (Retokenize._catch_up, read_anyhow, "retokenize"),
-    ],
-    ids=["low-bit", "layer-skip", "draft-model", "kangaroo", "retokenize"],
-)
+@pytest.mark.parametrize("name", DEFECTS)
 @pytest.mark.parametrize("world", WORLDS[::3], ids=str)
-def test_a_drafter_with_wrong_states_is_caught(
-    world: World, seam: Any, spoiler: Spoiler, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_states_are_caught(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
-        check_rewound(world, name)
-        check_rejections(world, name)
+        test_a_rewound_drafter_equals_a_fresh_one(world, name)
+        test_a_rejection_at_every_place_leaves_no_trace(world, name)
 
-    assert_caught(defect(name, seam, spoiler, check), monkeypatch)
+    assert_caught(defect(name, *DEFECTS[name], check), monkeypatch)
 
 
 @in_every_world
 def test_a_rejection_at_every_place_leaves_no_trace(world: World, name: str) -> None:
-    check_rejections(world, name)
-
-
-def check_rejections(world: World, name: str) -> None:
     """Any number of the draft's tokens is kept, then another one comes: as if the text had begun there."""
     for kept in range(GAMMA + 1):
         for correction in range(V):
@@ -225,14 +191,14 @@ def check_rejections(world: World, name: str) -> None:
             drafter = engine.drafters[name]
             taken = first.tokens[0, : min(kept, int(first.lengths))].tolist()
             base = len(sequence.tokens) - 1
-            row = [sequence.tokens[-1], *first.tokens[0].tolist()]
+            row = torch.tensor([[sequence.tokens[-1], *first.tokens[0].tolist()]])
             with torch.inference_mode():
                 forward = engine.target.forward(
-                    engine.cache, torch.tensor([row]), [base], resume=first.resume, taps=drafter.taps
+                    engine.cache, row, [base], resume=first.resume, aux_layers=drafter.aux_layers
                 )
             sequence.tokens += [*taken, correction]
             engine.cache.lengths[sequence.row] = len(sequence.tokens) - 1
-            states = {depth: forward.taps[depth][0, : len(taken) + 1] for depth in drafter.taps}
+            states = {depth: forward.aux_states[depth][0, : len(taken) + 1] for depth in drafter.aux_layers}
             if states:
                 drafter.observe(sequence, base, states)
             drafter.rewind(sequence)
@@ -253,18 +219,16 @@ def test_a_drafter_catches_up_after_plain_steps(world: World, name: str) -> None
         same(draft(engine, sequence, world=world), draft(other, fresh, world=world))
 
 
-def check_kind_and_budget(name: str) -> None:
-    """Check the drafter over a text that repeats, where each budget is less than it could propose.
-
-    A guesser is asked itself: the draft loop cuts what it proposes.
-    """
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_is_of_one_kind_and_keeps_to_its_budget(name: str) -> None:
+    """Over a text that repeats. A model-free drafter is asked itself: the draft loop cuts what it proposes."""
     proposed = 0
     for budget in range(1, 2 * GAMMA):
         engine, sequence = begin([*PROMPT] * 3, name)
         drafter = engine.drafters[name]
-        assert isinstance(drafter, Stepper) != isinstance(drafter, Guesser)
+        assert isinstance(drafter, AutoregressiveDrafter) != isinstance(drafter, ModelFreeDrafter)
         assert drafter.name == name
-        if isinstance(drafter, Guesser):
+        if isinstance(drafter, ModelFreeDrafter):
             [guess] = drafter.propose([(sequence, budget)])
         else:
             guess = draft(engine, sequence, budget).tokens[0].tolist()
@@ -273,34 +237,11 @@ def check_kind_and_budget(name: str) -> None:
     assert proposed > GAMMA, "a drafter that proposes nothing keeps to any budget"
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_is_of_one_kind_and_keeps_to_its_budget(name: str) -> None:
-    check_kind_and_budget(name)
-
-
-def one_token_more(propose: Callable[..., Any]) -> Callable[..., Any]:
-    """Ask for a draft one token longer than the budget."""
-    return lambda drafter, requests: propose(drafter, [(s, budget + 1) for s, budget in requests])
-
-
 @pytest.mark.parametrize("kind", [Lookup, Retokenize])
-def test_a_guesser_that_exceeds_its_budget_is_caught(
-    kind: type[Guesser], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    over = defect("over budget", kind.propose, one_token_more, lambda: check_kind_and_budget(kind.name))
-    assert_caught(over, monkeypatch)
-
-
-def test_q_of_the_draft_model_is_its_own_table() -> None:
-    engine, sequence = begin(list(PROMPT), "draft-model")
-    for _ in range(5):
-        engine.round()
-        made = draft(engine, sequence)
-        for j in range(GAMMA):
-            context = sequence.tokens + made.tokens[0, :j].tolist()
-            want = torch.tensor(DRAFT.after(context)).softmax(0)
-            torch.testing.assert_close(made.q.dense(V)[0, j], want)
-        engine.drafters["draft-model"].rewind(sequence)
+def test_excess_is_caught(kind: type[ModelFreeDrafter], monkeypatch: pytest.MonkeyPatch) -> None:
+    more = argument(1, lambda requests: [(sequence, budget + 1) for sequence, budget in requests])
+    check = partial(test_a_drafter_is_of_one_kind_and_keeps_to_its_budget, kind.name)
+    assert_caught(defect("over budget", kind.propose, more, check), monkeypatch)
 
 
 def replay(make: Callable[[], Constraint], tokens: list[int]) -> tuple[Constraint, list[int]]:
@@ -378,7 +319,6 @@ class Hushed(StopUnsure):
 
 @pytest.mark.parametrize("silent", [(1,), (2,), (0, 2), (1, 2), (2, 3)])
 def test_the_answer_none_continues_the_draft(silent: tuple[int, ...]) -> None:
-    """And a draft that stopped stays stopped."""
     found = []
     for aloud in (False, True):
         engine = make_engine(TARGET, DRAFT, Hushed(5, 0.35, "hushed", silent, aloud), rows=3)
@@ -386,10 +326,7 @@ def test_the_answer_none_continues_the_draft(silent: tuple[int, ...]) -> None:
             request([*PROMPT, n], "draft-model", seed=n, acceptance="speculative", max_new_tokens=60)
             for n in range(3)
         ]
-        for sequence in several:
-            engine.submit(sequence)
-        while any(sequence.state is not State.FINISHED for sequence in several):
-            engine.step()
+        run(engine, several)
         found.append([(sequence.tokens, sequence.rounds) for sequence in several])
     assert found[0] == found[1]
     assert len({turn.drafted for _, turns in found[0] for turn in turns}) > 2

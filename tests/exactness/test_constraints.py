@@ -1,13 +1,12 @@
-"""The shipped round under shipped constraints: exact distributions, and identical texts with and without drafts.
-
-The definition of a ban (`tests.support.bans`) searches the whole text at every step.
-"""
+"""The shipped round under shipped constraints, against definitions that search the whole text at every step."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +16,14 @@ from torch import Tensor
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
-from foredraft.decode.round_trace import RoundTrace
-from tests.support import distributions
+from foredraft.decode.stats import RoundTrace
+from tests.exactness.test_enumeration import compare
 from tests.support.bans import Ban
 from tests.support.forking import Case, outputs_of
 from tests.support.harness import DRAFTERS, make_engine, request, run
+from tests.support.parts import NoRepeat
 from tests.support.tabular import Table
+from tests.support.thinking import Thought
 
 V = 5
 LENGTH = {"mask": 3, "rollback": 2}  # a rollback multiplies the branches
@@ -47,42 +48,43 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
 }
 
+reproducible = pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"acceptance": "coupled"}], ids=["greedy", "coupled"]
+)
+
 
 def ban_of(name: str, mode: str) -> Ban:
     return Ban(**{**BANS[name].__dict__, **MODES[mode], "last": LENGTH[mode]})
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", BANS)
-def test_the_output_has_the_distribution_of_the_definition(name: str, mode: str) -> None:
+def check_law(name: str, mode: str, transforms: Iterable[str] = TRANSFORMS) -> None:
     ban = ban_of(name, mode)
     cases = [
         Case(
             f"{transform}, {drafter}",
-            SamplingParams(max_new_tokens=LENGTH[mode], acceptance="speculative", **options),
+            SamplingParams(max_new_tokens=LENGTH[mode], acceptance="speculative", **TRANSFORMS[transform]),
             drafters=(drafter,) if drafter else (),
             eos=ban.ends,
             constraint=ban.shipped,
         )
-        for transform, options in TRANSFORMS.items()
-        for drafter in ((None, "draft-model", "script", "tapping") if transform == "as it is" else ("draft-model",))
+        for transform in transforms
+        for drafter in ((None, "draft-model", "script", "aux-states") if transform == "as it is" else ("draft-model",))
     ]  # fmt: skip
     found = outputs_of(lambda noise: make_engine(*WORLD, Fixed(3), rows=48, noise=noise), cases)
-    for case, got in zip(cases, found, strict=True):
-        want = distributions.outputs(
-            WORLD[0].after, list(case.prompt), case.params, eos=case.eos, constraint=ban.defined()
-        )
-        assert sum(got.distribution.values()) == pytest.approx(1, abs=1e-9), case.name
-        assert set(got.distribution) <= set(want), f"{case.name}: an impossible output"
-        for output, chance in want.items():
-            assert got.distribution.get(output, 0.0) == pytest.approx(chance, abs=1e-5), (case.name, output)
+    compare(cases, found, WORLD[0].after, ban.defined)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", BANS)
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0}, {"acceptance": "coupled"}], ids=["greedy", "coupled"]
-)
+def test_the_output_has_the_distribution_of_the_definition(name: str, mode: str) -> None:
+    check_law(name, mode)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BANS)
+@reproducible
 def test_the_text_is_that_of_plain_decoding(name: str, mode: str, options: dict[str, Any]) -> None:
     ban = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12})
 
@@ -102,7 +104,6 @@ def test_the_text_is_that_of_plain_decoding(name: str, mode: str, options: dict[
 
 
 def test_what_is_settled_stays_while_the_batch_changes() -> None:
-    """A stream shows what is settled; rows come and leave meanwhile."""
     ban = Ban((b"a", b"ab", b"b", b"ba", b""), ("abab", "baab"), mode="rollback", rollbacks=1000)
     sequences = [
         request((0,), "draft-model", seed=seed, eos=frozenset({4}), constraint=ban.shipped(), max_new_tokens=6 + 5 * seed)
@@ -124,13 +125,11 @@ def test_what_is_settled_stays_while_the_batch_changes() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_cancelled_text_does_not_end_with_a_banned_word(mode: str) -> None:
-    """Cancelled after every number of steps: what was settled stays, and the end completes no word."""
     ban = replace(BANS["whole words"], mode=mode, rollbacks=1000)
     cut = 0
     for seed, steps in itertools.product(range(8), range(1, 12)):
-        sequence = request(
-            (0,), "draft-model", seed=seed, eos=ban.ends, constraint=ban.shipped(), max_new_tokens=40
-        )
+        under: Any = {"eos": ban.ends, "constraint": ban.shipped()}
+        sequence = request((0,), "draft-model", seed=seed, max_new_tokens=40, **under)
         engine = make_engine(*WORLD, Fixed(2))
         engine.submit(sequence)
         for _ in range(steps):
@@ -143,27 +142,11 @@ def test_a_cancelled_text_does_not_end_with_a_banned_word(mode: str) -> None:
     assert cut, "no text was cut within a word"
 
 
-class Alternating(Constraint):
-    """Allows even tokens alone at every other length."""
-
+class Alternating(NoRepeat):
     narrow = False
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
 
     def mask(self) -> Tensor | None:
         return torch.arange(V) % 2 == 0 if self.length % 2 else None
-
-    def advance(self, token: int) -> int:
-        self.tokens.append(token)
-        return self.length
-
-    def rewind(self, length: int) -> None:
-        del self.tokens[length:]
 
 
 FAULTS = {"sound": None, "NaN": float("nan"), "no allowed logit": float("-inf")}
@@ -172,11 +155,8 @@ FAULTS = {"sound": None, "NaN": float("nan"), "no allowed logit": float("-inf")}
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("temperatures", [(0.7, 1.0), (0, 0)], ids=["sampled", "greedy"])
 @pytest.mark.parametrize(("name", "mode"), [*itertools.product(BANS, MODES), ("alternating", "mask")])
-def test_fused_drafts_are_those_of_the_loop(
-    name: str, mode: str, temperatures: tuple[float, float], fault: str
-) -> None:
-    """The same draws by the same noise: texts, drafts, p and q; rows without a constraint beside."""
-    constraint: Callable[[], Constraint] = Alternating
+def test_fused_drafts_are_those_of_the_loop(name: str, mode: str, temperatures: Any, fault: str) -> None:
+    constraint: Callable[[], Constraint] = partial(Alternating, V)
     if name in BANS:
         constraint = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12}).shipped
 
@@ -213,3 +193,97 @@ def spoil(drafter: Any, value: float) -> None:
         return found
 
     runner.forward = spoilt
+
+
+END = 7
+TEXTS = (b"1", b"<", b"/>", b"/>\n", b"/>1", b"\n", b"<1", b"")
+THINKER = (Table(len(TEXTS), 31), Table(len(TEXTS), 32))
+SCHEMA = ("json_schema", '{"enum": [1, 11]}')
+BEGUN = Thought(TEXTS, "<1", "</>", True, SCHEMA, (b"1", b"11"), frozenset({END}))
+THOUGHTS = {
+    "begun by the prompt": BEGUN,
+    "the model may begin it": replace(BEGUN, begun=False),
+    "the content may begin as the marker does": replace(
+        BEGUN, begun=False, grammar=("regex", "11?|<<"), accepted=(b"1", b"11", b"<<")
+    ),
+    "a marker that begins again within itself": replace(
+        BEGUN, closes="<</>", grammar=("regex", "1"), accepted=(b"1",)
+    ),
+}
+# Biases towards the markers, so that few branches lead through the whole text; lengths.
+LIKELY = {1: 3.0, 2: 2.0, 3: 2.0, 5: 1.0}
+SHORT = {name: 4 if thought.begun else 5 for name, thought in THOUGHTS.items()}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thinking_and_content_have_the_distribution_of_the_definition(name: str) -> None:
+    thought, length = replace(THOUGHTS[name]), SHORT[name]
+    options = {"top_k": 2, "logit_bias": LIKELY, "max_new_tokens": length, "acceptance": "speculative"}
+    more: dict[str, Any] = {"eos": thought.ends, "constraint": thought.shipped}
+    cases = [
+        Case(str(drafters), SamplingParams(**options), drafters=drafters, **more)
+        for drafters in ((), ("draft-model",), ("script",))
+    ]
+    found = outputs_of(lambda noise: make_engine(*THINKER, Fixed(3), rows=48, noise=noise), cases)
+    assert any(thought.content_of(list(output)) for output in found[0].distribution), "no text has a content"
+    compare(cases, found, THINKER[0].after, thought.defined)
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+@reproducible
+def test_thinking_and_content_are_those_of_plain_decoding(name: str, options: dict[str, Any]) -> None:
+    thought = THOUGHTS[name]
+
+    def texts(drafter: str | None) -> list[list[int]]:
+        sequences = [
+            request(
+                (0, 1 + seed % 3), drafter, seed=seed, eos=thought.ends, constraint=thought.shipped(),
+                max_new_tokens=16, logit_bias=LIKELY, **options,
+            )
+            for seed in range(6)
+        ]  # fmt: skip
+        return run(make_engine(*THINKER, Fixed(3)), sequences)
+
+    plain = texts(None)
+    for drafter in DRAFTERS[1:]:
+        assert texts(drafter) == plain, drafter
+    assert all(thought.is_legal(tokens) for tokens in plain)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_rewound_constraint_is_that_of_the_text_that_is_left(name: str, seed: int) -> None:
+    """Walk at random, rewind at random, and compare every mask with that of the definition."""
+    thought, choices = replace(THOUGHTS[name]), random.Random(seed)
+    constraint, tokens = thought.shipped(), list[int]()
+    for _ in range(120):
+        defined = thought.defined()
+        for token in tokens:
+            defined.advance(token)
+        mask, want, ended = constraint.mask(), defined.mask(), END in tokens
+        assert want is not None and (mask is None) == ended and constraint.length == len(tokens)
+        assert mask is None or mask.tolist() == want.tolist(), tokens
+        # a draft may go on behind the end
+        allowed = [id for id in range(len(TEXTS)) if ended or want[id]]
+        if not allowed or choices.random() < 0.3:
+            del tokens[choices.randrange(len(tokens) + 1) :]
+            constraint.rewind(len(tokens))
+        else:
+            tokens.append(choices.choice([*allowed, *(id for id in (1, 2) if id in allowed)]))
+            assert constraint.advance(tokens[-1]) == len(tokens)
+
+
+def test_drafts_go_on_in_the_thinking_and_in_the_content() -> None:
+    """With a draft model that is the target, every round keeps its whole draft, across the marker, too."""
+    sequences = [
+        request(
+            (0, 1), "draft-model", seed=seed, eos=BEGUN.ends, constraint=BEGUN.shipped(), max_new_tokens=40,
+            logit_bias=LIKELY, acceptance="speculative",
+        )
+        for seed in range(8)
+    ]  # fmt: skip
+    run(make_engine(THINKER[0], THINKER[0], Fixed(3)), sequences)
+    assert any(BEGUN.content_of(sequence.new_ids) for sequence in sequences), "no thinking ended"
+    for sequence in sequences:
+        assert len(sequence.rounds) <= -(-len(sequence.new_ids) // 4) + 1

@@ -5,34 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from foredraft.decode import policy as policies
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import (
-    AdaptiveExit,
-    Confidence,
-    Fallback,
-    Fixed,
-    Heuristic,
-    Policy,
-    TargetConfidence,
-)
-from tests.support import distributions
-from tests.support.forking import Case, Found, outputs_of
+from foredraft.decode.policy import Fixed, Policy
+from tests.support import distributions, parts
+from tests.support.distributions import Logits
+from tests.support.forking import Case, Found, joint_outputs_of, outputs_of
 from tests.support.harness import DRAFTERS, make_engine
-from tests.support.parts import (
-    ArbitraryDecisions,
-    Fickle,
-    LateBan,
-    NoRepeat,
-    RandomBudgets,
-    StopUnsure,
-    solitary,
-)
+from tests.support.parts import ArbitraryDecisions, Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
 from tests.support.tabular import Table
 
 V = 3
@@ -42,16 +29,17 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed-1": lambda: Fixed(1),
     "fixed-2": lambda: Fixed(2),
     "fixed-3": lambda: Fixed(3),
-    "heuristic": lambda: Heuristic(3, first=1),
-    "fallback": lambda: Fallback(3, threshold=0.55),
+    "siblings": lambda: Fixed(2, siblings=2),
+    "heuristic": lambda: policies.Heuristic(3, first=1),
+    "fallback": lambda: policies.Fallback(3, threshold=0.55),
     "stop-unsure": lambda: StopUnsure(3),
     "random": lambda: RandomBudgets(3),
     "fickle": lambda: Fickle(2),
-    "confidence": lambda: Confidence(3, threshold=0.5),
-    "adaptive-exit": lambda: AdaptiveExit(3, target=0.7, first=0.5, epsilon=0.9),
-    "target-confidence": lambda: TargetConfidence(3, threshold=0.5),
-    "target-entropy": lambda: TargetConfidence(2, threshold=0.3, by="entropy"),
-    "target-margin": lambda: TargetConfidence(2, threshold=0.3, by="margin"),
+    "confidence": lambda: policies.Confidence(3, threshold=0.5),
+    "adaptive-exit": lambda: policies.AdaptiveExit(3, target=0.7, first=0.5, epsilon=0.9),
+    "target-confidence": lambda: policies.TargetConfidence(3, threshold=0.5),
+    "target-entropy": lambda: policies.TargetConfidence(2, threshold=0.3, by="entropy"),
+    "target-margin": lambda: policies.TargetConfidence(2, threshold=0.3, by="margin"),
 }
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -73,18 +61,7 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
 }
 # one of each option, for pairs of them
-SINGLES = [
-    "cold",
-    "top-k",
-    "top-p",
-    "min-p",
-    "typical",
-    "bias",
-    "repetition",
-    "presence",
-    "frequency",
-    "late end",
-]
+SINGLES = [name for name, own in TRANSFORMS.items() if len(own) == 1 and name not in ("hot", "greedy")]
 PAIRS = [TRANSFORMS[one] | TRANSFORMS[other] for one, other in itertools.combinations(SINGLES, 2)]
 CONSTRAINTS: dict[str, Callable[[], Any]] = {
     "free": lambda: None,
@@ -99,27 +76,31 @@ WORLDS = {
 }
 
 
-def case(transform: str, drafter: str | None, constraint: str = "free", *, new: int = 3, **more: Any) -> Case:
-    """Return a request for one drafter, or for plain steps."""
-    return case_of(transform, (drafter,) if drafter else (), constraint, new=new, **more)
-
-
-def case_of(
-    transform: str, drafters: tuple[str, ...], constraint: str = "free", *, new: int = 3, **more: Any
+def case(
+    transform: str,
+    drafter: str | tuple[str, ...] | None,
+    constraint: str = "free",
+    *,
+    new: int = 3,
+    **more: Any,
 ) -> Case:
-    """Return a request for which the policy chooses among several drafters."""
+    """Return a request for plain steps, for one drafter, or for several among which the policy chooses."""
+    drafters = (drafter,) if isinstance(drafter, str) else drafter or ()
     params = SamplingParams(max_new_tokens=new, acceptance="speculative", **TRANSFORMS[transform])
     name = f"{transform}, {'+'.join(drafters) or 'plain'}, {constraint}"
     return Case(name, params, drafters=drafters, constraint=CONSTRAINTS[constraint], **more)
 
 
-def compare(cases: list[Case], found: list[Found], after: distributions.Logits) -> None:
+def compare(
+    cases: list[Case], found: list[Found], after: Logits, constraint: Callable[[], Any] | None = None
+) -> None:
+    """Compare with the law of each case; `constraint` defines its own."""
     for one, got in zip(cases, found, strict=True):
-        assert_law(one.name, got, law_of(one, after))
+        law = law_of(one if constraint is None else replace(one, constraint=constraint), after)
+        assert_law(one.name, got, law)
 
 
-def compare_jointly(cases: list[Case], found: Found, after: distributions.Logits) -> None:
-    """The outputs of rows that share a batch are independent."""
+def compare_jointly(cases: list[Case], found: Found, after: Logits) -> None:
     laws = [law_of(one, after).items() for one in cases]
     want = {
         tuple(output for output, _ in together): math.prod(chance for _, chance in together)
@@ -128,10 +109,27 @@ def compare_jointly(cases: list[Case], found: Found, after: distributions.Logits
     assert_law(", ".join(one.name for one in cases), found, want)
 
 
-def law_of(one: Case, after: distributions.Logits) -> distributions.Distribution:
-    return distributions.outputs(
-        after, list(one.prompt), one.params, eos=one.eos, constraint=one.constraint()
-    )
+def check_law(engine: Callable[..., Any], one: Case, after: Logits) -> None:
+    """Compare the outputs of a request that drafts; `engine` takes a policy, the number of rows and the noise."""
+    found = outputs_of(lambda noise: engine(Fixed(2), rows=8, noise=noise), [one])
+    compare([one], found, after)
+    assert found[0].drafted > 0
+
+
+def check_joint_law(
+    engine: Any, drafters: Any, after: Logits, policy: Policy | None = None, transform: str = "cold top-k"
+) -> Found:
+    cases = [
+        case(transform, drafter, prompt=prompt, new=new)
+        for drafter, prompt, new in zip(drafters, ((3,), (1, 3)), (3, 2), strict=True)
+    ]
+    found = joint_outputs_of(lambda noise: engine(policy or Fixed(2), noise=noise), cases)
+    compare_jointly(cases, found, after)
+    return found
+
+
+def law_of(one: Case, after: Logits) -> distributions.Distribution:
+    return distributions.outputs(after, [*one.prompt], one.params, eos=one.eos, constraint=one.constraint())
 
 
 def assert_law(name: str, found: Found, want: dict[Any, float]) -> None:
@@ -154,6 +152,7 @@ def enumerate_and_compare(
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_drafter_under_every_policy(policy: str) -> None:
     cases = [case("as it is", drafter, new=4) for drafter in (*DRAFTERS, "prediction")]
@@ -163,23 +162,20 @@ def test_every_drafter_under_every_policy(policy: str) -> None:
         assert (got.rejections > 0) == bool(one.drafters), "a weak drafter is rejected sometimes"
 
 
-SEVERAL = ("lookup", "draft-model", "tapping", "script")
+SEVERAL = ("lookup", "draft-model", "aux-states", "script")
 
 
-def choosing(transform: str, constraint: str = "free", **more: Any) -> Case:
-    """Return a request for which the policy chooses among all of `SEVERAL`."""
-    return case_of(transform, SEVERAL, constraint, **more)
-
-
+@pytest.mark.heavy
 @pytest.mark.parametrize("transform", ["as it is", "cold top-k", "greedy"])
 def test_the_cost_model_chooses_among_drafters(transform: str) -> None:
     """One row at a time, because a row's decision depends on the batch."""
-    (found,) = enumerate_and_compare([choosing(transform)], lambda: solitary(2, SEVERAL), rows=1)
+    (found,) = enumerate_and_compare([case(transform, SEVERAL)], lambda: parts.solitary(2, SEVERAL), rows=1)
     assert found.drafted > 0
     cases = [case(transform, drafter) for drafter in ("draft-model", "lookup")]
-    enumerate_and_compare(cases, lambda: solitary(3, SEVERAL), rows=1)
+    enumerate_and_compare(cases, lambda: parts.solitary(3, SEVERAL), rows=1)
 
 
+@pytest.mark.heavy
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
@@ -188,22 +184,20 @@ def test_the_cost_model_chooses_among_drafters(transform: str) -> None:
     alone=st.booleans(),
     transform=st.sampled_from(["as it is", "hot top-p", "top-k", "repetition"]),
 )
-def test_no_policy_changes_the_distribution(
-    seed: int, signal: Any, uses_costs: bool, alone: bool, transform: str
-) -> None:
+def test_policies_keep_the_law(seed: int, signal: Any, uses_costs: bool, alone: bool, transform: str) -> None:
     """The policy chooses drafter, budget, end of the draft and begin of the context by all that it may see."""
     prompt = {"alone": alone, "prompt": (0, 1, 0) if alone else (0,)}
     cases = [
-        choosing(transform, **prompt),
+        case(transform, SEVERAL, **prompt),
         case(transform, "draft-model", "late ban", **prompt),
-        choosing("cold", "no repeat", **prompt),
+        case("cold", SEVERAL, "no repeat", **prompt),
     ]
     enumerate_and_compare(cases, lambda: ArbitraryDecisions(3, seed, signal, uses_costs))
 
 
 @pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
 def test_greedy_drafts_keep_the_distribution(policy: str) -> None:
-    cases = [case(t, d) for t in ("as it is", "top-k") for d in ("draft-model", "tapping")]
+    cases = [case(t, d) for t in ("as it is", "top-k") for d in ("draft-model", "aux-states")]
     enumerate_and_compare(cases, POLICIES[policy], greedy_drafts=True)
 
 
@@ -231,12 +225,18 @@ def test_every_pair_of_transforms(drafter: str) -> None:
 
 @pytest.mark.parametrize("transform", ["repetition", "presence", "frequency", "late end"])
 def test_penalties_count_the_text_under_every_drafter(transform: str) -> None:
-    """Penalties along drafts of every kind, under a ban that takes tokens back, and to greedy drafts."""
+    """Penalties along drafts of every kind, of siblings, too; under a ban that takes tokens back; to greedy drafts."""
     end = frozenset({2})
     cases = [case(transform, drafter, eos=end) for drafter in DRAFTERS]
     cases += [case(transform, drafter, "late ban") for drafter in ("draft-model", "script", None)]
     enumerate_and_compare(cases, POLICIES["fixed-2"])
-    enumerate_and_compare([case(transform, "tapping", eos=end)], POLICIES["random"], greedy_drafts=True)
+    enumerate_and_compare([case(transform, "aux-states", eos=end)], POLICIES["random"], greedy_drafts=True)
+    check_siblings(transform)
+
+
+def check_siblings(transform: str) -> None:
+    cases = [case(transform, drafter, eos=frozenset({2})) for drafter in ("draft-model", "low-bit")]
+    enumerate_and_compare(cases, POLICIES["siblings"])
 
 
 def test_rows_of_different_parameters_share_a_batch() -> None:
@@ -244,42 +244,29 @@ def test_rows_of_different_parameters_share_a_batch() -> None:
     enumerate_and_compare([case(t, next(drafters)) for t in TRANSFORMS], POLICIES["random"], rows=24)
 
 
+@pytest.mark.parametrize("policy", ["fixed-2", "siblings"])
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("transform", ["as it is", "top-k"])
-def test_targets_and_drafts_with_ties_and_impossible_tokens(world: str, transform: str) -> None:
-    cases = [case(transform, "draft-model"), case(transform, "tapping"), case("greedy", "draft-model")]
-    enumerate_and_compare(cases, POLICIES["fixed-2"], world)
+def test_targets_and_drafts_with_ties_and_impossible_tokens(world: str, transform: str, policy: str) -> None:
+    cases = [case(transform, "draft-model"), case(transform, "aux-states"), case("greedy", "draft-model")]
+    enumerate_and_compare(cases, POLICIES[policy], world)
 
 
-@pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random", "siblings"])
 @pytest.mark.parametrize("constraint", ["no repeat", "late ban"])
 def test_constraints_keep_the_output(policy: str, constraint: str) -> None:
     cases = [case("as it is", drafter, constraint) for drafter in DRAFTERS]
-    cases += [
-        case("top-k", "draft-model", constraint),
-        case("greedy", "tapping", constraint),
-        case("hot", "script"),
-    ]
+    cases += [case("top-k", "draft-model", constraint), case("greedy", "aux-states", constraint)]
+    cases.append(case("hot", "script"))
     enumerate_and_compare(cases, POLICIES[policy])
-
-
-def test_a_ban_takes_back_the_tokens_of_three_rounds() -> None:
-    """Plain steps, one token a round: the run is complete in the third."""
-    cases = [case("as it is", None, "late ban"), case("as it is", "draft-model", "late ban")]
-    enumerate_and_compare(cases, lambda: Fixed(0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fixed-1", "fixed-2", "random"])
 def test_repeated_bans_keep_the_distribution(policy: str) -> None:
-    """A path ends, because no ban is met twice: its rollback bars the run's first token after that text for
-    good. So with n new tokens a path has no more rollbacks than there are texts of n - 3 tokens or fewer: one
-    with three. With four these are the empty text and three more, of which a path meets (1,) before the ban
-    at the empty one, and (0,) or (2,) after it. Each rollback multiplies the paths: a draft model under
-    `Fixed(3)` has 209 with three tokens, 45 413 with four, 300 million with five.
-    """
-    drafters = (None, "draft-model", "tapping", "script")
-    cases = [case("as it is", drafter, "late ban", new=4) for drafter in drafters]
+    """A path ends, because a rollback bars the run's first token after that text for good."""
+    cases = [case("as it is", d, "late ban", new=4) for d in (None, "draft-model", "aux-states", "script")]
     for got in enumerate_and_compare(cases, POLICIES[policy]):
         assert got.rollbacks == 3
 
@@ -289,27 +276,17 @@ def test_an_end_inside_a_draft_keeps_the_distribution() -> None:
     enumerate_and_compare(cases, POLICIES["fixed-3"])
 
 
-def test_four_tokens_of_which_three_are_drafted() -> None:
-    cases = [case("top-k top-p", drafter, new=4) for drafter in ("draft-model", "tapping", "script")]
-    found = enumerate_and_compare(cases, POLICIES["fixed-3"])
-    assert all(got.accepted > 0 for got in found)
-
-
-def test_prompts_with_a_prefill_and_siblings() -> None:
-    """Idle rows, donors and successors: the prompt is longer than a chunk."""
+def test_prompts_with_a_prefill_and_choices() -> None:
     prompt = (0, 2, 1, 1, 0, 2, 0)
     cases = [case("as it is", drafter, prompt=prompt, new=2) for drafter in DRAFTERS]
-    cases += [
-        case("cold", "tapping", prompt=prompt[:3], new=2),
-        case("hot", "lookup", prompt=prompt[2:], new=3),
-    ]
+    cases.append(case("cold", "aux-states", prompt=prompt[:3], new=2))
+    cases.append(case("hot", "lookup", prompt=prompt[2:], new=3))
     enumerate_and_compare(cases, POLICIES["random"], rows=7)
 
 
 def test_a_stepper_that_hands_on_fewer_states() -> None:
-    enumerate_and_compare(
-        [case("as it is", "tapping"), case("hot", "script")], POLICIES["fixed-2"], forgetful=True
-    )
+    cases = [case("as it is", "aux-states"), case("hot", "script")]
+    enumerate_and_compare(cases, POLICIES["fixed-2"], forgetful=True)
 
 
 @pytest.mark.slow

@@ -70,7 +70,6 @@ def test_tokens_are_those_of_plain_decoding(rows: int, plain: int, context: int)
 
 @pytest.mark.parametrize("drafter", LATECOMERS)
 def test_a_ban_takes_back_the_start_of_a_late_context(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter reads the rest of the text from its very beginning."""
     free = reference((0,), 12)
     ban = LateBan(V, tuple(free[2:7]))
     sequence = greedy((0,), drafter, constraint=ban, max_new_tokens=12)
@@ -94,19 +93,6 @@ def test_a_ban_takes_back_the_start_of_a_late_context(drafter: str, monkeypatch:
 
 
 @pytest.mark.parametrize("drafter", LATECOMERS)
-def test_the_read_length_counts_from_the_start_of_the_text(drafter: str) -> None:
-    sequence = greedy(PROMPTS[-1], drafter)
-    engine = make_engine(TARGET, DRAFT, Late(0, 2))
-    latecomer: Any = engine.drafters[drafter]
-    engine.submit(sequence)
-    engine.step()
-    latecomer.start_context(sequence, 1)
-    assert latecomer.length(sequence) == 1
-    latecomer.read(sequence, 1, 5)
-    assert latecomer.length(sequence) == 5
-
-
-@pytest.mark.parametrize("drafter", LATECOMERS)
 def test_the_room_for_drafts_counts_from_the_start_of_the_context(drafter: str) -> None:
     most = len(PROMPTS[-1]) + 3  # positions that it can read, all but three of which the prompt would take
     spans = []
@@ -121,7 +107,7 @@ def test_the_room_for_drafts_counts_from_the_start_of_the_context(drafter: str) 
     assert spans == [most, most + len(PROMPTS[-1]) - 3]
 
 
-def test_siblings_share_the_whole_text() -> None:
+def test_choices_share_the_whole_text() -> None:
     """Copied prompt rows hold the prompt from its beginning; a drafter may begin late in texts of no group, once each."""
     policy = Late(0, 1)
     several = [greedy(PROMPTS[-1], "draft-model", group=1) for _ in range(5)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,23 @@ import torch
 from hypothesis import given, settings
 
 import foredraft
-from foredraft import LLM, SamplingParams, loading
+from foredraft import LLM, ConfigError, SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
-from foredraft.model.runner.graphs import Graphs
-from tests.exactness.test_bits import PROMPTS, VOCABULARY, row_of, steps_of
+from foredraft.model.spec import ModelSpec
+from foredraft.tune.run import _check_layers as check_layers
+from tests.exactness import test_bits as bits
+from tests.exactness.test_bits import PROMPTS, VOCABULARY, Ids
+from tests.parity.test_heads import Recorder
+from tests.support import assistants
 from tests.support.checkpoints import FAMILIES, layers_of, reference_model
 from tests.support.loaded import engine_of
-from tests.support.parts import StepByStep
-from tests.support.recorder import Rerun
+from tests.support.mutation import assert_caught, defect
+from tests.support.mutations import around
 
-NEW, ROWS = 40, 8
+NEW = 40
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
 BY = ("operators", "kernels")
 
@@ -47,18 +52,8 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
     """A model with one drafter for every plan, and a lookup."""
     model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     model.save_pretrained(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        if by == "operators":
-            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
-        llm = foredraft.load(
-            folder,
-            plan="skip:none",
-            dtype=dtype,
-            device="cpu",
-            max_batch=ROWS,
-            max_length=512,
-            policy="fixed",
-        )
+    with bits.loading_by(by):
+        llm = foredraft.load(folder, plan="skip:none", dtype=dtype, **bits.LOADED)
     runner: Any = llm.loaded.runner
     assert runner.by_kernels == (by == "kernels")
     for name, skips in skips_of(llm.loaded.spec.layers).items():
@@ -68,18 +63,14 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
     return llm
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(
-            (family, dtype, by), marks=[pytest.mark.slow] * ((dtype, by) == ("float32", "operators"))
-        )
-        for family in ("llama", "gemma2")
-        for dtype in ("bfloat16", "float32")
-        for by in BY
-    ],
-    ids="-".join,
-)
+# families that differ most, with each back end and dtype
+WORLDS = [
+    pytest.param((family, dtype, by), marks=[pytest.mark.slow] * ((dtype, by) == ("float32", "operators")))
+    for family, dtype, by in product(("llama", "gemma2"), ("bfloat16", "float32"), BY)
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids="-".join)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return load(tmp_path_factory.mktemp("model"), *request.param)
 
@@ -87,40 +78,24 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 PLANS = tuple(skips_of(3))
 
 
-@pytest.fixture(scope="module")
-def plain(llm: LLM) -> list[list[int]]:
-    return plainly(llm)
+def in_turn(kinds: Iterable[str], shift: int) -> list[str]:
+    return list(islice(cycle(kinds), shift, shift + len(PROMPTS)))
 
 
-def plainly(llm: LLM) -> list[list[int]]:
-    """Each prompt alone, one token a pass."""
-    return [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
-
-
-def assert_plain(llm: LLM, kinds: list[str], want: list[list[int]]) -> None:
-    outputs = llm.generate(PROMPTS, [replace(GREEDY, drafter=kind) for kind in kinds])
-    for index, (output, wanted, kind) in enumerate(zip(outputs, want, kinds, strict=True)):
-        assert output.token_ids == wanted, f"prompt {index} under {kind}"
-
-
+@pytest.mark.heavy
 @pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_greedy_ids_in_a_batch_of_all_plans(llm: LLM, plain: list[list[int]], gamma: int) -> None:
-    """Every plan meets every prompt at some γ; a lookup and plain steps are among them."""
+def test_greedy_ids_in_a_batch_of_all_plans_and_alone(llm: LLM, plain: Ids, gamma: int) -> None:
     engine_of(llm).policy = Fixed(gamma)
-    assert_plain(llm, list(islice(cycle([*PLANS, "lookup", "none"]), gamma, gamma + len(PROMPTS))), plain)
+    bits.assert_same(llm, in_turn([*PLANS, "lookup", "none"], gamma), plain, params=GREEDY)
+    engine_of(llm).policy = Heuristic(gamma)
+    for name in PLANS[gamma % 3 :: 3]:
+        bits.assert_same(llm, [name], plain[4:5], PROMPTS[4:5], GREEDY)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> None:
-    engine_of(llm).policy = Heuristic(7)
-    assert_plain(llm, [name] * len(PROMPTS), plain)
-    [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, drafter=name))
-    assert alone.token_ids == plain[4]
-
-
+@pytest.mark.heavy
 @settings(max_examples=8)
 @given(data=st.data())
-def test_any_layers_may_be_skipped(llm: LLM, plain: list[list[int]], data: st.DataObject) -> None:
+def test_any_layers_may_be_skipped(llm: LLM, plain: Ids, data: st.DataObject) -> None:
     last = llm.loaded.spec.layers - 1
     layers = st.sets(st.integers(0, last)).map(lambda found: tuple(sorted(found)))
     skips = st.builds(Skips, layers, layers) | st.builds(Skips, exit=st.integers(1, last))
@@ -128,49 +103,26 @@ def test_any_layers_may_be_skipped(llm: LLM, plain: list[list[int]], data: st.Da
     engine_of(llm).drafters["layer-skip"] = LayerSkip(runner, engine_of(llm).cache, data.draw(skips))
     engine_of(llm).policy = Fixed(data.draw(st.integers(1, 7)))
     params = replace(GREEDY, max_new_tokens=16, drafter="layer-skip")
-    assert [output.token_ids for output in llm.generate(PROMPTS[1:5], params)] == [
-        ids[:16] for ids in plain[1:5]
-    ]
+    outputs = llm.generate(PROMPTS[1:5], params)
+    assert [output.token_ids for output in outputs] == [ids[:16] for ids in plain[1:5]]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("way", ["gathered", "recorded"])
-def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: list[list[int]], way: str) -> None:
-    """Gathered, or replayed from recordings, of which each plan has its own."""
-    runner: Any = llm.loaded.runner
-    if runner.by_kernels:
+def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: Ids, way: str) -> None:
+    if llm.loaded.runner.by_kernels:
         pytest.skip("the kernels have one way")
     engine_of(llm).policy = Fixed(4)
-    runner.backend.gathers, runner.backend.graphs = (
-        way == "gathered",
-        Graphs(Rerun()) if way == "recorded" else None,
-    )
-    try:
-        for shift in range(3):
-            assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), plain)
-        assert runner.backend.graphs is None or runner.backend.graphs.capturer.replays > 0
-    finally:
-        runner.backend.gathers, runner.backend.graphs = None, None
+    with bits.computed(way, llm.loaded.runner):
+        for shift in (0, 3):
+            bits.assert_same(llm, in_turn(PLANS, shift), plain, params=GREEDY)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_cache_after_rollbacks(llm: LLM, name: str) -> None:
-    """The very bits that plain decoding leaves behind."""
     engine_of(llm).policy = Fixed(5)
-    prompt, length = PROMPTS[4], len(PROMPTS[4]) + NEW - 1
-    for sequence in steps_of(llm, prompt, name, NEW):
-        tokens, cached = list(sequence.tokens), row_of(llm, sequence, length)
-        assert name == "nothing" or any(turn.accepted < turn.drafted for turn in sequence.rounds)
-    for sequence in steps_of(llm, prompt, None, NEW):
-        assert sequence.tokens[: length + 1] == tokens[: length + 1]
-        assert torch.equal(row_of(llm, sequence, length), cached)
-
-
-def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
-    engine_of(llm).policy = Fixed(4)
-    wish = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_new_tokens=NEW, ignore_eos=True)
-    [want] = llm.generate([PROMPTS[3]], replace(wish, drafter="none"))
-    outputs = llm.generate([PROMPTS[3]] * len(PLANS), [replace(wish, drafter=name) for name in PLANS])
-    assert [output.token_ids for output in outputs] == [want.token_ids] * len(PLANS)
+    rounds = bits.check_cache(llm, name, PROMPTS[4], NEW).rounds
+    assert name == "nothing" or any(turn.accepted < turn.drafted for turn in rounds)
 
 
 def test_drafts_of_a_plan_that_skips_nothing_are_accepted_whole(llm: LLM) -> None:
@@ -202,10 +154,9 @@ def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM, monkeypatch
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama", "gemma2")])
 def test_every_family(family: str, by: str, tmp_path: Path) -> None:
     llm = load(tmp_path, family, "float32", by)
-    want = plainly(llm)
+    want = bits.plain_ids(llm, params=GREEDY)
     engine_of(llm).policy = Fixed(4)
-    for shift in (0, 3):
-        assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), want)
+    bits.assert_same(llm, in_turn(PLANS, 3), want, params=GREEDY)
 
 
 @pytest.mark.parametrize("by", BY)
@@ -214,62 +165,34 @@ def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: s
     """The shorter model is that of transformers without the layers from the exit on."""
     model: Any = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     llm = load(tmp_path, family, "float32", by)
-    drafted: list[list[int]] = []
-    step, fused_draft = LayerSkip.step, LayerSkip.fused_draft
-
-    def spy_step(self: LayerSkip, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        logits = step(self, tokens, *rest)
-        drafted[-1].append(int(logits[0].argmax()))
-        return logits
-
-    def spy_fused(self: LayerSkip, *args: Any) -> Any:
-        draft = fused_draft(self, *args)
-        drafted[-1] += [] if draft is None else draft.tokens[0].tolist()
-        return draft
-
-    engine_of(llm).policy = Fixed(4)
+    engine, last = engine_of(llm), llm.loaded.spec.layers - 1
+    engine.policy = Fixed(4)
+    engine.drafters["layer-skip"] = LayerSkip(llm.loaded.runner, engine.cache, Skips(exit=last))
+    record = Recorder(llm)
+    llm.generate(PROMPTS[1:5], replace(GREEDY, max_new_tokens=5, drafter="layer-skip"))
+    assert sum(len(logits) == 4 for *_, logits in record.drafts) >= 4
     holder, name = layers_of(model)
-    setattr(holder, name, getattr(holder, name)[: llm.loaded.spec.layers - 1])
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(LayerSkip, "step", spy_step)
-        patch.setattr(LayerSkip, "fused_draft", spy_fused)
-        for prompt in PROMPTS[1:5]:
-            drafted.append([])
-            [output] = llm.generate([prompt], replace(GREEDY, max_new_tokens=5, drafter="late"))
-            text = list(prompt)
-            assert len(drafted[-1]) >= 4
-            for token in drafted[-1][:4]:
-                assert int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()) == token
-                text.append(token)
-            assert output.stats.drafted >= 4
+    setattr(holder, name, getattr(holder, name)[:last])
+    with torch.inference_mode():
+        for text, drafted, logits in record.drafts:
+            for at, found in enumerate(logits):
+                want = model(torch.tensor([text + drafted[:at]]), use_cache=False).logits[0, -1]
+                assert int(want.argmax()) == int(found.argmax())
 
 
-def test_nonfinite_drafts_leave_the_text_as_it_is(llm: LLM, plain: list[list[int]]) -> None:
-    """The verifying pass overwrites them in every layer of the cache before the target attends to them."""
-    engine_of(llm).policy = Fixed(4)
-    drafter: Any = engine_of(llm).drafters["nothing"]
-    draft_pass, decoder = drafter.draft_pass, drafter.draft_pass.runner.decoder
-    embedding, passes = decoder.embedding.clone(), 0
-
-    def broken(*args: Any, **more: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        decoder.embedding.fill_(float("nan"))  # in place: the kernels have its address
-        made = draft_pass(*args, **more)
-        decoder.embedding.copy_(embedding)
-        return made
-
-    drafter.draft_pass = StepByStep(broken)
-    try:
-        outputs = llm.generate(PROMPTS[2:4], replace(GREEDY, drafter="nothing"), trace=True)
-    finally:
-        drafter.draft_pass = draft_pass
-    assert [output.token_ids for output in outputs] == plain[2:4]
-    assert all(output.stats.drafted == 0 for output in outputs), "no logits to draw from"
-    assert passes >= 8 and not any(one.discarded for output in outputs for one in output.trace)
+def refused_plan(target: Path) -> None:
+    with pytest.raises(ConfigError, match="attention of layer 1, whose keys and values other layers read"):
+        foredraft.load(target, device="cpu", policy="fixed", drafter="layer-skip", plan="skip:attn=1")
 
 
-def test_a_plan_of_a_deeper_model_is_refused(llm: LLM) -> None:
-    runner = llm.loaded.runner
-    with pytest.raises(foredraft.ConfigError, match="plan exits before layer 9; give 1 to"):
-        LayerSkip(runner, engine_of(llm).cache, Skips(exit=9))
+unaware = around(lambda check, own, layers, producers=(): check(own, layers))
+
+
+def test_no_plan_skips_keys_that_other_layers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = assistants.save_target(tmp_path / "shared", "shared", VOCABULARY)
+    refused_plan(target)
+    with pytest.raises(ConfigError, match="whose layers read the keys and values of others"):
+        check_layers(ModelSpec.from_folder(target))
+    check_layers(ModelSpec.from_folder(assistants.save_target(tmp_path / "own", "unified", VOCABULARY)))
+    unknown = defect("unknown", Skips.check, unaware, lambda: refused_plan(target), pytest.fail.Exception)
+    assert_caught(unknown, monkeypatch)

@@ -12,6 +12,8 @@ import pytest
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fallback, Fixed, Policy
 from tests.exactness.test_enumeration import TRANSFORMS as LOSSLESS
+from tests.exactness.test_enumeration import assert_law, compare
+from tests.exactness.test_enumeration import case as lossless_case
 from tests.support import distributions
 from tests.support.forking import Case, outputs_of
 from tests.support.harness import make_engine, request, run
@@ -31,22 +33,14 @@ END = frozenset({2})
 
 
 def defined(
-    params: SamplingParams,
-    budget: int,
-    prompt: list[int],
-    eos: frozenset[int] = frozenset(),
-    threshold: float = 0.0,
+    params: SamplingParams, budget: int, prompt: list[int], eos: Any = frozenset(), threshold: float = 0.0
 ) -> distributions.Distribution:
     """The probability of every output where rounds draft `budget` tokens, up to one that the drafter gives no
     token a probability of `threshold` at, by its logits as they are. In plain Python and float64."""
     found: distributions.Distribution = defaultdict(float)
     assert params.bound is not None
-    uncut = SamplingParams(
-        logit_bias=params.logit_bias,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-    )
+    edits = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    uncut = SamplingParams(**{name: getattr(params, name) for name in edits})
     judging = uncut if params.temperature == 0 else params
 
     def distribution(table: Table, new: list[int], wanted: SamplingParams) -> list[float]:
@@ -56,10 +50,8 @@ def defined(
         """left: of this round's draft; None: the round is over."""
         if len(new) == params.max_new_tokens or (new and new[-1] in eos):
             found[tuple(new)] += chance
-        elif left is None:
-            draft(new, min(budget, params.max_new_tokens - len(new) - 1), chance)
-        else:
-            draft(new, left, chance)
+            return
+        draft(new, min(budget, params.max_new_tokens - len(new) - 1) if left is None else left, chance)
 
     def draft(new: list[int], left: int, chance: float) -> None:
         own = distribution(TARGET, new, params)
@@ -89,26 +81,19 @@ def case(transform: str, bound: float, drafter: str | None = "draft-model", **mo
 
 def assert_defined(cases: list[Case], budget: int, *others: Case, threshold: float = 0.0) -> None:
     policy: Policy = Fallback(budget, threshold) if threshold else Fixed(budget)
-    found = outputs_of(
-        lambda noise: make_engine(TARGET, DRAFT, policy, rows=24, noise=noise), [*cases, *others]
-    )
+    every = [*cases, *others]
+    found = outputs_of(lambda noise: make_engine(TARGET, DRAFT, policy, rows=24, noise=noise), every)
     for one, got in zip(cases, found, strict=False):
-        want = defined(one.params, budget if one.drafters else 0, list(one.prompt), one.eos, threshold)
-        assert sum(got.distribution.values()) == pytest.approx(1, abs=1e-9), one.name
-        for output in want.keys() | got.distribution.keys():
-            assert got.distribution.get(output, 0.0) == pytest.approx(want.get(output, 0.0), abs=1e-5), (
-                one.name,
-                output,
-            )
-    for one, got in zip(others, found[len(cases) :], strict=True):
-        want = distributions.outputs(TARGET.after, list(one.prompt), one.params, eos=one.eos)
-        assert dict(got.distribution) == pytest.approx(want, abs=1e-5), one.name
+        prompt, most = list(one.prompt), budget if one.drafters else 0
+        assert_law(one.name, got, defined(one.params, most, prompt, one.eos, threshold))
+    compare([*others], found[len(cases) :], TARGET.after)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_the_distribution_of_the_output_is_the_defined_one(transform: str) -> None:
     cases = [case(transform, bound, prompt=prompt) for bound in BOUNDS for prompt in PROMPTS]
-    cases += [case(transform, 1.1, "tapping", eos=END), case(transform, 1.1, None)]
+    cases += [case(transform, 1.1, "aux-states", eos=END), case(transform, 1.1, None)]
     assert_defined(cases, 2)
 
 
@@ -117,6 +102,7 @@ def test_drafts_of_other_lengths(budget: int) -> None:
     assert_defined([case("as it is", 1.1, eos=END), case("greedy", 1.1), case("cold", 0.4)], budget)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("transform", ["as it is", "cold", "greedy", "top-k"])
 def test_the_published_pair_of_rule_and_fallback_policy(transform: str) -> None:
     """The threshold is of the logits as they are, at every temperature."""
@@ -126,22 +112,14 @@ def test_the_published_pair_of_rule_and_fallback_policy(transform: str) -> None:
 
 
 def test_rows_of_every_rule_share_a_batch() -> None:
-    """Lossless rows beside lossy ones keep the target's distribution."""
-    lossless = [
-        Case(
-            f"lossless, {options}",
-            SamplingParams(max_new_tokens=3, acceptance="speculative", **options),
-            drafters=("draft-model",),
-        )
-        for options in ({}, {"temperature": 0}, {"top_k": 2})
-    ]
+    lossless = [lossless_case(transform, "draft-model") for transform in ("as it is", "greedy", "top-k")]
     assert_defined([case(t, b) for t in ("as it is", "greedy", "top-k") for b in (0.4, 1.1)], 2, *lossless)
 
 
 def test_a_seeded_row_keeps_its_text_beside_lossy_rows() -> None:
-    def text(beside: list[Any], policy: Callable[[], Any]) -> list[int]:
+    def text(others: list[Any], policy: Callable[[], Any]) -> list[int]:
         wish = request((0, 1), "draft-model", seed=5, acceptance="coupled", max_new_tokens=12)
-        run(make_engine(TARGET, DRAFT, policy()), [wish, *beside])
+        run(make_engine(TARGET, DRAFT, policy()), [wish, *others])
         return wish.new_ids
 
     lossy = [
@@ -161,7 +139,6 @@ def test_bound_zero_is_lossless_and_an_infinite_bound_keeps_every_draft() -> Non
 
 
 def test_the_lossy_distribution_differs_from_the_targets() -> None:
-    """If it were the target's, these tests would show nothing."""
     lossy = case("as it is", 1.1)
     want = distributions.outputs(TARGET.after, [0], lossy.params)
     assert sum(abs(p - want[output]) for output, p in defined(lossy.params, 2, [0]).items()) / 2 > 0.1

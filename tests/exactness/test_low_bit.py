@@ -13,84 +13,77 @@ import torch
 import foredraft
 from foredraft import LLM, ConfigError, SamplingParams
 from foredraft.decode.policy import Fixed
+from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.low_bit import LowBit, low_bit_copy
 from foredraft.drafters.skips import Skips
 from foredraft.kernels.compilation import library
+from foredraft.model.decoder import Decoder
 from foredraft.model.quantisation import quantise
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.weights import weight_bytes
-from tests.exactness.test_bits import PROMPTS, VOCABULARY
-from tests.support.checkpoints import reference_model
+from tests.exactness.test_bits import LOADED, PROMPTS, SEEDS, VOCABULARY, Ids, accepted_of, assert_same
+from tests.support import assistants
+from tests.support.checkpoints import VARIANTS, reference_model, save_checkpoint
 from tests.support.loaded import engine_of
-from tests.support.planting import assert_caught, defect
+from tests.support.mutation import assert_caught, defect
+from tests.support.mutations import Function, argument, around
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
-NEW, ROWS = 40, 8
+NEW = 40
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
-DRAFTERS = ("low-bit", "skipping", "eight", "lookup", "none")
+DRAFTERS = ("low-bit", "skipping", "eight", "lookup", "none", "layer-skip")
 WHOLE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
+FAMILIES = ("llama", "gemma2", "qwen3")
+GEMMA4 = "gemma4-shared"  # layers 1 and 3 have the keys that layers 4 to 6 read
+# family or variant, dtype, weights; with layer norms, biases, parallel residuals and learned positions
+WORLDS = [
+    ("llama", "bfloat16", "int8"),
+    ("gemma2", "bfloat16", None),
+    ("gemma2", "float32", "int8"),
+    ("qwen3", "bfloat16", "int8"),
+    *((name, "bfloat16", None) for name in ("cohere2", "gpt2", "gpt_neox", "opt-sums-normed", "phi")),
+    ("stablelm-head-norms", "bfloat16", None),
+    (GEMMA4, "float32", None),
+    (GEMMA4, "bfloat16", "int8"),
+]
 
 
-def load(folder: Path, family: str, dtype: str, weights: str | None, **more: Any) -> LLM:
-    model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False, **WHOLE)
-    model.save_pretrained(folder)
-    return foredraft.load(
-        folder, dtype=dtype, device="cpu", weights=weights, max_batch=ROWS, max_length=512, policy="fixed",
-        **{"drafter": "low-bit", **more},
-    )  # fmt: skip
+def load(folder: Path, name: str, dtype: str, weights: str | None, **more: Any) -> LLM:
+    if name == GEMMA4:
+        assistants.save_target(folder, "shared", VOCABULARY)
+    else:
+        family, keys = (name, WHOLE) if name in FAMILIES else VARIANTS[name]
+        given = {"vocab_size": VOCABULARY, "tie_word_embeddings": False, "seed": SEEDS.get(family, 0), **keys}
+        save_checkpoint(folder, family, **given)
+    return foredraft.load(folder, dtype=dtype, weights=weights, **LOADED, **{"drafter": "low-bit", **more})
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("llama", "bfloat16", None),
-        ("llama", "bfloat16", "int8"),
-        ("llama", "float32", "int8"),
-        ("gemma2", "bfloat16", None),
-        ("qwen3", "bfloat16", "int8"),
-        ("gemma2", "float32", "int8"),
-    ],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=WORLDS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = load(tmp_path_factory.mktemp("model"), *request.param)
     engine: Any = engine_of(found)
-    copies = {
-        "skipping": LowBit(low_bit_copy(engine.target, 4), engine.cache, Skips((1,), (0, 2))),
+    skips = Skips((2, 4, 5), (0, 6)) if request.param[0] == GEMMA4 else Skips((1,), (0, 2))
+    engine.drafters |= {
+        "skipping": LowBit(low_bit_copy(engine.target, 4), engine.cache, skips),
         "eight": LowBit(low_bit_copy(engine.target, 8), engine.cache),
+        "layer-skip": LayerSkip(engine.target, engine.cache, skips),
+        "exit": LayerSkip(engine.target, engine.cache, Skips(exit=found.loaded.spec.layers - 1)),
     }
-    for name, drafter in copies.items():
+    for name, drafter in engine.drafters.items():
         drafter.name = name
-        engine.drafters[name] = drafter
     return found
 
 
-@pytest.fixture(scope="module")
-def plain(llm: LLM) -> list[list[int]]:
-    """Each prompt alone, one token a pass."""
-    return [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
-
-
-def test_the_products_are_coded(llm: LLM) -> None:
-    drafter: Any = engine_of(llm).drafters["low-bit"]
-    products = drafter.draft_pass.runner.decoder.products
-    assert all(isinstance(product, NativeCodes) and product.coding.bits == 4 for product in products)
-
-
 @pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_greedy_ids_in_a_batch_of_all_drafters(llm: LLM, plain: list[list[int]], gamma: int) -> None:
+def test_greedy_ids_in_a_batch_of_all_drafters(llm: LLM, plain: Ids, gamma: int) -> None:
     engine_of(llm).policy = Fixed(gamma)
-    kinds = list(islice(cycle(DRAFTERS), gamma, gamma + len(PROMPTS)))
-    outputs = llm.generate(PROMPTS, [replace(GREEDY, drafter=kind) for kind in kinds])
-    assert [output.token_ids for output in outputs] == plain
-    [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, drafter="low-bit"))
-    assert alone.token_ids == plain[4]
+    assert_same(llm, list(islice(cycle(DRAFTERS), gamma, gamma + len(PROMPTS))), plain, params=GREEDY)
+    for kind in ("low-bit", "exit"):
+        assert_same(llm, [kind], plain[4:5], PROMPTS[4:5], GREEDY)
 
 
 def test_sampled_ids_are_those_of_plain_decoding(llm: LLM) -> None:
-    params = SamplingParams(
-        temperature=1, seed=3, max_new_tokens=NEW, ignore_eos=True, acceptance="coupled", drafter="none"
-    )
+    params = SamplingParams(temperature=1, seed=3, max_new_tokens=24, ignore_eos=True, acceptance="coupled")
     engine_of(llm).policy = Fixed(4)
     want, *others = (
         [output.token_ids for output in llm.generate(PROMPTS, replace(params, drafter=drafter))]
@@ -99,23 +92,64 @@ def test_sampled_ids_are_those_of_plain_decoding(llm: LLM) -> None:
     assert all(found == want for found in others)
 
 
-def test_a_copy_of_eight_bits_agrees_with_a_target_of_eight_bits(llm: LLM) -> None:
-    """Such a target is its own copy, so every draft is accepted."""
-    engine_of(llm).policy = Fixed(4)
-    outputs = llm.generate(PROMPTS, replace(GREEDY, drafter="eight"))
-    accepted, drafted = (sum(getattr(o.stats, name) for o in outputs) for name in ("accepted", "drafted"))
-    target = llm.loaded.runner
-    if isinstance(target.decoder.output, NativeCodes):
+def check_agreement(llm: LLM) -> None:
+    engine: Any = engine_of(llm)
+    engine.policy = Fixed(4)
+    engine.drafters["eight"] = LowBit(low_bit_copy(engine.target, 8), engine.cache)
+    engine.drafters["eight"].name = "eight"
+    accepted, drafted = accepted_of(llm.generate(PROMPTS, replace(GREEDY, drafter="eight")))
+    if isinstance(engine.target.decoder.output, NativeCodes):  # a target of eight bits is its own copy
         assert accepted == drafted
     assert accepted > 0.8 * drafted
+
+
+def test_a_copy_in_eight_bits_agrees(llm: LLM) -> None:
+    check_agreement(llm)
+
+
+@around
+def without_positions(decoder: Function, own: Decoder, *parts: Any) -> None:
+    decoder(own, *parts[:5])
+    own.learned_positions = None
+
+
+def with_spec(**changed: Any) -> Function:
+    return lambda init: lambda own, spec, *parts: init(own, replace(spec, **changed), *parts)
+
+
+# a defect of the copy of a family
+DEFECTS: dict[str, tuple[str, Function]] = {
+    "gpt2": ("learned positions left out", without_positions),
+    "gpt_neox": ("parallel residual made sequential", with_spec(parallel_residual=False)),
+    "opt-sums-normed": ("norms of outputs instead of sums", with_spec(sum_norms=False)),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_copy_without_a_part_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    what, mutation = DEFECTS[name]
+    llm = load(tmp_path, name, "bfloat16", None)
+    assert_caught(defect(what, Decoder.__init__, mutation, lambda: check_agreement(llm)), monkeypatch)
+
+
+early = argument(1, lambda inputs: replace(inputs, starts=[max(0, at - 1) for at in inputs.starts]))
+
+
+def test_a_copy_over_committed_keys_is_caught(llm: LLM, plain: Ids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys then stay in place of the target's."""
+
+    def check() -> None:
+        engine_of(llm).policy = Fixed(4)
+        assert_same(llm, ["low-bit"] * len(PROMPTS), plain, params=GREEDY)
+
+    check()
+    assert_caught(defect("committed keys", LowBit.fused_draft, early, check), monkeypatch)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: bool) -> None:
     """Against transformers, given the weights that the codes stand for."""
-    llm = load(
-        tmp_path / "a", "llama", "float32", "int4", drafter="lookup", kernels=None if kernels else False
-    )
+    llm = load(tmp_path, "llama", "float32", "int4", drafter="lookup", kernels=None if kernels else False)
     model = reference_model("llama", vocab_size=VOCABULARY, tie_word_embeddings=False, **WHOLE)
     with torch.no_grad():
         for module in model.modules():
@@ -128,14 +162,12 @@ def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: b
     found = runner.forward(cache, ids, [0]).logits
     assert found is not None
     torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-4)
-    bits = 4 if kernels else None
-    spec, held = (
-        runner.decoder.spec,
-        sum(product.weight.numel() for product in runner.decoder.products if bits),
-    )  # type: ignore[attr-defined]
-    whole = weight_bytes(spec, torch.device("cpu"), torch.float32, native=True, bits=None)
     if kernels:
-        coded = weight_bytes(spec, torch.device("cpu"), torch.float32, native=True, bits=4)
+        held = sum(product.weight.numel() for product in runner.decoder.products)
+        whole, coded = (
+            weight_bytes(runner.decoder.spec, torch.device("cpu"), torch.float32, native=True, bits=bits)
+            for bits in (None, 4)
+        )
         assert held < coded < whole / 2
 
 
@@ -144,8 +176,6 @@ def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: b
     [
         ({"weights": "int3"}, "weights"),
         ({"draft_weights": "int3"}, "draft_weights"),
-        ({"weights": "int4", "drafter": "low-bit"}, "the target has 4 bits itself"),
-        ({"kernels": False, "drafter": "low-bit"}, "they are off"),
         ({"kernels": False, "drafter": "lookup", "draft_weights": "int8"}, "they are off"),
     ],
     ids=str,
@@ -153,26 +183,3 @@ def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: b
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load(tmp_path, "llama", "bfloat16", options.pop("weights", None), **options)
-
-
-def check_overwritten(llm: LLM, plain: list[list[int]]) -> None:
-    engine_of(llm).policy = Fixed(4)
-    outputs = llm.generate(PROMPTS, replace(GREEDY, drafter="low-bit"))
-    assert [output.token_ids for output in outputs] == plain
-
-
-def test_a_copy_that_drafts_where_it_has_committed_is_caught(
-    llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its keys then stay in place of the target's."""
-
-    def early(sound: Any) -> Any:
-        return lambda self, inputs: sound(
-            self, replace(inputs, starts=[max(0, at - 1) for at in inputs.starts])
-        )
-
-    check_overwritten(llm, plain)
-    assert_caught(
-        defect("committed keys", LowBit.fused_draft, early, lambda: check_overwritten(llm, plain)),
-        monkeypatch,
-    )

@@ -8,36 +8,30 @@ import pytest
 
 from foredraft import kernels
 from tests.exactness import (
-    block_mutants,
     commit_mutants,
-    constraint_mutants,
     kangaroo_mutants,
     lossy_mutants,
     mutants,
     pass_mutants,
-    policy_mutants,
     sibling_mutants,
     skip_mutants,
     transform_mutants,
 )
-from tests.support.planting import Mutant, assert_caught, defect
+from tests.support.mutation import Mutant, assert_caught, defect
 from tests.support.vocab_ops_choice import by_definition, by_kernels
 
 MODULES = (
     mutants,
     commit_mutants,
-    constraint_mutants,
     transform_mutants,
     pass_mutants,
     lossy_mutants,
     skip_mutants,
     kangaroo_mutants,
-    policy_mutants,
-    block_mutants,
     sibling_mutants,
 )
-CHECKS = list(dict.fromkeys(check for module in MODULES for check in module.CHECKS))
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
+CHECKS = {mutant.check: f"of {mutant.name}" for mutant in reversed(MUTANTS)}
 
 
 @pytest.fixture
@@ -47,13 +41,13 @@ def defined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("defined")
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=CHECKS.values())
 def test_a_check_passes_without_defect(check: Callable[[], object]) -> None:
     check()
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=CHECKS.values())
 def test_a_check_passes_with_the_kernels_and_without_defect(
     check: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

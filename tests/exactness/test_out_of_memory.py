@@ -1,11 +1,8 @@
-"""A GPU's memory that ends within a pass ends one request; the texts of the others do not change.
-
-`tests/rehearsal` runs the check on the pretended device, where passes are replayed.
-"""
+"""A GPU's memory that ends within a pass ends one request; the texts of the others do not change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,21 +13,22 @@ import pytest
 import torch
 
 from foredraft import LLM, SamplingParams
-from foredraft.decode import faults
+from foredraft.decode import engine_target
+from foredraft.decode.constraint import Guarded
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
-from foredraft.decode.guarded import Guarded
 from foredraft.decode.policy import Candidates, Decision, Policy
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.drafters.states import KnownStates
 from foredraft.model.runner.torch_backend import TorchBackend
 from tests.support.every_drafter import DRAFTERS, load, save_models
 from tests.support.harness import DRAFTERS as TABULAR
 from tests.support.harness import make_engine, request, run
 from tests.support.loaded import engine_of
+from tests.support.mutation import Mutation, assert_caught, defect, replaced
+from tests.support.mutations import Function, around, during
 from tests.support.parts import foreseeing
-from tests.support.planting import Spoiler, assert_caught, defect, replaced
 from tests.support.tabular import Table
 
 PROMPTS = ["def add(a, b):", "import os\n\n\ndef read(path):", "class Stack:"]
@@ -65,9 +63,8 @@ def ending_at(call: int | None) -> Iterator[list[int]]:
 def check(llm: LLM, drafter: str) -> None:
     """Let the memory end within a prompt, and in passes of one round: of its drafts, and the verifying one."""
     # the request that ends has another drafter, which so forgets nothing of the broken draft
-    params = [
-        replace(each, drafter=name) for each, name in zip(PARAMS, (drafter, drafter, "lookup"), strict=True)
-    ]
+    names = drafter, drafter, "lookup"
+    params = [replace(each, drafter=name) for each, name in zip(PARAMS, names, strict=True)]
     llm.generate(PROMPTS, params)  # a GPU's graphs are captured by now
     with ending_at(None) as passes:
         want = [output.token_ids for output in llm.generate(PROMPTS, params)]
@@ -127,8 +124,6 @@ def check_commit(llm: LLM, name: str) -> None:
 
 
 class InTurn(Policy):
-    """Lets a drafter and a guesser draft in turn, by the rounds that began."""
-
     name = "in turn"
 
     def __init__(self, drafter: str) -> None:
@@ -141,11 +136,9 @@ class InTurn(Policy):
 
 
 def check_forgotten(name: str) -> None:
-    """Check that a drafter keeps nothing of a round that broke off after its draft.
+    """Check that a drafter keeps nothing of a round that broke off after its draft; `CheckedEngine` looks into its cache.
 
-    The next round accepts other tokens, of a guesser that knows the text. Then the drafter's cache must hold
-    the text, or say that it has not read it: `CheckedEngine` looks.
-    """
+    The next round accepts other tokens, of a model-free drafter that knows the text."""
     table, draft = Table(5, 21), Table(5, 22)
     new = {"temperature": 0, "max_new_tokens": 20}
     [text] = run(make_engine(table), [request([3, 1, 4], **new)])
@@ -174,76 +167,56 @@ def test_a_drafter_forgets_a_broken_round(name: str) -> None:
     check_forgotten(name)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("loaded", ["adapter", "eagle3"])
 def test_one_request_ends_in_a_commit(folder: Path, loaded: str) -> None:
     check_commit(load(folder, loaded, "cpu"), DRAFTERS[loaded][0])
 
 
-def _without(name: str, owner: Any) -> Spoiler:
-    """Abandon a round without one of its parts."""
-
-    def spoiler(sound: Callable[..., None]) -> Callable[..., None]:
-        def spoilt(*args: Any) -> None:
-            with replaced(owner, name, lambda *given: None):
-                sound(*args)
-
-        return spoilt
-
-    return spoiler
+def _without(owner: Any, name: str) -> Mutation:
+    return during(owner, name, lambda *_: None)
 
 
-DEFECTS: dict[str, tuple[Any, Spoiler]] = {
-    "the states of a broken draft stay": (faults.abandon_round, _without("resume", Kangaroo)),
-    "a constraint stays along a broken draft": (faults.abandon_round, _without("rewind", Guarded)),
+@around
+def _passed_over(tell: Function, *args: Any) -> None:
+    with suppress(torch.OutOfMemoryError):
+        tell(*args)
+
+
+@around
+def _ends_the_batch(tell: Function, *args: Any) -> None:
+    try:
+        tell(*args)
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(str(error)) from None
+
+
+DEFECTS: dict[str, tuple[Function, Any, Mutation]] = {
+    "the states of a broken draft stay": (check, engine_target.abandon_round, _without(KnownStates, "forget")),
+    "a constraint stays along a broken draft": (
+        check, engine_target.abandon_round, _without(Guarded, "rewind")
+    ),
     "the whole batch ends": (
-        Engine._give_up_one, lambda sound: lambda self, error: self.fail_batch(error)
+        check, Engine._give_up_one, lambda sound: lambda self, error: self.fail_batch(error)
     ),
     "a prompt ends the whole batch": (
-        Engine.fail, lambda sound: lambda self, sequence, error: self.fail_batch(error)
+        check, Engine.fail, lambda sound: lambda self, sequence, error: self.fail_batch(error)
     ),
+    "memory that ends in a commit is passed over": (check_commit, Engine._tell_drafters, _passed_over),
+    "memory that ends in a commit ends the batch": (check_commit, Engine._tell_drafters, _ends_the_batch),
 }  # fmt: skip
 
 
-def _passed_over(tell: Callable[..., None]) -> Callable[..., None]:
-    def spoilt(*args: Any) -> None:
-        with suppress(torch.OutOfMemoryError):
-            tell(*args)
-
-    return spoilt
-
-
-def _ends_the_batch(tell: Callable[..., None]) -> Callable[..., None]:
-    def spoilt(*args: Any) -> None:
-        try:
-            tell(*args)
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError(str(error)) from None
-
-    return spoilt
-
-
-@pytest.mark.parametrize("spoiler", [_passed_over, _ends_the_batch])
-def test_a_defect_of_a_commit_is_caught(
-    folder: Path, spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = load(folder, "adapter", "cpu")
-    found = defect(
-        "memory that ends in a commit", Engine._tell_drafters, spoiler, lambda: check_commit(llm, "kangaroo")
-    )
-    assert_caught(found, monkeypatch)
-
-
 def test_a_drafter_that_is_not_rewound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cache claims the tokens of its broken draft."""
-    found = defect(
-        "the engine tells no drafter of a broken round", faults.abandon_round, _without("rewind", DraftModel),
-        lambda: check_forgotten("draft-model"),
-    )  # fmt: skip
+    """Its cache claims the tokens of its broken draft: the engine tells no drafter of a broken round."""
+    untold = _without(DraftModel, "rewind")
+    found = defect("untold", engine_target.abandon_round, untold, lambda: check_forgotten("draft-model"))
     assert_caught(found, monkeypatch)
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_caught(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(folder, "adapter", "cpu")
-    found = defect(name, *DEFECTS[name], lambda: check(llm, "kangaroo"), Exception)
-    assert_caught(found, monkeypatch)
+    checked, *edit = DEFECTS[name]
+    raises = Exception if checked is check else AssertionError
+    assert_caught(defect(name, *edit, lambda: checked(llm, "kangaroo"), raises), monkeypatch)

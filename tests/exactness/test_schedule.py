@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from foredraft.decode.policy import Fixed, Heuristic, Policy
 from foredraft.decode.sequence import Finish, Sequence, State
-from tests.support.harness import DRAFTERS, CheckedEngine, make_engine, request
+from tests.support.harness import DRAFTERS, CheckedEngine, make_engine, request, run
 from tests.support.parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
 from tests.support.tabular import Table, Tabular
 
 V, FATAL, PATIENCE = 5, 4, 9
 TARGET, DRAFT = Table(V, 51), Table(V, 52)
 POLICIES: list[Policy] = [Fixed(0), Fixed(3), Heuristic(5), StopUnsure(4), RandomBudgets(5), Fickle(3)]
+BANS = [(1, 0), (2, 0, 3)]
 CONSTRAINTS: list[Any] = [
     lambda: None,
     lambda: NoRepeat(V),
-    lambda: LateBan(V, (1, 0)),
-    lambda: LateBan(V, (2, 0, 3)),
+    *(lambda ban=ban: LateBan(V, ban) for ban in BANS),
 ]
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -35,18 +34,13 @@ _known: dict[Any, list[int]] = {}
 
 
 def expected(sequence: Sequence, constraint: int) -> list[int]:
-    """Return the output of the request alone, one token a round."""
     key = (tuple(sequence.prompt), sequence.params, sequence.seed, sequence.sample, sequence.eos, constraint)
     if key not in _known:
         alone = Sequence(
             0, sequence.prompt, sequence.params, sequence.seed, sequence.sample, sequence.eos,
             constraint=CONSTRAINTS[constraint](),
         )  # fmt: skip
-        engine = make_engine(TARGET, rows=1)
-        engine.submit(alone)
-        while not engine.scheduler.idle:
-            engine.step()
-        _known[key] = alone.new_ids
+        [_known[key]] = run(make_engine(TARGET, rows=1), [alone])
     return _known[key]
 
 
@@ -67,30 +61,19 @@ class Schedule(RuleBasedStateMachine):
         drafter=st.sampled_from(DRAFTERS),
         sampling=st.sampled_from(SAMPLING),
         samples=st.integers(1, 4),
-        limit=st.integers(1, 14),
-        seed=st.integers(0, 3),
         constraint=st.integers(0, len(CONSTRAINTS) - 1),
         eos=st.sampled_from([(), (3,)]),
+        max_new_tokens=st.integers(1, 14),
+        seed=st.integers(0, 3),
         client=st.sampled_from("aab"),
     )
     def arrive(
-        self,
-        prompt: list[int],
-        drafter: str | None,
-        sampling: dict[str, Any],
-        samples: int,
-        limit: int,
-        seed: int,
-        constraint: int,
-        eos: tuple[int, ...],
-        client: str,
+        self, prompt: Any, drafter: Any, sampling: Any, samples: int, constraint: int, eos: Any, **more: Any
     ) -> None:
         group = len(self.sequences) if samples > 1 else None
         for sample in range(samples):
-            sequence = request(
-                prompt, drafter, seed=seed, sample=sample, group=group, eos=frozenset(eos),
-                constraint=CONSTRAINTS[constraint](), max_new_tokens=limit, client=client, **sampling,
-            )  # fmt: skip
+            own = {"sample": sample, "group": group, "constraint": CONSTRAINTS[constraint]()}
+            sequence = request(prompt, drafter, eos=frozenset(eos), **own, **more, **sampling)
             self.constraints[sequence.id] = constraint
             self.sequences.append(sequence)
             self.engine.submit(sequence)
@@ -157,34 +140,4 @@ TestSchedule.settings = settings(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_schedules() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(Schedule, settings=settings(max_examples=1500, stateful_step_count=50))
-
-
-def test_arrivals_in_the_middle_of_everything() -> None:
-    """A plain version of the same, with a thousand rounds and no cleverness."""
-    dice = random.Random(0)
-    engine = make_engine(TARGET, DRAFT, RandomBudgets(4), rows=5)
-    sequences: list[Sequence] = []
-    for _ in range(250):
-        if dice.random() < 0.3 and len(sequences) < 60:
-            prompt = [dice.randrange(V) for _ in range(dice.randint(1, 9))]
-            sequences.append(
-                request(
-                    prompt,
-                    dice.choice(DRAFTERS),
-                    client=dice.choice("aaab"),
-                    temperature=0,
-                    max_new_tokens=dice.randint(1, 12),
-                )
-            )
-            engine.submit(sequences[-1])
-        if dice.random() < 0.05 and sequences:
-            engine.cancel(dice.choice(sequences))
-        engine.step()
-    while not engine.scheduler.idle:
-        engine.step()
-    kept = [s for s in sequences if s.finish is not Finish.CANCELLED]
-    assert len(kept) > 30
-    assert [s.new_ids for s in kept] == [expected(s, 0) for s in kept]
+    stateful.run_state_machine_as_test(Schedule, settings=settings(max_examples=1500, stateful_step_count=50))

@@ -8,9 +8,8 @@ import pytest
 
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.recent_texts import RecentTexts
+from foredraft.drafters.recent_texts import RecentTexts, TextsFile
 from foredraft.drafters.suffix import Suffix
-from foredraft.drafters.texts_file import TextsFile
 from tests.exactness.test_enumeration import POLICIES, case, enumerate_and_compare
 from tests.exactness.test_identity import DRAFT, PROMPTS, TARGET, V, greedy, reference
 from tests.support.harness import CheckedEngine, make_engine, run
@@ -25,7 +24,6 @@ def learning_engine(rows: int, most_bytes: int = 1 << 20) -> tuple[CheckedEngine
 
 
 def drafted(sequences: list[Sequence]) -> tuple[int, int]:
-    """Return the drafted tokens of all rounds, and the accepted ones."""
     rounds = [turn for sequence in sequences for turn in sequence.rounds]
     return sum(turn.drafted for turn in rounds), sum(turn.accepted for turn in rounds)
 
@@ -61,15 +59,13 @@ def test_texts_of_other_requests_leave_the_law(transform: str) -> None:
 
 
 def test_those_drafts_are_of_other_requests() -> None:
-    """Else the test above would show little."""
-    differ = 0
-    for own, both in [(suffix(3), recalling(3))]:
-        for text in both.texts.all():
-            for at in range(6, 60):
-                tokens = text.tokens[at - 6 : at]
-                one, other = greedy(tokens, "suffix"), greedy(tokens, "recalling")
-                own.join(one)
-                both.join(other)
-                differ += own.propose([(one, 3)]) != both.propose([(other, 3)])
-                assert both.texts.search(b"", tokens, 3).length >= 3
+    differ, own, both = 0, suffix(3), recalling(3)
+    for text in both.texts.all():
+        for at in range(6, 60):
+            tokens = text.tokens[at - 6 : at]
+            one, other = greedy(tokens, "suffix"), greedy(tokens, "recalling")
+            own.join(one)
+            both.join(other)
+            differ += own.propose([(one, 3)]) != both.propose([(other, 3)])
+            assert both.texts.search(b"", tokens, 3).length >= 3
     assert differ > 40

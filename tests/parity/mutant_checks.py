@@ -1,4 +1,4 @@
-"""Checks that must catch planted defects: comparisons of logits with transformers; and spoilers that several tables use."""
+"""Checks for planted defects, which compare logits with transformers; and mutations that several tables use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.model import forward_context
+from foredraft.model import attention
 from foredraft.model.config import ConfigReader
 from foredraft.model.decoder import EAGER_PARTS, Attention, Decoder
 from foredraft.model.runner.runner import Runner
@@ -21,9 +21,8 @@ from foredraft.model.weights import load_decoder
 from tests.parity import test_logits
 from tests.parity.test_logits import Pair
 from tests.support.checkpoints import save_variant
-from tests.support.planting import Spoiler, replaced
-
-Function = Callable[..., Any]
+from tests.support.mutation import Mutation, replaced
+from tests.support.mutations import Function, around
 
 
 @functools.cache
@@ -32,10 +31,10 @@ def pair(name: str) -> Pair:
         return Pair(save_variant(Path(folder), name))
 
 
-def with_new_runner(name: str) -> Pair:
-    """Return the same weights and expected logits, with a runner that is made under the defect."""
+def with_new_runner(name: str, decoder: Decoder | None = None) -> Pair:
+    """Return the same expected logits, with a runner that is made under the defect, of the same weights or of others."""
     original, copy = pair(name), object.__new__(Pair)
-    copy.__dict__.update(original.__dict__, runner=Runner(original.runner.decoder))
+    copy.__dict__.update(original.__dict__, runner=Runner(decoder or original.runner.decoder))
     return copy
 
 
@@ -49,70 +48,85 @@ def decoding_logits(name: str) -> None:
 
 def reloaded_logits(name: str) -> None:
     """Compare with the same expected logits, after loading the checkpoint under the defect."""
-    original, copy = pair(name), object.__new__(Pair)
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(load_decoder(save_variant(Path(folder), name), length=test_logits.TOTAL))
-    copy.__dict__.update(original.__dict__, runner=runner)
-    test_logits.test_decoding_logits_equal_those_of_transformers(copy)
+        decoder = load_decoder(save_variant(Path(folder), name), length=test_logits.TOTAL)
+    test_logits.test_decoding_logits_equal_those_of_transformers(with_new_runner(name, decoder))
 
 
-def check(kind: object, name: str) -> functools.partial[None]:
-    return functools.partial(kind, name)  # type: ignore[call-overload,no-any-return]
+prompt, decoding, reloaded = (
+    functools.partial(functools.partial, each) for each in (prompt_logits, decoding_logits, reloaded_logits)
+)
 
 
-def with_rope(**changed: Any) -> Spoiler:
-    """Give a function of rotary parameters others."""
-    return lambda sound: lambda own, *rest: sound(replace(own, **changed), *rest)
+def given(**fields: Any) -> Mutation:
+    """Give a function a first argument with other fields."""
+    return lambda sound: lambda own, *rest: sound(replace(own, **fields), *rest)
 
 
-def with_parts(**spoilers: Spoiler) -> Spoiler:
-    """Spoil the position-wise parts of a layer."""
-    parts = {name: spoiler(getattr(EAGER_PARTS, name)) for name, spoiler in spoilers.items()}
+def with_spec(**fields: Any) -> Mutation:
+    """Mutate a method of an object that reads another spec."""
+
+    @around
+    def mutation(method: Function, own: Any, *rest: Any) -> Any:
+        with replaced(own, "spec", replace(own.spec, **fields)):
+            return method(own, *rest)
+
+    return mutation
+
+
+without_scale = around(lambda embed, own, *rest: embed(own, *rest) / own.embedding_scale)
+
+
+def norms_with(offset: float, *, of_heads: bool = False) -> Mutation:
+    """Build norms, or those of heads alone, whose weights are that much larger."""
+
+    @around
+    def mutation(norm: Function, builder: Any, name: str, size: int | None = None, *rest: Any) -> Any:
+        made = norm(builder, name, size, *rest)
+        return made if of_heads and size is None else replace(made, weight=made.weight + offset)
+
+    return mutation
+
+
+def with_parts(**mutations: Mutation) -> Mutation:
+    """Mutate the position-wise parts of a layer."""
+    parts = {name: mutation(getattr(EAGER_PARTS, name)) for name, mutation in mutations.items()}
     return lambda run: lambda *args: run(*args, parts=replace(EAGER_PARTS, **parts))
 
 
-def configured(**keys: Any) -> Spoiler:
-    """Read a config in which some keys have other values."""
+def configured(**keys: Any) -> Mutation:
+    @around
+    def mutation(sound: Function, read: ConfigReader) -> Any:
+        with replaced(read, "config", {**read.config, **keys}):
+            return sound(read)
 
-    def spoiler(sound: Function) -> Function:
-        def spoilt(read: ConfigReader) -> Any:
-            with replaced(read, "config", {**read.config, **keys}):
-                return sound(read)
-
-        return spoilt
-
-    return spoiler
+    return mutation
 
 
-def windows(change: Callable[[int | None, int, int], int | None]) -> Spoiler:
+def windows(change: Callable[[int | None, int, int], int | None]) -> Mutation:
     """Build the masks of other windows: `change` gets a window (None: full attention), a column, and their number."""
 
-    def spoiler(masks: Function) -> Function:
-        def spoilt(spec: ModelSpec, positions: Tensor, *rest: Any) -> dict[int | None, Tensor]:
-            columns = positions.split(1, dim=1)
+    @around
+    def mutation(masks: Function, spec: ModelSpec, positions: Tensor, *rest: Any) -> dict[int | None, Tensor]:
+        columns = positions.split(1, dim=1)
 
-            def mask_of(window: int | None, at: int) -> Tensor:
-                other = change(window, at, len(columns))
-                mask: Tensor = masks(replace(spec, windows=(other,)), columns[at], *rest)[other]
-                return mask
+        def mask_of(window: int | None, at: int) -> Tensor:
+            other = change(window, at, len(columns))
+            mask: Tensor = masks(replace(spec, windows=(other,)), columns[at], *rest)[other]
+            return mask
 
-            return {
-                window: torch.cat([mask_of(window, at) for at in range(len(columns))], 2)
-                for window in dict.fromkeys(spec.windows)
-            }
+        return {
+            window: torch.cat([mask_of(window, at) for at in range(len(columns))], 2)
+            for window in dict.fromkeys(spec.windows)
+        }
 
-        return spoilt
-
-    return spoiler
+    return mutation
 
 
-def projected_with(change: Callable[[Attention], Attention]) -> Spoiler:
-    """Project with other weights of an attention sub-layer."""
-    return with_parts(
-        project=lambda project: lambda spec, own, *rest: project(spec, change(own), *rest),
-    )
+def projected_with(change: Callable[[Attention], Attention]) -> Mutation:
+    return with_parts(project=lambda project: lambda spec, own, *rest: project(spec, change(own), *rest))
 
 
-MASKS, RUN = forward_context.causal_masks, Decoder.run
+MASKS, RUN = attention.causal_masks, Decoder.run
 WIDER = windows(lambda window, at, columns: window and window + 1)
 NARROWER = windows(lambda window, at, columns: window and window - 1)

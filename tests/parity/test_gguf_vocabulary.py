@@ -1,8 +1,4 @@
-"""Vocabularies of GGUF files read as transformers' own classes of these tokenizers read them, on many strings.
-
-The classes state their rules in code, independently of this package and of llama.cpp. The vocabularies are made
-so that every border that a rule draws shows in the ids.
-"""
+"""Vocabularies of GGUF files read as transformers' own classes of these tokenizers read them, on many strings."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from foredraft.model.gguf import vocabulary
 from foredraft.model.gguf.words import DIGITS, GPT2, WORDS
+from tests.support.mutation import Mutant, assert_caught, defect
+from tests.support.mutations import Function, around
 from tests.support.strings import strings
 from tests.support.vocabularies import KEY, SPACE, byte_level, tokenizer_of
 
@@ -73,32 +71,17 @@ def test_llama_3_has_the_rule_of_its_converter() -> None:
 RUNS = {"\n\n": "\n\n", "  ": SPACE * 2, "   ": SPACE * 3, "    ": SPACE * 4, "<h1>": "<h1>"}
 
 
-def check_gemma() -> None:
+def test_a_vocabulary_with_runs_of_spaces_is_read_as_gemmas_class_reads_it() -> None:
     alphabet = [SPACE, *"abcdehtinrows1_<>h", "\n", "\t", "\u00e9", "\u65e5"]
-    words = [
-        f"{SPACE}t",
-        f"{SPACE}a",
-        "he",
-        f"{SPACE}the",
-        "in",
-        "or",
-        "wor",
-        "word",
-        f"{SPACE}{SPACE}a",
-        "t\n",
-    ]
+    words = [*"_t _a he _the in or wor word __a".replace("_", SPACE).split(), "t\n"]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
-    pieces = [*dict.fromkeys(alphabet), *words]
+    pieces, unscored = [*dict.fromkeys(alphabet), *words], len(special) + len(RUNS)
     metadata = {
         f"{KEY}model": "llama",
         f"{KEY}tokens": [*special, *RUNS, *bytes_, *pieces],
         f"{KEY}token_type": [*[3] * len(special), *[4] * len(RUNS), *[6] * 256, *[1] * len(pieces)],
-        f"{KEY}scores": [
-            *[-1000.0] * len([*special, *RUNS]),
-            *[0.0] * 256,
-            *[-float(at) for at in range(len(pieces))],
-        ],
+        f"{KEY}scores": [-1000.0] * unscored + [0.0] * 256 + [-float(at) for at in range(len(pieces))],
         f"{KEY}bos_token_id": 2,
         f"{KEY}eos_token_id": 1,
         f"{KEY}unknown_token_id": 3,
@@ -117,27 +100,23 @@ def check_gemma() -> None:
             assert read.decode(read.encode(text).ids) == text
 
 
-def test_a_vocabulary_with_runs_of_spaces_is_read_as_gemmas_class_reads_it() -> None:
-    check_gemma()
+split_first = around(lambda split, metadata, tokens, *, spell_spaces=False: split(metadata, tokens))
 
 
-def test_runs_of_spaces_that_are_cut_out_first_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = vocabulary._split
-    monkeypatch.setattr(
-        vocabulary, "_split", lambda metadata, tokens, *, spell_spaces=False: sound(metadata, tokens)
-    )
-    with pytest.raises(AssertionError):
-        check_gemma()
+@around
+def merged_last(merges: Function, ids: dict[str, int], scores: list[float]) -> list[list[str]]:
+    found = merges(ids, scores)
+    runs = [pair for pair in found if not "".join(pair).strip(SPACE)]
+    return [pair for pair in found if pair not in runs] + runs
 
 
-def test_runs_of_spaces_that_are_merged_last_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = vocabulary._merges
+gemma = test_a_vocabulary_with_runs_of_spaces_is_read_as_gemmas_class_reads_it
+MUTANTS = [
+    defect("runs of spaces cut out first", vocabulary._split, split_first, gemma),
+    defect("runs of spaces merged last", vocabulary._merges, merged_last, gemma),
+]
 
-    def late(ids: dict[str, int], scores: list[float]) -> list[list[str]]:
-        merges = sound(ids, scores)
-        runs = [pair for pair in merges if not "".join(pair).strip(SPACE)]
-        return [pair for pair in merges if pair not in runs] + runs
 
-    monkeypatch.setattr(vocabulary, "_merges", late)
-    with pytest.raises(AssertionError):
-        check_gemma()
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutant, monkeypatch)

@@ -1,8 +1,4 @@
-"""InternLM 2: the logits of a Llama whose tensors are stored under the names and in the order of InternLM 2.
-
-`transformers` has no class of it. Its modelling code computes a Llama; `wqkv` holds, for each key head, its
-queries, its key and its value.
-"""
+"""InternLM 2, of which transformers has no class: a Llama under other names, with `wqkv` in groups of key heads."""
 
 from __future__ import annotations
 
@@ -17,18 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import foredraft
-from foredraft import CheckpointError, SamplingParams
-from foredraft.model import row_orders
+from foredraft import CheckpointError
+from foredraft.model import checkpoint
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
-from foredraft.quantise.writing import write_quantised
-from tests.parity.test_logits import TOTAL, Pair, close, decoded, greedy, prompt_logits
+from foredraft.quantise.command import write_quantised
+from tests.parity.test_logits import Pair, check_speculation, close, decoded, greedy, prompt_logits
 from tests.support.checkpoints import LLAMA, save_checkpoint
-from tests.support.planting import Mutant, assert_caught, defect
+from tests.support.mutation import assert_caught, defect
+from tests.support.mutations import instead
 
 ARCHITECTURE = "InternLM2ForCausalLM"
 CONFIG: dict[str, Any] = {
@@ -39,6 +35,7 @@ CONFIG: dict[str, Any] = {
         "AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM",
     },
     "attn_implementation": "eager",
+    "bias": False,
     "hidden_act": "silu",
     "model_type": "internlm2",
     "num_key_value_heads": 2,
@@ -56,11 +53,18 @@ NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {"bias": False},
-    "biases": {"bias": True},
-    "linear": {"bias": False, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    "theta-eps": {"bias": False, "rope_theta": 1e6, "rms_norm_eps": 1e-1},
+# what differs from the checkpoint of a Llama, and from CONFIG
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "biases": ({"attention_bias": True}, {"bias": True}),
+    "linear": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000}},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    "theta-eps": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-1},
+        {"rope_theta": 1e6, "rms_norm_eps": 1e-1},
+    ),
 }
 
 
@@ -82,17 +86,8 @@ def converted(tensors: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
 
 
 def save_internlm(folder: Path, variant: str, **keys: Any) -> tuple[Path, Path]:
-    """Save a Llama and the same model as an InternLM 2, and return both folders."""
-    own = VARIANTS[variant]
-    llama = {key: value for key, value in own.items() if key != "bias"}
-    if "rope_scaling" in llama:
-        llama["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000}
-        del llama["rope_scaling"]
-    elif "rope_theta" in llama:
-        llama["rope_parameters"] = {"rope_type": "default", "rope_theta": llama.pop("rope_theta")}
-    first = save_checkpoint(
-        folder / "llama", "llama", num_key_value_heads=2, attention_bias=own["bias"], **llama
-    )
+    llama, own = VARIANTS[variant]
+    first = save_checkpoint(folder / "llama", "llama", num_key_value_heads=2, **llama)
     second = folder / "internlm2"
     second.mkdir()
     tensors = converted(load_file(first / "model.safetensors"), 16)
@@ -101,24 +96,15 @@ def save_internlm(folder: Path, variant: str, **keys: Any) -> tuple[Path, Path]:
     return first, second
 
 
-class InternPair(Pair):
-    """A Llama of transformers, and foredraft's InternLM 2."""
-
-    def __init__(self, folder: Path, variant: str) -> None:
-        first, second = save_internlm(folder, variant)
-        self.reference = AutoModelForCausalLM.from_pretrained(
-            first, attn_implementation="eager", dtype=torch.float32
-        ).eval()
-        self.runner = Runner(load_decoder(second))
-        self.tokens = torch.randint(3, 97, (1, TOTAL), generator=torch.Generator().manual_seed(7))  # [1, T]
-        with torch.inference_mode():
-            self.expected = self.reference(self.tokens).logits[0]
+def made(folder: Path, variant: str) -> Pair:
+    llama, internlm = save_internlm(folder, variant)
+    return Pair(internlm, reference=llama)
 
 
 @functools.cache
-def pair(variant: str) -> InternPair:
+def pair(variant: str) -> Pair:
     with tempfile.TemporaryDirectory() as folder:
-        return InternPair(Path(folder), variant)
+        return made(Path(folder), variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -132,14 +118,9 @@ def test_logits_and_greedy_tokens_equal_those_of_the_llama(variant: str) -> None
 def test_speculation_keeps_the_greedy_tokens(tmp_path: Path) -> None:
     found = pair("plain")
     _, folder = save_internlm(tmp_path, "plain")
-    prompts = [found.tokens[:, at : at + 20] for at in range(8)]
-    expected = [greedy(found, prompt, 40) for prompt in prompts]
     llm = foredraft.load(folder, device="cpu", max_batch=8, max_length=96, policy="fixed")
-    for drafter in ("none", "lookup"):
-        params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True, drafter=drafter)
-        for batch in (prompts[:1], prompts):
-            outputs = llm.generate([prompt[0].tolist() for prompt in batch], params)
-            assert [output.token_ids for output in outputs] == expected[: len(batch)]
+    prompts = [found.tokens[:, at : at + 20] for at in range(8)]
+    check_speculation(llm, found, prompts, 40, ("none", "lookup"))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +137,6 @@ def test_what_is_not_known_is_refused(keys: dict[str, Any], named: str) -> None:
 
 
 def test_a_quantised_copy_is_written_and_read(tmp_path: Path) -> None:
-    """Its tensors have the names of the decoder, in the order of InternLM 2."""
     _, folder = save_internlm(tmp_path, "plain", tie_word_embeddings=False)
     out = tmp_path / "out"
     out.mkdir()
@@ -166,24 +146,16 @@ def test_a_quantised_copy_is_written_and_read(tmp_path: Path) -> None:
     assert (got - found.expected).norm() <= 0.3 * found.expected.norm()
 
 
-def ungrouped(sound: Any) -> Any:
-    """Read the weight as if it held all queries, then all keys, then all values."""
-    return lambda heads, kv_heads, dim: torch.arange((heads + 2 * kv_heads) * dim)
+# read the weight as if it held all queries, then all keys, then all values
+ungrouped = instead(lambda heads, kv_heads, dim: torch.arange((heads + 2 * kv_heads) * dim))
 
 
 def reloaded() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = InternPair(Path(folder), "biases")
+        found = made(Path(folder), "biases")
     assert close(prompt_logits(found.runner, found.tokens), found.expected)
 
 
-MUTANTS = [defect("heads not undone from their groups", row_orders.grouped_rows, ungrouped, reloaded)]
-
-
-def test_a_check_passes_without_a_defect() -> None:
+def test_heads_that_stay_in_their_groups_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     reloaded()
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(mutant, monkeypatch)
+    assert_caught(defect("heads left in groups", checkpoint.grouped_rows, ungrouped, reloaded), monkeypatch)

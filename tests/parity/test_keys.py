@@ -1,14 +1,11 @@
 """Every config key that transformers reads is honoured as transformers honours it, or refused by name.
 
-Each key of the table has another value than its default here, in every family. Foredraft refuses the config
-by the key's name, or computes what transformers computes with it: logits of a prompt, and greedy tokens.
-
-Seen to fail, besides on the defects below: a key dropped from the table's file.
-"""
+Each key of the table has another value than its default here, in every family."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import tempfile
 from collections.abc import Callable
@@ -19,132 +16,103 @@ from typing import Any
 import pytest
 
 from foredraft.errors import CheckpointError
-from foredraft.model import reference, reference_keys, rope, rope_config, spec
+from foredraft.model import config, rope, rope_config, spec, unsupported
 from foredraft.model.families import llama, shared
-from foredraft.model.reference import ELSEWHERE, ELSEWHERE_IN_ROPE, HARMLESS, NEUTRAL
 from foredraft.model.spec import ModelSpec
+from foredraft.model.unsupported import ELSEWHERE, ELSEWHERE_IN_ROPE, HARMLESS, NEUTRAL
 from recipes.reference_keys import TABLE, table
+from tests.parity.mutant_checks import given
 from tests.parity.test_logits import Pair, close, decoded, greedy, prompt_logits
 from tests.support import variants_norms
 from tests.support.checkpoints import FAMILIES, FULL, ROPES, SLIDING, save_checkpoint
-from tests.support.planting import Mutant, Spoiler, assert_caught, defect
+from tests.support.mutation import Mutant, Mutation, assert_caught, defect
+from tests.support.mutations import argument, around
 
 PROMPT, NEW = 40, 24  # tokens: more than the windows of the test checkpoints
 NOT_HERE = {"dtype", "torch_dtype"}  # test_model_spec.py; other dtypes have other logits
 # A value that differs from the default of the class or of the test checkpoints, for every key of the table.
 VALUES: dict[str, Any] = {
-    "_attn_implementation": "eager",
-    "_attn_implementation_internal": "eager",
-    "_commit_hash": "0123abc",
-    "_experts_implementation": "eager",
-    "_experts_implementation_internal": "eager",
+    **dict.fromkeys(
+        """_attn_implementation _attn_implementation_internal _experts_implementation
+        _experts_implementation_internal attn_implementation experts_implementation""".split(),
+        "eager",
+    ),
+    **dict.fromkeys(
+        """_commit_hash _name_or_path default_rope_type name_or_path transformers_version transformers_weights
+        vision_aspect_ratio vision_feature_select_strategy""".split(),
+        "elsewhere",
+    ),
+    **dict.fromkeys("is_causal use_cache".split(), False),
+    **dict.fromkeys(
+        """_output_attentions allow_global_per_layer_attribute_access attention_bias attention_k_eq_v
+        attention_out_bias enable_moe_block gradient_checkpointing is_encoder_decoder mlp_bias
+        output_attentions output_hidden_states output_router_logits serialize_explicit_per_layer_config
+        tie_word_embeddings use_bidirectional_attention use_double_wide_mlp use_sliding_window""".split(),
+        True,
+    ),
+    **dict.fromkeys("attention_chunk_size global_head_dim".split(), 16),
+    **dict.fromkeys(
+        """attention_dropout attention_multiplier embd_pdrop partial_rotary_factor resid_pdrop residual_dropout
+        residual_multiplier""".split(),
+        0.5,
+    ),
+    **dict.fromkeys(
+        """attn_logit_softcapping embedding_multiplier final_logit_softcapping logits_scaling""".split(), 3.0
+    ),
+    **{key: {"layers.*.mlp": "other"} for key in ("base_model_ep_plan", "base_model_fsdp_plan")},
+    **{key: {"hidden_size": 8} for key in ("decoder", "generator", "text_config")},
+    **dict.fromkeys("hidden_size_per_layer_input moe_intermediate_size num_attention_heads".split(), 8),
+    **dict.fromkeys(
+        """no_rope_layer_interval num_global_key_value_heads num_hidden_layers num_kv_shared_layers
+        pretraining_tp top_k_experts""".split(),
+        2,
+    ),
+    **dict.fromkeys("max_window_layers num_key_value_heads".split(), 1),
+    **dict.fromkeys("num_heads num_labels sliding_window_pattern".split(), 3),
+    **dict.fromkeys("chunk_size_feed_forward query_pre_attn_scalar".split(), 7),
+    **dict.fromkeys("head_dim hidden_size original_max_position_embeddings".split(), 32),
     "_heterogeneity_spec": {"1": {}},
-    "_name_or_path": "elsewhere",
-    "_output_attentions": True,
     "_rope_type_labels": ["other"],
-    "allow_global_per_layer_attribute_access": True,
     "architectures": ["LLaMAForCausalLM"],
-    "attention_bias": True,
-    "attention_chunk_size": 16,
-    "attention_dropout": 0.5,
-    "attention_k_eq_v": True,
-    "attention_multiplier": 0.5,
-    "attention_out_bias": True,
-    "attn_implementation": "eager",
-    "attn_logit_softcapping": 3.0,
     "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
-    "base_model_ep_plan": {"layers.*.mlp": "other"},
-    "base_model_fsdp_plan": {"layers.*.mlp": "other"},
     "base_model_pp_plan": {"norm": [["a"], ["b"]]},
     "base_model_tp_plan": {"layers.*.mlp": "rowwise"},
     "bos_token_id": 5,
-    "chunk_size_feed_forward": 7,
     "configuration_files": ["config.5.0.0.json"],
-    "decoder": {"hidden_size": 8},
-    "default_rope_type": "axial",
     "default_theta": 7.0,
-    "embd_pdrop": 0.5,
-    "embedding_multiplier": 3.0,
-    "enable_moe_block": True,
     "eos_token_id": [5, 6],
-    "experts_implementation": "eager",
-    "final_logit_softcapping": 3.0,
     "fusion_config": {"qkv": True},
-    "generator": {"hidden_size": 8},
-    "global_head_dim": 16,
-    "gradient_checkpointing": True,
-    "head_dim": 32,
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "silu",
-    "hidden_size": 32,
-    "hidden_size_per_layer_input": 8,
     "id2label": {"0": "a", "1": "b", "2": "c"},
     "ignore_keys_at_rope_validation": ["factor"],
     "initializer_range": 0.2,
     "intermediate_size": 48,
-    "is_causal": False,
-    "is_encoder_decoder": True,
     "kv_sharing_modes": ["reuse"] * 3,
     "label2id": {"a": 0, "b": 1, "c": 2},
     "layer_types": [FULL, SLIDING, FULL],
-    "logits_scaling": 3.0,
     "max_position_embeddings": 512,
-    "max_window_layers": 1,
-    "mlp_bias": True,
     "mlp_layer_types": ["sparse"] * 3,
     "model_type": "bert",
-    "moe_intermediate_size": 8,
     "mtp_layer_types": [FULL],
-    "name_or_path": "elsewhere",
-    "no_rope_layer_interval": 2,
     "no_rope_layers": [0, 1, 1, 0, 1],
-    "num_attention_heads": 8,
     "num_experts": 4,
-    "num_global_key_value_heads": 2,
-    "num_heads": 3,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 1,
-    "num_kv_shared_layers": 2,
-    "num_labels": 3,
-    "original_max_position_embeddings": 32,
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "output_router_logits": True,
     "pad_token_id": 9,
-    "partial_rotary_factor": 0.5,
     "per_layer_config": {"1": {"intermediate_size": 32}},
-    "pretraining_tp": 2,
     "problem_type": "regression",
     "quantization_config": {"quant_method": "hqq"},
-    "query_pre_attn_scalar": 7,
-    "resid_pdrop": 0.5,
-    "residual_dropout": 0.5,
-    "residual_multiplier": 0.5,
     "return_dict": True,  # with false, transformers cannot run a pass
     "rms_norm_eps": 0.1,
     "rope_local_base_freq": 50.0,
     "rope_parameters": ROPES["linear"],
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     "rope_theta": 500.0,
-    "serialize_explicit_per_layer_config": True,
     "sliding_window": PROMPT + NEW,
-    "sliding_window_pattern": 3,
     "sub_configs_defaults": {"text_config": {}},
-    "text_config": {"hidden_size": 8},
-    "tie_word_embeddings": True,
-    "top_k_experts": 2,
-    "transformers_version": "4.30.0",
-    "transformers_weights": "other.safetensors",
-    "use_bidirectional_attention": True,
-    "use_cache": False,
-    "use_double_wide_mlp": True,
-    "use_sliding_window": True,
-    "vision_aspect_ratio": "pad",
     "vision_feature_layer": -2,
-    "vision_feature_select_strategy": "full",
     "vocab_size": 101,
-    **variants_norms.KEY_VALUES,
     "vocab_size_per_layer_input": 120,
+    **variants_norms.KEY_VALUES,
 }
 LISTED = [SLIDING, FULL, *[SLIDING] * 4, FULL]  # a layer of each kind before the last two
 GEMMA4: dict[str, Any] = {
@@ -176,21 +144,14 @@ MORE: dict[str, dict[str, Any]] = {  # keys without which another has no effect
     "use_sliding_window": {"sliding_window": 16, "max_window_layers": 1, "layer_types": None},
     "vocab_size_per_layer_input": {"hidden_size_per_layer_input": 8},
 }
-TABLES = {family: reference_keys.CONFIG[each.model_type] for family, (each, _, _) in FAMILIES.items()}
+TABLES = {family: config.CONFIG_KEYS[each.model_type] for family, (each, _, _) in FAMILIES.items()}
 # what Gemma 4's two types share, one function reads
 TESTED = {**TABLES, "gemma4-unified": TABLES["gemma4-unified"] - TABLES["gemma4"]}
 CASES = [(family, key) for family, keys in TESTED.items() for key in sorted(keys - HARMLESS - NOT_HERE)]
 
 
 def checked(folder: Path, family: str, keys: dict[str, Any], names: set[str]) -> ModelSpec | None:
-    """Return the spec of a config that computes what transformers computes; None where a key is refused.
-
-    Args:
-        folder: An empty folder.
-        family: A key of `FAMILIES`.
-        keys: The config keys that differ from those of the family's test checkpoint.
-        names: The keys by which the config may be refused.
-    """
+    """Return the spec of a config that computes what transformers computes; None where a key among `names` is refused."""
     config_class, model_class, base = FAMILIES[family]
     whole = {"architectures": [model_class.__name__], "model_type": config_class.model_type, **base, **keys}
     try:
@@ -210,7 +171,6 @@ def checked(folder: Path, family: str, keys: dict[str, Any], names: set[str]) ->
 
 
 def values_of(family: str) -> dict[str, Any]:
-    """Return the values of `VALUES` that fit a family."""
     return VALUES | OWN.get(family, {})
 
 
@@ -225,7 +185,9 @@ def test_harmless_keys_change_nothing(tmp_path: Path, family: str) -> None:
     read = {"model_type", "bos_token_id", "eos_token_id"}
     keys = {key: values_of(family)[key] for key in TABLES[family] & HARMLESS - read}
     found = checked(tmp_path, family, keys | {"top_k": 3, "bad_words_ids": [[5]]}, set())
-    assert found == checked(tmp_path, family, {}, set())
+    config_class, model_class, base = FAMILIES[family]
+    plain = {"architectures": [model_class.__name__], "model_type": config_class.model_type, **base}
+    assert found == ModelSpec.from_hf(copy.deepcopy(plain))
     assert found is not None and found.ignored == ()
 
 
@@ -282,8 +244,8 @@ TOGETHER: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"original_max_position_embeddings": 16, "rope_scaling": {**rope, "rope_theta": 500.0}})
         for rope in (
             {
-                key: value
-                for key, value in ROPES["llama3"].items()
+                key: ROPES["llama3"][key]
+                for key in ROPES["llama3"]
                 if key != "original_max_position_embeddings"
             },
             {"rope_type": "yarn", "factor": 8.0, "truncate": False},
@@ -328,6 +290,7 @@ def test_the_texts_of_a_llama_with_a_window_end_with_it() -> None:
     assert ModelSpec.from_hf({**config, "sliding_window": 4096}).max_positions == 2048
 
 
+@pytest.mark.heavy
 def test_the_table_is_that_of_the_installed_transformers() -> None:
     """If it differs, `python -m recipes.reference_keys` renews it; see then that each new key is understood."""
     assert TABLE.read_text(encoding="utf-8") == table()
@@ -335,8 +298,8 @@ def test_the_table_is_that_of_the_installed_transformers() -> None:
 
 def test_no_list_of_keys_has_an_unknown_one() -> None:
     known = frozenset().union(*TABLES.values())
-    rotary = frozenset().union(*reference_keys.ROPE.values())
-    assert known | reference_keys.GENERATION >= HARMLESS
+    rotary = frozenset().union(*config.KEYS_BY_ROPE.values())
+    assert known | config.GENERATION_KEYS >= HARMLESS
     assert known >= NEUTRAL.keys()
     assert not rotary & ELSEWHERE_IN_ROPE.keys()
     assert not HARMLESS & (ELSEWHERE.keys() | NEUTRAL.keys())
@@ -346,14 +309,11 @@ def test_no_list_of_keys_has_an_unknown_one() -> None:
 # --- planted defects ------------------------------------------------------------------------------------
 
 
-def without(key: str) -> Spoiler:
-    """Ignore a key that transformers reads."""
+def without(key: str) -> Mutation:
     return lambda sound: lambda read, keys, *rest: sound(read, keys - {key}, *rest)
 
 
 def check(family: str, keys: dict[str, Any]) -> Callable[[], object]:
-    """Return the comparison with transformers of one config."""
-
     def compare() -> None:
         with tempfile.TemporaryDirectory() as folder:
             checked(Path(folder), family, keys, {*keys})
@@ -361,56 +321,56 @@ def check(family: str, keys: dict[str, Any]) -> Callable[[], object]:
     return compare
 
 
+layers_of_one_kind = around(
+    lambda windows, read, known, kinds: windows(read, known, kinds) and (known[kinds[0]],) * 3
+)
+other_positions = around(
+    lambda family_of, config: (family_of(config)[0], replace(family_of(config)[1], positions=8192))
+)
+biases_everywhere = around(
+    lambda fields, read, *sizes: fields(read, *sizes) | {"output_bias": read.flag("attention_bias")}
+)
+whole_length_ignored = argument(3, lambda original: None)
+
 ORIGINAL = {key: value for key, value in TOGETHER[1][1].items() if key != "rope_parameters"}
+UNTRUNCATED, WINDOWS = TOGETHER[-1][1], {"layer_types": [FULL, SLIDING, FULL], "head_dim": 16}
+window_of_a_llama = test_the_texts_of_a_llama_with_a_window_end_with_it
+positions_of_a_llama = functools.partial(test_absent_positions_are_those_of_the_class, "llama")
+IGNORED = (
+    *((family, "is_causal", False) for family in ("llama", "qwen2", "gemma2")),
+    ("llama", "attention_chunk_size", 16),
+)
 MUTANTS = [
     *(
         defect(
-            f"{key} ignored in {family}", reference.check_unread, without(key), check(family, {key: value})
+            f"{key} ignored in {family}", unsupported.check_unread, without(key), check(family, {key: value})
         )
-        for family, key, value in [
-            ("llama", "is_causal", False),
-            ("qwen2", "is_causal", False),
-            ("gemma2", "is_causal", False),
-            ("llama", "attention_chunk_size", 16),
-        ]
+        for family, key, value in IGNORED
     ),
     defect(
-        "original_max_position_embeddings of the whole config ignored",
+        "length of the whole config ignored",
         rope_config._read_one,
-        lambda sound: lambda read, section, theta, original, kinds: sound(read, section, theta, None, kinds),
+        whole_length_ignored,
         check("llama", ORIGINAL),
     ),
-    defect(
-        "truncate beside the rotary parameters of Gemma 3 ignored",
-        rope._yarn,
-        lambda sound: lambda own, *rest: sound(replace(own, truncate=True), *rest),
-        check("gemma3", TOGETHER[-1][1]),
-    ),
+    defect("truncate of Gemma 3 ignored", rope._yarn, given(truncate=True), check("gemma3", UNTRUNCATED)),
     defect(
         "the window of a Llama's cache ignored",
         llama.longest,
-        lambda sound: lambda read: read.seen.add("sliding_window"),
-        test_the_texts_of_a_llama_with_a_window_end_with_it,
+        lambda longest: lambda read: read.seen.add("sliding_window"),
+        window_of_a_llama,
     ),
     defect(
         "attention_bias of Qwen 2 honoured",
         llama.llama_like,
-        lambda sound: lambda read, *sizes: sound(read, *sizes) | {"output_bias": read.flag("attention_bias")},
+        biases_everywhere,
         check("qwen2", {"attention_bias": True}),
         CheckpointError,
     ),
     defect(
-        "layer_types of Mistral ignored",
-        shared.read_windows,
-        lambda sound: lambda read, known, kinds: sound(read, known, kinds) and (known[kinds[0]],) * 3,
-        check("mistral", {"layer_types": [FULL, SLIDING, FULL], "head_dim": 16}),
+        "layer_types of Mistral ignored", shared.read_windows, layers_of_one_kind, check("mistral", WINDOWS)
     ),
-    defect(
-        "default positions of another family",
-        spec._family,
-        lambda sound: lambda config: (sound(config)[0], replace(sound(config)[1], positions=8192)),
-        lambda: test_absent_positions_are_those_of_the_class("llama"),
-    ),
+    defect("default positions of another family", spec._family, other_positions, positions_of_a_llama),
 ]
 
 

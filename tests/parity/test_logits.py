@@ -1,13 +1,10 @@
-"""Logits equal those of transformers (eager attention, float32) on tiny random checkpoints of every variant.
-
-The tolerance is 1e-4 of the largest logit; a wrong norm, mask, window or angle exceeds it by far, as
-`test_defects.py` shows. A dynamic rotary base is compared with decoding token by token, because only there the
-base of transformers depends on the position alone.
-"""
+"""Logits equal those of transformers (eager attention, float32) on tiny random checkpoints of every variant."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,17 +28,19 @@ def close(got: Tensor, expected: Tensor) -> bool:
 class Pair:
     """One checkpoint, loaded by transformers and by foredraft."""
 
-    def __init__(self, folder: Path) -> None:
-        self.reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
+    def __init__(
+        self, folder: Path, reference: Path | None = None, kind: Any = AutoModelForCausalLM, ids: int = 97
+    ) -> None:
+        self.reference: PreTrainedModel = kind.from_pretrained(
+            reference or folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
         self.runner = Runner(load_decoder(folder, length=TOTAL))
-        self.tokens = torch.randint(3, 97, (1, TOTAL), generator=torch.Generator().manual_seed(7))  # [1, T]
+        self.tokens = torch.randint(3, ids, (1, TOTAL), generator=torch.Generator().manual_seed(7))  # [1, T]
         with torch.inference_mode():
             self.expected = self._logits(self.tokens)  # [T, V]
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        """Return the reference logits, from one pass, or token by token for a dynamic rotary base."""
+        """Return the reference logits; with a dynamic base token by token, as only there it depends on the position alone."""
         if "dynamic" not in str(getattr(self.reference.config, "rope_parameters", None)):
             return self.reference(tokens).logits[0]
         cache, rows = None, []
@@ -84,20 +83,13 @@ def test_decoding_logits_equal_those_of_transformers(pair: Pair) -> None:
 
 
 def greedy(pair: Pair, prompt: Tensor, count: int) -> list[int]:
-    """Return the tokens that transformers generates greedily."""
-    ids = pair.reference.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    chosen = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    attended = torch.ones_like(prompt)
+    ids = pair.reference.generate(prompt, attention_mask=attended, max_new_tokens=count, **chosen)
     return ids[0, prompt.shape[1] :].tolist()
 
 
 def decoded(runner: Runner, prompt: Tensor, count: int) -> list[int]:
-    """Return the tokens that the runner generates greedily."""
     length = prompt.shape[1]
     cache = runner.new_cache(1, length + count)
     runner.prefill(cache, 0, prompt[0, :-1].tolist(), 0)
@@ -114,18 +106,30 @@ def test_64_greedy_tokens_equal_those_of_transformers(pair: Pair) -> None:
     assert decoded(pair.runner, prompt, 64) == greedy(pair, prompt, 64)
 
 
+def check_speculation(
+    llm: foredraft.LLM,
+    pair: Pair,
+    prompts: list[Tensor],
+    new: int,
+    drafters: Sequence[str] = ("none", "lookup", "draft-model"),
+) -> None:
+    """Compare greedy texts under drafters, alone and in a batch, with those of transformers."""
+    expected = [greedy(pair, prompt, new) for prompt in prompts]
+    for drafter in drafters:
+        params = SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True, drafter=drafter)
+        for count in (1, len(prompts)):
+            outputs = llm.generate([prompt[0].tolist() for prompt in prompts[:count]], params)
+            assert [output.token_ids for output in outputs] == expected[:count]
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", SCALED)
 def test_speculation_past_the_trained_length_keeps_the_greedy_tokens(tmp_path: Path, family: str) -> None:
-    """With a dynamic rotary base, 48 trained positions and 144 usable ones, under every drafter."""
+    """With a dynamic rotary base, 48 trained positions and 144 usable ones."""
     pair = Pair(save_variant(tmp_path, f"{family}-dynamic"))
-    prompts = [pair.tokens[:, :20], pair.tokens[:, 30:33]]
-    expected = [greedy(pair, prompt, 110) for prompt in prompts]
     llm = foredraft.load(tmp_path, draft=tmp_path, device="cpu", max_batch=4, policy="fixed")
     assert llm.max_length == 144
-    for drafter in ("none", "lookup", "draft-model"):
-        params = SamplingParams(temperature=0, max_new_tokens=110, ignore_eos=True, drafter=drafter)
-        outputs = llm.generate([prompt[0].tolist() for prompt in prompts], params)
-        assert [output.token_ids for output in outputs] == expected
+    check_speculation(llm, pair, [pair.tokens[:, :20], pair.tokens[:, 30:33]], 60)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -133,10 +137,7 @@ def test_speculation_past_the_trained_length_keeps_the_greedy_tokens(tmp_path: P
 def test_low_precision_logits_are_as_accurate_as_those_of_transformers(
     tmp_path: Path, name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """The rounding error is no larger than that of transformers.
-
-    `tolerance` is a share of the norm of the logits; the large weights of these small models amplify rounding.
-    """
+    """`tolerance` is a share of the norm of the logits; the large weights of these small models amplify rounding."""
     pair = Pair(save_variant(tmp_path, name))
     runner = Runner(load_decoder(tmp_path, dtype=dtype, length=TOTAL))
     ours = prompt_logits(runner, pair.tokens)

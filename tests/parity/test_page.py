@@ -1,8 +1,6 @@
 """The table of docs/models.md lists exactly the config values of `checkpoints.VARIANTS`.
 
-`test_logits.py` compares each of these variants with transformers. After a change of `VARIANTS`, copy the table
-that the failing test prints between the two marks of the page.
-"""
+After a change of `VARIANTS`, copy the table that the failing test prints between the two marks of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.model.families import FAMILIES as ARCHITECTURES
-from foredraft.model.reference import ELSEWHERE, ELSEWHERE_IN_ROPE
+from foredraft.model.unsupported import ELSEWHERE, ELSEWHERE_IN_ROPE
 from tests.parity.test_internlm2 import ARCHITECTURE as INTERNLM2
 from tests.support import variants_norms
 from tests.support.checkpoints import ABSENT, FAMILIES, VARIANTS
@@ -24,20 +22,13 @@ SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 NOT_LISTED = (
     SIZES
     | variants_norms.SIZES
-    | {
-        "initializer_range",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "_sliding_window_pattern",
-    }
+    | {"initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "_sliding_window_pattern"}
 )
 PLAIN_ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
 LLAMA3 = {"low_freq_factor", "high_freq_factor"}
 
 
 def shown(value: Any) -> str:
-    """Return a config value as the table shows it."""
     if value is ABSENT:
         return "absent"
     if isinstance(value, list):
@@ -56,7 +47,6 @@ def shown_rope(rope: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """Return the table: one row per config key, one column per family, the tested values in the cells."""
     cells: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for family, keys in VARIANTS.values():
         base = FAMILIES[family][2]

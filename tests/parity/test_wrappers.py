@@ -1,14 +1,10 @@
-"""The text halves of multimodal checkpoints: the logits and tokens of transformers, and what is refused.
-
-A reference is the whole multimodal model of transformers, given text alone.
-"""
+"""The text halves of multimodal checkpoints: logits and tokens of the whole models of transformers; what is refused."""
 
 from __future__ import annotations
 
 import functools
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +19,19 @@ from foredraft.llm.requests import Requests
 from foredraft.model import tensor_names, wrappers
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.families import FAMILIES
-from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, parameter_count, read_tensors
-from tests.parity.test_logits import TOTAL, Pair, close, decoded, greedy, prompt_logits
-from tests.support.planting import Mutant, assert_caught, defect
+from tests.parity.test_logits import Pair, check_speculation, close, decoded, greedy, prompt_logits
+from tests.support.mutation import Mutant, assert_caught, defect
+from tests.support.mutations import Function, around, instead
 from tests.support.wrapped import NEWER, OLDER, WRAPPED, edit_config, rename, save_wrapped
 
 
-class WrappedPair(Pair):
-    """One multimodal checkpoint, loaded by transformers and by foredraft."""
-
-    def __init__(self, folder: Path) -> None:
-        self.reference = AutoModelForImageTextToText.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
-        ).eval()
-        self.runner = Runner(load_decoder(folder, length=TOTAL))
-        self.tokens = torch.randint(3, 90, (1, TOTAL), generator=torch.Generator().manual_seed(7))  # [1, T]
-        with torch.inference_mode():
-            self.expected = self.reference(self.tokens).logits[0]
-
-
 @functools.cache
-def pair(name: str, spelling: str = OLDER) -> WrappedPair:
+def pair(name: str, spelling: str = OLDER) -> Pair:
     with tempfile.TemporaryDirectory() as folder:
-        return WrappedPair(save_wrapped(Path(folder), name, spelling))
+        saved = save_wrapped(Path(folder), name, spelling)
+        return Pair(saved, kind=AutoModelForImageTextToText, ids=90)
 
 
 SPELT = [
@@ -77,17 +61,12 @@ def test_other_parts_are_neither_read_nor_counted(tmp_path: Path, name: str) -> 
     assert read_tensors(folder, lambda name: True).keys() == sizes.keys()
 
 
+@pytest.mark.heavy
 def test_speculation_keeps_the_greedy_tokens(tmp_path: Path) -> None:
     found = pair("gemma3")
     save_wrapped(tmp_path, "gemma3")
-    prompts = [found.tokens[:, at : at + 20] for at in range(8)]
-    expected = [greedy(found, prompt, 64) for prompt in prompts]
     llm = foredraft.load(tmp_path, draft=tmp_path, device="cpu", max_batch=8, max_length=128, policy="fixed")
-    for drafter in ("none", "lookup", "draft-model"):
-        params = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True, drafter=drafter)
-        for batch in (prompts[:1], prompts):
-            outputs = llm.generate([prompt[0].tolist() for prompt in batch], params)
-            assert [output.token_ids for output in outputs] == expected[: len(batch)]
+    check_speculation(llm, found, [found.tokens[:, at : at + 20] for at in range(8)], 32)
 
 
 def refused(folder: Path, *parts: str) -> None:
@@ -96,16 +75,12 @@ def refused(folder: Path, *parts: str) -> None:
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def mixed_spellings() -> None:
+def test_a_mix_of_both_spellings_is_refused() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_wrapped(Path(temporary), "gemma3")
         norm = "language_model.model.norm.weight"
         rename(folder, lambda name: "model.language_model.norm.weight" if name == norm else name)
         refused(folder, "model.language_model.norm.weight", "spelled in two ways")
-
-
-def test_a_mix_of_both_spellings_is_refused() -> None:
-    mixed_spellings()
 
 
 def test_an_unknown_part_is_refused_by_name(tmp_path: Path) -> None:
@@ -116,7 +91,6 @@ def test_an_unknown_part_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_text_model_has_no_parts_of_images(tmp_path: Path) -> None:
-    """The config of the text model alone, beside the tensors of the whole."""
     folder = save_wrapped(tmp_path, "mistral3")
     (folder / "config.json").write_text(json.dumps({**WRAPPED["mistral3"][2]}))
     refused(folder, "tensor lm_head.weight is missing")
@@ -132,31 +106,25 @@ def test_levels_that_contradict_each_other_are_refused(tmp_path: Path, key: str,
     refused(folder, f"{key} is {top!r}, but ", "in text_config")
 
 
-def eos_of_the_top_level() -> None:
+def test_the_end_of_text_ids_are_those_of_the_top_level() -> None:
     config = {"model_type": "gemma3", "text_config": {**WRAPPED["gemma3"][2], "eos_token_id": 1}}
     assert ModelSpec.from_hf({**config, "eos_token_id": [1, 6]}).eos_token_ids == (1, 6)
     assert ModelSpec.from_hf(config).eos_token_ids == (1,)
 
 
-def test_the_end_of_text_ids_are_those_of_the_top_level() -> None:
-    eos_of_the_top_level()
-
-
 @pytest.mark.parametrize(
-    ("top", "text", "head", "tied"),
+    ("top", "text", "tied"),
     [
-        (None, None, True, False),
-        (None, None, False, True),
-        (True, False, True, False),
-        (True, False, False, True),
-        (False, None, True, False),
-        (None, True, False, True),
+        (None, None, False),
+        (None, None, True),
+        (True, False, False),
+        (True, False, True),
+        (False, None, False),
+        (None, True, True),
     ],
 )
-def test_a_head_of_its_own_is_found(
-    tmp_path: Path, top: bool | None, text: bool | None, head: bool, tied: bool
-) -> None:
-    folder = save_wrapped(tmp_path, "mistral3" if head else "mistral3-tied")
+def test_a_head_of_its_own_is_found(tmp_path: Path, top: bool | None, text: bool | None, tied: bool) -> None:
+    folder = save_wrapped(tmp_path, "mistral3-tied" if tied else "mistral3")
 
     def change(config: dict[str, Any]) -> None:
         for level, value in ((config, top), (config["text_config"], text)):
@@ -170,21 +138,14 @@ def test_a_head_of_its_own_is_found(
 
 
 def test_absent_sizes_are_those_of_the_classes() -> None:
-    classes = {config_class.model_type: config_class for config_class in all_text_configs()}
+    names = ("Gemma3Text", "Gemma4Text", "Gemma4UnifiedText", "Mistral", "Ministral3")
+    text_configs = [getattr(transformers, f"{name}Config") for name in names]
+    classes = {config_class.model_type: config_class for config_class in text_configs}
     assert wrappers.DEFAULT_SIZES.keys() == classes.keys()
     for kind, sizes in wrappers.DEFAULT_SIZES.items():
         assert [getattr(classes[kind](), key) for key in wrappers.SIZES] == [*sizes]
     spec = ModelSpec.from_hf({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
     assert (spec.hidden_size, spec.layers, spec.vocab_size, spec.tied) == (2304, 26, 262_208, True)
-
-
-def all_text_configs() -> list[Any]:
-    gemmas = [
-        transformers.Gemma3TextConfig,
-        transformers.Gemma4TextConfig,
-        transformers.Gemma4UnifiedTextConfig,
-    ]
-    return [*gemmas, transformers.MistralConfig, transformers.Ministral3Config]
 
 
 def test_every_text_model_of_a_wrapper_is_a_family() -> None:
@@ -201,17 +162,21 @@ def test_keys_of_other_parts_are_silent_and_unknown_ones_named() -> None:
     assert ModelSpec.from_hf({**config, "hidden_sizes": 8}).ignored == ("hidden_sizes = 8",)
 
 
-@pytest.mark.parametrize("missing", [{}, {"text_config": None}, {"text_config": 3}])
-def test_a_missing_text_config_is_refused(missing: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="text_config"):
-        ModelSpec.from_hf({"model_type": "gemma3", **missing})
-
-
-def test_another_text_model_is_refused() -> None:
-    with pytest.raises(
-        CheckpointError, match="'qwen2' is not supported in a Mistral3ForConditionalGeneration"
-    ):
-        ModelSpec.from_hf({"model_type": "mistral3", "text_config": {"model_type": "qwen2"}})
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ({}, "text_config"),
+        ({"text_config": None}, "text_config"),
+        ({"text_config": 3}, "text_config"),
+        (
+            {"text_config": {"model_type": "qwen2"}},
+            "'qwen2' is not supported in a Mistral3ForConditionalGeneration",
+        ),
+    ],
+)
+def test_a_missing_or_another_text_config_is_refused(text: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        ModelSpec.from_hf({"model_type": "mistral3", **text})
 
 
 MEDIA = {
@@ -220,7 +185,8 @@ MEDIA = {
 }
 
 
-def image_ids(name: str = "gemma3") -> None:
+@pytest.mark.parametrize("name", MEDIA)
+def test_prompts_with_image_ids_are_refused_by_name(name: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         llm = foredraft.load(save_wrapped(Path(temporary), name), device="cpu", max_length=64)
     for token, key in MEDIA[name]:
@@ -228,67 +194,39 @@ def image_ids(name: str = "gemma3") -> None:
             llm.generate([[5, token, 6]], SamplingParams(max_new_tokens=1))
 
 
-@pytest.mark.parametrize("name", MEDIA)
-def test_prompts_with_image_ids_are_refused_by_name(name: str) -> None:
-    image_ids(name)
-
-
-def quantised_names() -> None:
-    scheme = {
-        "quant_method": "fp8",
-        "modules_to_not_convert": ["model.language_model.layers.0.mlp.down_proj"],
-    }
-    found = wrappers.text_config_of(
-        {"model_type": "mistral3", "text_config": {}, "quantization_config": scheme}
-    )
-    assert found["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.mlp.down_proj"]
-
-
 def test_a_scheme_of_quantised_weights_names_the_modules_of_the_text_model() -> None:
-    quantised_names()
+    kept = ["model.language_model.layers.0.mlp.down_proj"]
+    scheme = {"quant_method": "fp8", "modules_to_not_convert": kept}
+    config = {"model_type": "mistral3", "text_config": {}, "quantization_config": scheme}
+    found = wrappers.text_config_of(config)
+    assert found["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.mlp.down_proj"]
 
 
 # --- planted defects ------------------------------------------------------------------------------------
 
 
-def text_config_first(sound: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def text_config_first(sound: Function, config: Any) -> Any:
     """Take the text config's keys where both levels have them."""
-
-    def spoilt(config: Any) -> Any:
-        part = sound(config)
-        if part is not None:
-            part.config.update({key: value for key, value in config["text_config"].items() if key in config})
-        return part
-
-    return spoilt
+    part = sound(config)
+    if part is not None:
+        part.config.update({key: value for key, value in config["text_config"].items() if key in config})
+    return part
 
 
-def unchecked(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given: None
+unchecked = instead(lambda *given: None)
 
-
+eos, spellings = test_the_end_of_text_ids_are_those_of_the_top_level, test_a_mix_of_both_spellings_is_refused
+scheme = test_a_scheme_of_quantised_weights_names_the_modules_of_the_text_model
+images = functools.partial(test_prompts_with_image_ids_are_refused_by_name, "gemma3")
+NO_ERROR = pytest.fail.Exception
 MUTANTS = [
-    defect("the top level's eos ignored", wrappers.text_part_of, text_config_first, eos_of_the_top_level),
+    defect("the top level's eos ignored", wrappers.text_part_of, text_config_first, eos),
     defect(
-        "tensors in both spellings accepted",
-        tensor_names._check_spelling,
-        unchecked,
-        mixed_spellings,
-        pytest.fail.Exception,
+        "tensors in both spellings accepted", tensor_names._check_spelling, unchecked, spellings, NO_ERROR
     ),
-    defect(
-        "image ids accepted",
-        Requests._check_media,
-        unchecked,
-        image_ids,
-        pytest.fail.Exception,
-    ),
-    defect(
-        "modules of a scheme keep their names",
-        wrappers._of_text,
-        lambda sound: lambda value: value,
-        quantised_names,
-    ),
+    defect("image ids accepted", Requests._check_media, unchecked, images, NO_ERROR),
+    defect("modules of a scheme keep their names", wrappers._of_text, lambda _: lambda value: value, scheme),
 ]
 
 

@@ -28,14 +28,8 @@ def test_verify_finds_nothing_and_its_self_test_finds_the_defect(smollm2: Path, 
 
 def test_tune_runs_to_its_end(smollm2: Path, tmp_path: Path) -> None:
     """It keeps a plan only if one wins."""
-    options = [
-        "--prompts",
-        written(tmp_path / "prompts.jsonl", "prompt"),
-        "--tokens",
-        "1024",
-        "--trials",
-        "8",
-    ]
+    prompts = written(tmp_path / "prompts.jsonl", "prompt")
+    options = ["--prompts", prompts, "--tokens", "1024", "--trials", "8"]
     assert main(["tune", "--model", str(smollm2), *options]) == 0
 
 

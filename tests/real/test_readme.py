@@ -16,6 +16,7 @@ EXAMPLE = re.search(
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_the_example_runs(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert EXAMPLE is not None

@@ -1,10 +1,6 @@
 """Every type of a GGUF file, made of a real model: logits and greedy text are those of transformers (float32).
 
-transformers reads the same file by itself and expands it with the package `gguf`; the kernels keep it coded.
-Types whose quantisation needs a matrix of importances (IQ1, IQ2) are only tested on random blocks.
-
-Seen to fail on: the fifth bit from the next byte, a shifted codebook, minimums added.
-"""
+Types whose quantisation needs a matrix of importances (IQ1, IQ2) are only tested on random blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from tests.support import real_models
 # one of which, Q6_0, is its own. So types of 256 are given to one matrix of a layer.
 KINDS = ["Q4_0", "Q5_0", "Q5_1", "Q8_0", "pure IQ4_NL", "pure MXFP4", "Q6_K", "IQ3_S"]
 KINDS += ["Q4_1 Q2_K", "Q5_0 Q3_K", "Q8_0 Q4_K", "Q5_1 Q5_K", "Q4_0 IQ4_XS"]
-GREEDY = 24  # tokens of a greedy text
+PROMPT, GREEDY = 24, 12  # tokens of a prompt, and of a greedy text
 
 
 def check(file: Path) -> None:
@@ -33,33 +29,34 @@ def check(file: Path) -> None:
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
     runner = Runner(load_decoder(resolve(file), dtype=torch.float32, native=library() is not None))
-    tokens = torch.randint(3, 40_000, (1, 40), generator=torch.Generator().manual_seed(7))
-    cache = runner.new_cache(1, 40 + GREEDY)
-    first = runner.forward(cache, tokens, [0]).logits
-    assert first is not None
-    logits = [first[0]]
-    text = [int(first[0, -1].argmax())]
-    for at in range(GREEDY - 1):
-        step = runner.forward(cache, torch.tensor([[text[-1]]]), [40 + at]).logits
-        assert step is not None
-        logits.append(step[0])
-        text.append(int(step[0, -1].argmax()))
+    tokens = torch.randint(3, 40_000, (1, PROMPT), generator=torch.Generator().manual_seed(7))
+    cache = runner.new_cache(1, PROMPT + GREEDY)
+    given, logits, text = tokens, [], []
+    for at in (0, *range(PROMPT, PROMPT + GREEDY - 1)):
+        scored = runner.forward(cache, given, [at]).logits
+        assert scored is not None
+        logits.append(scored[0])
+        text.append(int(scored[0, -1].argmax()))
+        given = torch.tensor([[text[-1]]])
     with torch.inference_mode():
         expected = reference(torch.cat([tokens, torch.tensor([text[:-1]])], dim=1)).logits[0]
     found = torch.cat(logits)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert text == expected[39:].argmax(-1).tolist()
+    assert text == expected[PROMPT - 1 :].argmax(-1).tolist()
 
 
+@pytest.mark.heavy
 def test_smollm2_as_it_is(smollm2: Path) -> None:
     check(smollm2)
 
 
+@pytest.mark.heavy
 def test_smollm2_in_a_mixture(smollm2: Path, made: Path) -> None:
     """Values in Q8_0 beside queries and keys in Q5_0, as in every small Q4_K_M."""
     check(real_models.requantised(smollm2, "Q4_K_M", made))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", KINDS)
 def test_smollm2_in_every_type(smollm2: Path, kind: str, made: Path) -> None:
     check(real_models.requantised(smollm2, kind, made))

@@ -1,8 +1,4 @@
-"""Copies within the pretended device, and between it and the host.
-
-A copy from pageable memory, and any copy to the host, makes the host wait. A copy from pinned memory does not,
-so its source must not change before the next wait.
-"""
+"""Copies within the pretended device, and between it and the host."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from torch import Tensor
 from tests.rehearsal.ledger import LEDGER, Violation
 from tests.rehearsal.streams import index_of
 from tests.rehearsal.tensors import Pretended, is_cuda, is_pinned, unwrap
-
-__all__ = ["COPIES", "PAGEABLE", "copied"]
 
 aten = torch.ops.aten
 PAGEABLE = "a copy from pageable memory"
@@ -63,11 +57,7 @@ def _to_copy(func: Any, source: Tensor, kwargs: Any) -> Tensor:
 
 
 def _moved(from_device: bool, on_device: bool, quick: bool, source: Tensor) -> None:
-    """Note what a copy makes the host wait for.
-
-    Raises:
-        Violation: A graph would read the host's memory, or the host reads before a copy is done.
-    """
+    """Note what a copy makes the host wait for, and refuse one that a graph or the host would read too early."""
     if source.numel() == 0 or from_device == on_device:
         return
     if from_device:

@@ -1,9 +1,6 @@
-"""CUDA graphs on the pretended device.
+"""CUDA graphs on the pretended device: a capture's operators, with the host's numbers, which a replay runs again.
 
-A graph records the operators of its capture, with the numbers that the host gave them, and a replay runs them
-again on the same memory. Later graphs of the pool may use memory that no tensor holds. So the graph spoils such
-memory after its capture and after each replay.
-"""
+Later graphs of the pool may use memory that no tensor holds: the graph spoils it after its capture and each replay."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tests.rehearsal.ledger import LEDGER
 from tests.rehearsal.streams import DEFAULT, Stream, current_stream, on_stream
 from tests.rehearsal.tensors import Pretended
-
-__all__ = ["Graph", "GraphCapture"]
 
 
 @dataclass(frozen=True)
@@ -53,28 +48,23 @@ class _Capture:
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph`.
-
-    Attributes:
-        made: Graphs captured in this process.
-        replays: Replays of all graphs.
-    """
+    """`torch.cuda.CUDAGraph`; counts the graphs that were made, and their replays."""
 
     made: ClassVar[int] = 0
     replays: ClassVar[int] = 0
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._capture = _Capture()
-        self._usable, self._pool = False, None
+        self._usable = False
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **more: Any) -> None:
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if LEDGER.capture is not None:
             raise RuntimeError("CUDA error: another capture is underway")
         if current_stream() is DEFAULT:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         if capture_error_mode == "global":
             LEDGER.note("a capture that other threads can break")
-        self._capture, self._pool = _Capture(), pool
+        self._capture = _Capture()
         LEDGER.capture = self._capture
 
     def capture_end(self) -> None:
@@ -98,9 +88,6 @@ class Graph:
                     each.func(*each.args, **each.kwargs)
         self._spoil()
 
-    def pool(self) -> Any:
-        return self._pool
-
     def reset(self) -> None:
         self._usable = False
 
@@ -117,12 +104,7 @@ class GraphCapture:
     """`torch.cuda.graph`, the context that captures."""
 
     def __init__(
-        self,
-        cuda_graph: Graph,
-        pool: Any = None,
-        stream: Any = None,
-        capture_error_mode: str = "global",
-        **more: Any,
+        self, cuda_graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
     ) -> None:
         self.graph, self.pool, self.mode = cuda_graph, pool, capture_error_mode
         self.context = on_stream(stream or Stream())

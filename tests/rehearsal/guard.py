@@ -12,8 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["GUARD"]
-
 SOURCE = Path(__file__).with_name("guard.cpp")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["LEDGER", "Ledger", "Violation", "calling_line"]
-
 ROOT = Path(__file__).parents[2]
 OWN = str(Path(__file__).parent / "")  # the rehearsal's own frames are no cause
 PARTS = tuple(str(ROOT / part) for part in ("src", "tests", "benchmarks"))
@@ -25,34 +23,21 @@ class Violation(RuntimeError):
 
 @dataclass
 class Ledger:
-    """What happened, since the process began.
+    """What happened, since the process began."""
 
-    Attributes:
-        counts: Events by kind and line.
-        waits: Events at which the host waits for the device.
-        launches: Kernels and copies that the host launches, those of replays left out.
-        mode: "default", or "error" where a wait raises (`torch.cuda.set_sync_debug_mode`).
-        capture: The capture that runs; None: none does.
-        uploads: Sources of copies from pinned memory that may still run, with the values that they had.
-    """
-
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # events by kind and line
     waits: int = 0
-    launches: int = 0
-    mode: str = "default"
-    capture: Any = None
+    launches: int = 0  # kernels and copies that the host launches, those of replays left out
+    mode: str = "default"  # or "error" where a wait raises
+    capture: Any = None  # that runs
+    # sources of copies from pinned memory that may still run, with the values that they had
     uploads: list[tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=list)
 
     def note(self, kind: str) -> None:
-        """Record an event that makes the host wait for nothing."""
         self.counts[kind, calling_line()] += 1
 
     def wait(self, kind: str) -> None:
-        """Record a wait.
-
-        Raises:
-            RuntimeError: Waits are errors now, or a capture runs.
-        """
+        """Record a wait, which is an error in a capture and where `set_sync_debug_mode` says so."""
         line = calling_line()
         self.counts[kind, line] += 1
         self.waits += 1
@@ -72,15 +57,12 @@ class Ledger:
                 raise Violation("a pinned buffer changed before the copy from it was done")
 
     def seen(self, kind: str) -> list[str]:
-        """Return the lines that caused events of this kind."""
         return [line for known, line in self.counts if known == kind]
 
     def count(self, kind: str) -> int:
-        """Return how many events of this kind there were."""
         return sum(n for (known, _), n in self.counts.items() if known == kind)
 
     def report(self) -> str:
-        """Return the events, the most frequent first."""
         return "\n".join(f"{n:8d}  {kind} at {line}" for (kind, line), n in self.counts.most_common())
 
 

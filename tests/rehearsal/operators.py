@@ -1,8 +1,4 @@
-"""Operators on the pretended device: CUDA's device rules, the waits that PyTorch makes, and the operator itself.
-
-`FakeTensor._find_common_device` of PyTorch states the rule of devices: all tensors of an operator are on one
-device, but for host tensors without dimensions, which most operators take as numbers.
-"""
+"""Operators on the pretended device: CUDA's device rules, the waits that PyTorch makes, and the operator itself."""
 
 from __future__ import annotations
 
@@ -17,8 +13,6 @@ from tests.rehearsal import copies, orders
 from tests.rehearsal.ledger import LEDGER, Violation
 from tests.rehearsal.streams import index_of
 from tests.rehearsal.tensors import Mode, Pretended, is_cuda, unwrap
-
-__all__ = ["FREE_ATTENTION", "dispatch"]
 
 FREE_ATTENTION = "attention by a kernel of cuDNN"  # where PyTorch prefers it
 
@@ -44,11 +38,7 @@ _composite: dict[Any, bool] = {}
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator as the pretended device would; return its result, on that device or on the host.
-
-    Raises:
-        Violation: It breaks a rule of devices.
-    """
+    """Run an operator as the pretended device would; return its result, on that device or on the host."""
     packet = func.overloadpacket
     if packet not in WHOLE and _is_composite(func):
         with Mode():

@@ -21,10 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "cuda_orders", "reduce_threads", "run", "running_sum", "scan_threads", "sum_by_threads", "sum_from_address",
-]  # fmt: skip
-
 aten = torch.ops.aten
 BLOCK, VECTOR, WARP = 1024, 4, 32  # threads of a block, numbers of a vector load, threads of a warp
 REDUCING = 512  # threads of a block that reduces
@@ -95,7 +91,6 @@ def reduce_threads(rows: int, size: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the largest power of two up to a number."""
     return 1 << (number.bit_length() - 1)
 
 

@@ -13,8 +13,6 @@ from tests.rehearsal import graphs, streams
 from tests.rehearsal.ledger import LEDGER
 from tests.rehearsal.tensors import LIVE, Mode, Pretended, is_pinned
 
-__all__ = ["is_pretended", "pretend"]
-
 MEMORY = 80 * 2**30  # bytes of the device
 DRIVER = 2**29  # bytes of it that no program gets
 MODES = {0: "default", 1: "warn", 2: "error"}
@@ -22,20 +20,11 @@ PROPERTIES = SimpleNamespace(
     name="a pretended GPU", major=9, minor=0, multi_processor_count=132, total_memory=MEMORY,
     L2_cache_size=50 * 2**20, warp_size=32, max_threads_per_multi_processor=2048,
 )  # fmt: skip
-_pretended = False
-
-
-def is_pretended() -> bool:
-    """Return whether this process has the pretended device."""
-    return _pretended
 
 
 def pretend(devices: int = 1) -> None:
-    """Replace CUDA by so many pretended devices."""
-    global _pretended
     import torch._dynamo  # what a dispatch mode imports, before the fakes
 
-    _pretended = True
     streams.use_devices(devices)
     for name, fake in _fakes(devices).items():
         setattr(torch.cuda, name, fake)
@@ -63,7 +52,6 @@ def _fakes(devices: int) -> dict[str, Any]:
         "_lazy_init": lambda: None,
         "current_device": streams.current_device,
         "current_stream": streams.current_stream,
-        "default_stream": lambda device=None: streams.DEFAULT,
         "device": streams.CurrentDevice,
         "device_count": lambda: devices,
         "empty_cache": lambda: LEDGER.note("empty_cache"),
@@ -71,7 +59,6 @@ def _fakes(devices: int) -> dict[str, Any]:
         "get_device_name": lambda device=None: PROPERTIES.name,
         "get_device_properties": lambda device=None: PROPERTIES,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "get_sync_debug_mode": lambda: {name: number for number, name in MODES.items()}[LEDGER.mode],
         "graph": graphs.GraphCapture,
         "graph_pool_handle": object,
         "init": lambda: None,
@@ -82,7 +69,6 @@ def _fakes(devices: int) -> dict[str, Any]:
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "max_memory_allocated": allocated,
-        "max_memory_reserved": allocated,
         "mem_get_info": lambda device=None: (MEMORY - allocated(device) - DRIVER, MEMORY),
         "memory_allocated": allocated,
         "memory_reserved": allocated,

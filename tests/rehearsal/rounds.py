@@ -4,51 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from foredraft import LLM
 from tests.rehearsal.copies import PAGEABLE
 from tests.rehearsal.graphs import Graph
 from tests.rehearsal.ledger import LEDGER
 from tests.support.loaded import engine_of
-from tests.support.planting import replaced
-
-__all__ = ["RoundCosts", "costs_of_rounds"]
+from tests.support.mutation import replaced
 
 
-@dataclass(frozen=True)
-class RoundCosts:
-    """What one round made the host do.
-
-    Attributes:
-        waits: How often it waited for the device.
-        pageable: How many of these were copies from pageable memory.
-        launches: Kernels and copies that it launched; a replay of a graph is one.
-        captures: Graphs that it captured.
-    """
+class RoundCosts(NamedTuple):
+    """What one round made the host do."""
 
     waits: int
-    pageable: int
-    launches: int
+    pageable: int  # of these, copies from pageable memory
+    launches: int  # a replay of a graph is one
     captures: int
+
+    @classmethod
+    def so_far(cls) -> RoundCosts:
+        return cls(LEDGER.waits, LEDGER.count(PAGEABLE), LEDGER.launches, Graph.made)
 
 
 @contextmanager
 def costs_of_rounds(llm: LLM) -> Iterator[list[RoundCosts]]:
-    """Gather the costs of all rounds within the block."""
     engine, found = engine_of(llm), list[RoundCosts]()
     sound = engine.round
 
     def counted() -> object:
-        before = _costs()
+        before = RoundCosts.so_far()
         result = sound()
-        after = _costs()
-        found.append(RoundCosts(*(b - a for a, b in zip(before, after, strict=True))))
+        found.append(RoundCosts(*(b - a for a, b in zip(before, RoundCosts.so_far(), strict=True))))
         return result
 
     with replaced(engine, "round", counted):
         yield found
-
-
-def _costs() -> tuple[int, int, int, int]:
-    return LEDGER.waits, LEDGER.count(PAGEABLE), LEDGER.launches, Graph.made

@@ -17,7 +17,6 @@ from tests.rehearsal.pretending import pretend
 
 
 def main() -> None:
-    """Run the module that the command line names, with the rest of the command line as its arguments."""
     assert GUARD is not None
     pretend()
     os.environ["PYTEST_ADDOPTS"] = "-p tests.rehearsal.plugin"  # for tests that the module runs

@@ -13,24 +13,14 @@ import torch
 from tests.rehearsal.guard import GUARD
 from tests.rehearsal.ledger import LEDGER
 
-__all__ = [
-    "DEFAULT", "CurrentDevice", "Event", "Stream", "count_devices", "current_device", "current_stream", "index_of",
-    "on_stream", "set_device", "set_stream", "use_devices",
-]  # fmt: skip
-
 _devices = 1
 _of_thread = threading.local()
 
 
 def use_devices(count: int) -> None:
-    """Pretend so many devices."""
     global _devices
     _devices = count
     GUARD.pretend_devices(count)
-
-
-def count_devices() -> int:
-    return _devices
 
 
 def current_device() -> int:
@@ -75,9 +65,6 @@ class Stream:
     def synchronize(self) -> None:
         LEDGER.wait("Stream.synchronize")
 
-    def query(self) -> bool:
-        return True
-
 
 DEFAULT = Stream()
 
@@ -111,6 +98,3 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         return (other.time - self.time) * 1000
-
-    def query(self) -> bool:
-        return True

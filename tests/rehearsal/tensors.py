@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rehearsal.ledger import LEDGER, ROOT, Violation
 
-__all__ = ["LIVE", "Mode", "Pretended", "is_cuda", "is_pinned", "unwrap"]
-
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()  # all pretended tensors: their memory is what is allocated
 ADDRESS = 0x00DEAD0000000000  # what `data_ptr` gives to PyTorch itself: never to be read
 # what gives addresses to the C kernels; others note them for kernels that do not run on a device
@@ -24,11 +22,7 @@ NO_NUMPY = "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() t
 
 
 class Pretended(Tensor):
-    """A tensor on the pretended device.
-
-    Attributes:
-        inner: The CPU tensor that it stands for.
-    """
+    """A tensor on the pretended device, which stands for a CPU tensor."""
 
     inner: Tensor
 

@@ -13,11 +13,11 @@ from torch import Tensor
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.decode import vocab_ops
-from foredraft.decode.replays import ONCE
+from foredraft.decode.accept import ONCE
 from foredraft.kernels import vocab
 from foredraft.kernels.vocab import KernelVocabOps
-from foredraft.model import forward_context, transfers
-from foredraft.model.runner import trees
+from foredraft.model import attention, memory
+from foredraft.model.runner import graphs
 from foredraft.model.runner.graphs import CapturedGraph, CudaGraphCapturer
 from foredraft.model.runner.passes import Forward
 from foredraft.model.runner.torch_backend import TorchBackend
@@ -26,7 +26,8 @@ from tests.rehearsal.rounds import costs_of_rounds
 from tests.rehearsal.tensors import Pretended
 from tests.support.checkpoints import save_pair
 from tests.support.loaded import engine_of
-from tests.support.planting import Edit, spoil
+from tests.support.mutation import Edit, mutate
+from tests.support.mutations import Function, argument, around, instead
 
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((5, 25))]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, drafter="draft-model")
@@ -46,7 +47,6 @@ def ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list
 
 
 def check(folder: Path) -> None:
-    """Check texts with and without graphs, and waits."""
     llm = load(folder)
     made = Graph.made
     runs = [(PROMPTS[:1], GREEDY), (PROMPTS, SAMPLED)]
@@ -69,42 +69,33 @@ def check(folder: Path) -> None:
 _starts: list[int] = []
 
 
-def noting(run: Callable[..., Any]) -> Callable[..., Any]:
-    def spoilt(self: TorchBackend, pass_: Any) -> Any:
-        _starts[:] = pass_.starts
-        return run(self, pass_)
-
-    return spoilt
+@around
+def noting(run: Function, self: TorchBackend, pass_: Any) -> Any:
+    _starts[:] = pass_.starts
+    return run(self, pass_)
 
 
-def baked(build: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def baked(
+    build: Function, spec: Any, tables: Any, cache: Any, shape: Any, starts: Any, real: Any = None
+) -> Any:
     """Take the position of a single row from the host."""
-
-    def spoilt(spec: Any, tables: Any, cache: Any, shape: Any, starts: Any, real: Any = None) -> Any:
-        if isinstance(starts, Tensor) and shape.batch == 1 and _starts:
-            starts = torch.full_like(starts, _starts[0])
-        return build(spec, tables, cache, shape, starts, real)
-
-    return spoilt
+    if isinstance(starts, Tensor) and shape.batch == 1 and _starts:
+        starts = torch.full_like(starts, _starts[0])
+    return build(spec, tables, cache, shape, starts, real)
 
 
-def on_the_host(masks: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda spec, positions, *rest: masks(spec, positions.cpu(), *rest)
+@instead
+def pageable(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    return made.to(device, non_blocking=True)
 
 
-def pageable(upload: Callable[..., Any]) -> Callable[..., Any]:
-    def spoilt(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-        return made.to(device, non_blocking=True)
-
-    return spoilt
-
-
-def reused(upload: Callable[..., Any]) -> Callable[..., Any]:
+def reused(upload: Function) -> Function:
     """Keep one pinned buffer for each shape."""
     buffers: dict[Any, Tensor] = {}
 
-    def spoilt(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    def mutated(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
         if made.device.type != "cpu":
             return upload(values, device, dtype)
@@ -115,17 +106,17 @@ def reused(upload: Callable[..., Any]) -> Callable[..., Any]:
             buffers[key].copy_(made)
         return buffers[key].to(device, non_blocking=True)
 
-    return spoilt
+    return mutated
 
 
-def unheld(capture: Callable[..., Any]) -> Callable[..., Any]:
+def unheld(capture: Function) -> Function:
     """Read a graph's results where they lay, after their memory went back to the pool."""
 
     def there(x: Tensor) -> Tensor:
         assert isinstance(x, Pretended)
         return Pretended(x.inner, x.device.index)  # type: ignore[no-any-return]
 
-    def spoilt(self: CudaGraphCapturer, compute: Callable[[], Forward]) -> CapturedGraph:
+    def mutated(self: CudaGraphCapturer, compute: Callable[[], Forward]) -> CapturedGraph:
         graph = capture(self, compute)
         if not isinstance(graph.output, Forward):
             return graph
@@ -134,40 +125,38 @@ def unheld(capture: Callable[..., Any]) -> Callable[..., Any]:
             graph.replay, Forward(None if logits is None else there(logits), there(hidden), {})
         )
 
-    return spoilt
+    return mutated
 
 
-def stale(fill: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave the first tensor of a graph as it was captured."""
-    return lambda into, values: fill(into[1:], values[1:])
+# leave the first tensor of a graph as it was captured
+stale = around(lambda fill, into, values: fill(into[1:], values[1:]))
 
-
+PLACES = (
+    # which asks for a tensor of the host
+    (vocab._rows, lambda sound: lambda x: x),
+    (vocab_ops.vocab_ops_of, lambda sound: lambda runner: KernelVocabOps()),
+)
+OTHER_TEXT, OTHER_DEVICE = "a graph changes the text", "to be on the same device"
 DEFECTS: dict[str, tuple[tuple[Edit, ...], str]] = {
     "a host number baked into a graph": (
-        ((TorchBackend.run, noting), (forward_context.build_context, baked)),
-        "a graph changes the text",
+        ((TorchBackend.run, noting), (attention.build_context, baked)),
+        OTHER_TEXT,
     ),
     "an input that is not copied into a graph": (
-        ((trees.fill, stale),),
-        "a graph changes the text|finite|out of range",
+        ((graphs.fill, stale),),
+        f"{OTHER_TEXT}|finite|out of range",
     ),
     "a mask made on the CPU": (
-        ((forward_context.causal_masks, on_the_host),),
-        "to be on the same device|not permitted when stream is capturing",
+        ((attention.causal_masks, argument(1, lambda positions: positions.cpu())),),
+        f"{OTHER_DEVICE}|not permitted when stream is capturing",
     ),
-    "an upload from pageable memory": (((transfers.upload, pageable),), "waits of rounds"),
-    "a pinned buffer reused before its wait": (((transfers.upload, reused),), "a pinned buffer changed"),
+    "an upload from pageable memory": (((memory.upload, pageable),), "waits of rounds"),
+    "a pinned buffer reused before its wait": (((memory.upload, reused),), "a pinned buffer changed"),
     "a pool's memory read after a replay": (
         ((CudaGraphCapturer.capture, unheld),),
         "not finite|changes the text",
     ),
-    "a device address given to a C kernel": (
-        (
-            (vocab_ops.vocab_ops_of, lambda sound: lambda runner: KernelVocabOps()),
-            (vocab._rows, lambda sound: lambda x: x),  # which asks for a tensor of the host
-        ),
-        "address of a device tensor",
-    ),
+    "a device address given to a C kernel": (PLACES, "address of a device tensor"),
 }
 
 
@@ -179,7 +168,7 @@ def test_without_a_defect_the_check_passes(tmp_path: Path) -> None:
 def test_a_defect_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     edits, sign = DEFECTS[name]
     folder = save_pair(tmp_path)
-    for seam, spoiler in edits:
-        spoil(monkeypatch, seam, spoiler)
+    for point, mutation in edits:
+        mutate(monkeypatch, point, mutation)
     with pytest.raises((AssertionError, RuntimeError, IndexError), match=sign):
         check(folder)

@@ -10,7 +10,7 @@ import pytest
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.decode import drafting
-from foredraft.decode.replays import ONCE
+from foredraft.decode.accept import ONCE
 from tests.rehearsal.rounds import costs_of_rounds
 from tests.support.checkpoints import save_pair
 from tests.support.loaded import engine_of
@@ -46,7 +46,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def launches(llm: LLM, drafter: str, name: str) -> list[int]:
-    """Return the launches of each round that neither captures nor starts, once graphs are there."""
     params = SamplingParams(drafter=drafter, max_new_tokens=24, ignore_eos=True, **OPTIONS[name])
     for _ in range(3):
         llm.generate(PROMPTS, params)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from foredraft import SamplingParams
-from foredraft.decode import vocab_ops, vocab_sums
-from foredraft.decode.policy.target_confidence import target_confidence
+from foredraft.decode import vocab_ops
+from foredraft.decode.policy.base import target_confidence
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.scores import score
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
@@ -23,7 +23,8 @@ from tests.rehearsal.orders import (
     sum_by_threads,
     sum_from_address,
 )
-from tests.support.planting import assert_caught, defect
+from tests.support.mutation import assert_caught, defect
+from tests.support.mutations import Function
 
 CUDA = torch.device("cuda")
 PARAMS: dict[str, dict[str, Any]] = {
@@ -43,34 +44,18 @@ def logits_of(rows: int, columns: int, vocabulary: int) -> Tensor:
 # --- the orders themselves ---------------------------------------------------------------------------------
 
 
-def test_a_softmax_depends_on_the_address_of_its_row() -> None:
-    rows = logits_of(1, 40, 50_257)[0].exp()
-    differ = [len({float(sum_from_address(row, shift)) for shift in range(4)}) > 1 for row in rows]
-    assert sum(differ) > 5
-    for row in rows[:3]:
-        assert sum_from_address(row, 1) == pytest.approx(float(row.double().sum()), rel=1e-5)
-
-
-@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 8), (32_000, 64), (50_257, 128), (128_256, 256)])
-def test_a_running_sum_depends_on_the_number_of_rows(vocabulary: int, rows: int) -> None:
-    """As many rows as are scanned by the threads of two, and one more."""
-    few, many = scan_threads(rows, vocabulary), scan_threads(rows + 1, vocabulary)
-    assert scan_threads(2, vocabulary) == few > many
-    probs = logits_of(1, 10, vocabulary)[0].softmax(-1)
-    assert not torch.equal(running_sum(probs, few), running_sum(probs, many))
-    torch.testing.assert_close(running_sum(probs, few), probs.cumsum(-1), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("vocabulary", "few", "many"), [(1001, 1, 4), (4096, 1, 8), (50_257, 1, 1)])
-def test_a_sum_depends_on_the_number_of_rows_or_on_the_address(vocabulary: int, few: int, many: int) -> None:
-    probs = logits_of(1, 40, vocabulary)[0].softmax(-1)
-    ways = {(reduce_threads(few, vocabulary), 0), (reduce_threads(many, vocabulary), vocabulary % 4)}
-    assert len(ways) == 2
-    differ = [len({float(sum_by_threads(row, *way)) for way in ways}) > 1 for row in probs]
-    assert sum(differ) > 5
-    for row in probs[:3]:
-        for way in ways:
-            assert float(sum_by_threads(row, *way)) == pytest.approx(1, rel=1e-5)
+@pytest.mark.parametrize("vocabulary", [4096, 32_000, 50_257, 128_256])
+def test_the_orders_add_up_all_numbers(vocabulary: int) -> None:
+    probs = logits_of(1, 3, vocabulary)[0].softmax(-1)
+    for row in probs:
+        whole = pytest.approx(float(row.double().sum()), rel=1e-5)
+        for shift in range(4):
+            assert float(sum_from_address(row, shift)) == whole
+            for rows in (1, 4):
+                assert float(sum_by_threads(row, reduce_threads(rows, vocabulary), shift)) == whole
+    for rows in (2, 300):
+        found = running_sum(probs, scan_threads(rows, vocabulary))
+        torch.testing.assert_close(found, probs.cumsum(-1), rtol=1e-4, atol=1e-6)
 
 
 # --- what is made of them ----------------------------------------------------------------------------------
@@ -111,26 +96,25 @@ def test_sums_are_as_near_as_those_of_float32() -> None:
     probs = logits_of(2, 3, 50_257).softmax(-1)
     exact = probs.double().cumsum(-1)
     for found, want in (
-        (vocab_sums.running(probs.to(CUDA)), exact),
-        (vocab_sums.total(probs.to(CUDA)), exact[..., -1:]),
-        (vocab_sums.sums(probs.to(CUDA)), exact[..., -1]),
+        (vocab_ops.running(probs.to(CUDA)), exact),
+        (vocab_ops.total(probs.to(CUDA)), exact[..., -1:]),
+        (vocab_ops.sums(probs.to(CUDA)), exact[..., -1]),
     ):
         torch.testing.assert_close(found.cpu().double(), want, rtol=1e-6, atol=1e-7)
     entropies = (probs * -probs.log()).to(CUDA)
-    assert float(vocab_sums.total(-entropies).max()) == pytest.approx(
+    assert float(vocab_ops.total(-entropies).max()) == pytest.approx(
         -float(entropies.cpu().double().sum(-1).min()), rel=1e-6
     )
 
 
 def check_sums() -> None:
-    """Compare every sum over a vocabulary with that of the row alone."""
     for vocabulary in VOCABULARIES:
         logits = logits_of(4, 5, vocabulary).to(CUDA)
         with cuda_orders():
-            probs = vocab_sums.softmax(logits)
+            probs = vocab_ops.softmax(logits)
             for of, sums in (
-                (logits, (vocab_sums.softmax, vocab_sums.log_softmax)),
-                (probs, (vocab_sums.running, vocab_sums.total, vocab_sums.sums)),
+                (logits, (vocab_ops.softmax, vocab_ops.log_softmax)),
+                (probs, (vocab_ops.running, vocab_ops.total, vocab_ops.sums)),
             ):
                 for sum_ in sums:
                     together = sum_(of)
@@ -140,11 +124,11 @@ def check_sums() -> None:
                             assert_equal(alone[0, 0], together[row, column])
 
 
-DEFECTS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "unpadded softmax": (vocab_sums._padded, lambda sound: lambda x: None),
-    "float running sum": (vocab_sums.running, lambda sound: lambda x: x.cumsum(-1)),
-    "float total": (vocab_sums.total, lambda sound: lambda x: x.cumsum(-1)[..., -1:]),
-    "float sum": (vocab_sums.total, lambda sound: lambda x: x.sum(-1, keepdim=True)),
+DEFECTS: dict[str, tuple[Function, Any]] = {
+    "unpadded softmax": (vocab_ops._padded, lambda sound: lambda x: None),
+    "float running sum": (vocab_ops.running, lambda sound: lambda x: x.cumsum(-1)),
+    "float total": (vocab_ops.total, lambda sound: lambda x: x.cumsum(-1)[..., -1:]),
+    "float sum": (vocab_ops.total, lambda sound: lambda x: x.sum(-1, keepdim=True)),
 }
 
 
@@ -168,12 +152,12 @@ def test_a_gpu_draws_in_pieces_what_a_cpu_draws_at_once(monkeypatch: pytest.Monk
     def first(race: Callable[..., Tensor]) -> Callable[..., Tensor]:
         keys: list[Tensor] = []
 
-        def spoilt(ops: Any, weights: Tensor, given: Tensor) -> Tensor:
+        def mutated(ops: Any, weights: Tensor, given: Tensor) -> Tensor:
             if given.is_cuda:
                 keys.append(given)
                 given = keys[0][: len(given)]
             return race(ops, weights, given)
 
-        return spoilt
+        return mutated
 
     assert_caught(defect("the keys of the first piece", vocab_ops._race, first, check_pieces), monkeypatch)

@@ -66,7 +66,6 @@ Models: TypeAlias = Callable[[str], tuple[LLM, LLM]]
 
 @pytest.fixture(scope="module")
 def device(request: pytest.FixtureRequest) -> str:
-    """The last GPU."""
     return f"cuda:{request.config.getoption('--gpus') - 1}"
 
 
@@ -112,7 +111,7 @@ def check(models: tuple[LLM, LLM], params: SamplingParams, waits: int) -> None:
     assert not any(cost.pageable for cost in costs), params
     assert Graph.replays > replays, params
     free = LEDGER.seen(FREE_ATTENTION)
-    assert all("loading/device.py" in line for line in free), "a kernel that no self-check has tried"
+    assert all("loading/runners.py" in line for line in free), "a kernel that no self-check has tried"
 
 
 def check_option(models: Models, loaded: str, drafter: str, name: str) -> None:
@@ -183,7 +182,6 @@ def test_memory_that_ends_ends_one_request(models: Models) -> None:
 
 
 def test_a_prefix_cache_and_many_threads(folder: Path, device: str) -> None:
-    """Rows come and go, are kept and taken up again."""
     llm = load(folder, "draft model", device)
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
     want = [texts(llm, params, [prompt])[0] for prompt in PROMPTS]

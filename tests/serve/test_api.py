@@ -1,13 +1,13 @@
-"""The API by the openai client and by plain HTTP: what is honoured, and what is refused by name."""
+"""The API by the openai client and by plain HTTP, its OpenAPI document, and the routes beside those of texts."""
 
 from __future__ import annotations
 
 import json
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -16,73 +16,19 @@ from websockets.typing import Origin
 
 import foredraft
 from foredraft.llm import LLM
+from foredraft.serve.openapi import ROUTES
+from foredraft.serve.settings import Settings
+from tests.serve.routes import CHAT, MESSAGE, MESSAGES, NEEDED, PROMPT, RESPONSES, TEXT, post
 from tests.support.checkpoints import save_checkpoint
-from tests.support.serving import Served, serving
-
-PROMPT = "def fibonacci(n):\n"
-MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
-ERROR_KEYS = {"message", "type", "param", "code"}
+from tests.support.serving import Served, events_of, serving
 
 
-def name(served: Served) -> str:
-    assert served.state.model is not None
-    return served.state.model.names[0]
-
-
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"seed": 7},
-    {"temperature": 0.7, "seed": 3, "top_p": 0.9},
-]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
-def test_a_streamed_text_is_the_whole_one_with_and_without_a_drafter(
-    served: Served, client: openai.OpenAI, llm: LLM, chat: bool, sampling: dict[str, Any]
-) -> None:
-    def text(stream: bool, drafter: str) -> str:
-        common: dict[str, Any] = {
-            "model": name(served), "max_tokens": 40, "extra_body": {"drafter": drafter}, "stream": stream, **sampling,
-        }  # fmt: skip
-        if chat:
-            found: Any = client.chat.completions.create(messages=MESSAGES, **common)
-            if not stream:
-                return str(found.choices[0].message.content)
-            return "".join(chunk.choices[0].delta.content or "" for chunk in found)
-        found = client.completions.create(prompt=PROMPT, **common)
-        return found.choices[0].text if not stream else "".join(chunk.choices[0].text for chunk in found)
-
-    assert llm.tokenizer is not None
-    prompt = llm.tokenizer.encode_chat(MESSAGES) if chat else PROMPT
-    [want] = llm.generate(prompt, drafter="none", max_new_tokens=40, **sampling)
-    found = {
-        text(stream, drafter) for stream in (False, True) for drafter in ("none", "draft-model", "lookup")
-    }
-    assert found == {want.text}
-
-
-def test_a_reply_has_the_fields_of_the_contract(served: Served) -> None:
-    body = {
-        "model": name(served),
-        "messages": MESSAGES,
-        "max_tokens": 6,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 2,
-        "n": 2,
-    }
-    response = served.client.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"})
-    found = response.json()
-    assert response.headers["x-request-id"] == "mine"
-    assert found["object"] == "chat.completion" and found["model"] == name(served)
+def test_a_reply_says_how_it_was_made(served: Served) -> None:
+    found = post(served, CHAT, max_tokens=6, n=2).json()
+    assert found["object"] == "chat.completion" and found["model"] == "demo"
     assert [choice["index"] for choice in found["choices"]] == [0, 1]
     for choice in found["choices"]:
         assert choice["finish_reason"] == "length" and choice["message"]["role"] == "assistant"
-        entries = choice["logprobs"]["content"]
-        assert b"".join(bytes(each["bytes"]) for each in entries).decode() == choice["message"]["content"]
-        assert all(len(each["top_logprobs"]) == 2 for each in entries)
-        assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] for each in entries)
         assert choice["lossless"] is True and choice["deterministic"] is True
     usage = found["usage"]
     assert usage["completion_tokens"] == 12 and usage["total_tokens"] == usage["prompt_tokens"] + 12
@@ -90,119 +36,13 @@ def test_a_reply_has_the_fields_of_the_contract(served: Served) -> None:
     assert drafting["num_accepted_tokens"] <= drafting["num_draft_tokens"]
 
 
-def test_echo_scores_the_prompt_as_the_library_does(served: Served, llm: LLM) -> None:
-    ids = llm.encode(PROMPT)[0]
-    body = {"model": name(served), "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
-    [choice] = served.client.post("/v1/completions", json=body).json()["choices"]
-    [output] = llm.generate([ids], max_new_tokens=0, prompt_logprobs=1)
-    assert choice["text"] == PROMPT
-    scores = output.prompt_logprobs
-    assert scores is not None
-    assert choice["logprobs"]["token_logprobs"] == [None, *(each.logprob for each in scores[1:] if each)]
-    assert "".join(choice["logprobs"]["tokens"]) == PROMPT
-    assert choice["logprobs"]["top_logprobs"][0] is None
-    tops = choice["logprobs"]["top_logprobs"][1:]
-    assert {len(top) for top in tops} == {1, 2}, "the likeliest token, and the prompt's own"
-
-
-def test_constraints_and_stops_are_honoured(served: Served, client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
-    chat = client.chat.completions.create(
-        model=name(served), messages=MESSAGES, response_format=form, max_tokens=100
-    )  # white space included, no object of this schema is longer than 89 bytes
-    assert json.loads(chat.choices[0].message.content or "")["a"] in ("x", "y")
-    common: dict[str, Any] = {"model": name(served), "prompt": PROMPT, "temperature": 0, "max_tokens": 40}
-    free = client.completions.create(**common).choices[0].text
-    word = free.split()[1]
-    banned = client.completions.create(**common, extra_body={"ban": [word]}).choices[0].text
-    assert word in free and word not in banned
-    [stopped] = client.completions.create(**common, stop=[word]).choices
-    assert stopped.finish_reason == "stop" and stopped.text == free[: free.index(word)]
-    assert stopped.model_extra is not None and stopped.model_extra["stop_reason"] == word
-    [forced] = client.completions.create(**common, extra_body={"regex": "[0-9]{3}"}).choices
-    assert forced.text.isdecimal() and len(forced.text) == 3
-
-
-def test_provenance_names_the_source_of_every_token(served: Served) -> None:
-    body = {
-        "model": name(served),
-        "prompt": PROMPT,
-        "max_tokens": 20,
-        "temperature": 0,
-        "provenance": True,
-        "drafter": "draft-model",
-    }
-    [choice] = served.client.post("/v1/completions", json=body).json()["choices"]
-    assert len(choice["provenance"]) == 20
-    assert {each["origin"] for each in choice["provenance"]} <= {"drafter", "target", "bonus"}
-    assert sum(each["emitted"] for each in choice["trace"]) == 20
-
-
-def test_unknown_fields_without_a_meaning_are_ignored_and_listed(served: Served) -> None:
-    body = {
-        "model": name(served),
-        "prompt": "x",
-        "max_tokens": 1,
-        "wibble": 1,
-        "user": "me",
-        "\u00e9\n\u00e9\x00": 2,
-    }
-    response = served.client.post("/v1/completions", json=body)
-    assert response.status_code == 200
-    assert response.headers["x-ignored-fields"] == r"wibble, \xe9\n\xe9\x00"
-
-
-def test_a_header_lists_some_of_many_unknown_fields(served: Served) -> None:
-    body = {
-        "model": name(served),
-        "prompt": "x",
-        "max_tokens": 1,
-        **{f"field{i:05}": 1 for i in range(20_000)},
-    }
-    response = served.client.post("/v1/completions", json=body)
-    assert response.status_code == 200 and response.headers["x-ignored-fields"].endswith(", and 19980 more")
-
-
-LISTS = {
-    "/v1/completions prompt": [1] * 250_000 + ["x"],
-    "/v1/completions stop": [1] * 250_000,
-    "/v1/completions ban": [1] * 250_000,
-    "/v1/chat/completions messages": [1] * 250_000,
-    "/v1/responses input": [1] * 250_000,
-    "/v1/responses tools": [1] * 250_000,
-    "/v1/messages messages": [1] * 250_000,
-    "/v1/messages system": [1] * 250_000,
-    "/v1/messages stop_sequences": [1] * 250_000,
-    "/v1/messages tools": [1] * 250_000,
-}
-
-
-@pytest.mark.parametrize("where", LISTS)
-def test_a_long_list_with_a_wrong_item_is_refused_at_once(served: Served, where: str) -> None:
-    path, field = where.split()
-    user = [{"role": "user", "content": "x"}]
-    least = (
-        {"prompt": "x"}
-        if path.endswith("/completions")
-        else {"messages": user, "input": "x", "max_tokens": 1}
-    )
-    body = {"model": name(served), **least, field: LISTS[where]}
-    begun = time.process_time()
-    assert served.client.post(path, json=body).status_code == 400
-    assert (
-        time.process_time() - begun < 2
-    )  # all errors of all kinds of lists took many seconds, and gigabytes
-
-
-def test_a_host_that_is_none_is_no_error(served: Served) -> None:
-    for headers in ({"host": "[abc"}, {"host": "[abc", "origin": "http://[abc"}):
-        assert served.client.get("/v1/models", headers=headers).status_code == 403
+@pytest.mark.parametrize("path", NEEDED)
+def test_unknown_fields_are_listed_on_every_route(served: Served, path: str) -> None:
+    for stream in (False, True):
+        reply = post(served, path, wibble=1, **{"\u00e9\n\u00e9\x00": 2}, user="me", stream=stream)
+        assert reply.status_code == 200 and reply.headers["x-ignored-fields"] == r"wibble, \xe9\n\xe9\x00"
+    many = post(served, path, **{f"field{i:05}": 1 for i in range(20_000)})
+    assert many.status_code == 200 and many.headers["x-ignored-fields"].endswith(", and 19980 more")
 
 
 def test_a_name_that_leads_here_from_anywhere_is_refused(served: Served, llm: LLM) -> None:
@@ -213,6 +53,8 @@ def test_a_name_that_leads_here_from_anywhere_is_refused(served: Served, llm: LL
         assert status(served, "rebound.evil.example:8000", path) == 403
         for own in ("127.0.0.1", "localhost:8000", "[::1]:1", "192.168.1.2"):
             assert status(served, own, path) == 200
+    for no_host in ({"host": "[abc"}, {"host": "[abc", "origin": "http://[abc"}):
+        assert served.client.get("/v1/models", headers=no_host).status_code == 403
     raw = socket.create_connection((served.client.base_url.host, served.client.base_url.port or 80))
     with raw, pytest.raises(InvalidStatus):
         connect("ws://evil.example/v1/stream", sock=raw)
@@ -223,147 +65,28 @@ def test_a_name_that_leads_here_from_anywhere_is_refused(served: Served, llm: LL
         assert status(open_to_others, "llm.example") == 200
 
 
-def test_numbers_and_texts_that_no_reply_could_repeat_are_refused(served: Served) -> None:
-    for value in ("1e999", "-1e999", '"\\ud800"', '{"\\uDFFF": 1}', '["\\ude00\\ud83d"]'):
-        for path, prompt in (("responses", '"input"'), ("completions", '"prompt"')):
-            body = f'{{"model": "{name(served)}", {prompt}: "x", "metadata": {{"a": {value}}}}}'
-            refused = served.client.post(f"/v1/{path}", content=body)
-            assert refused.status_code == 400, (path, value)
-            assert refused.json()["error"]["code"] == "invalid_json"
-    lone = b'{"model": "demo", "input": "x", "metadata": {"a": "\xed\xa0\x80"}}'
-    assert served.client.post("/v1/responses", content=lone).status_code == 400
-    pair = f'{{"model": "{name(served)}", "input": "x", "max_output_tokens": 1, "metadata": {{"a": "\\ud83d\\ude00"}}}}'
-    assert served.client.post("/v1/responses", content=pair).json()["metadata"] == {"a": "\N{GRINNING FACE}"}
-
-
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1"])
 def test_pages_of_other_origins_are_refused(served: Served, origin: str) -> None:
-    body = json.dumps({"model": name(served), "prompt": "x", "max_tokens": 1})
+    body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 1})
     for headers in ({"origin": origin, "content-type": "text/plain"}, {"origin": origin}):
-        assert served.client.post("/v1/completions", content=body, headers=headers).status_code == 403
-    with (
-        pytest.raises(InvalidStatus),
-        connect(served.url.replace("http", "ws") + "/v1/stream", origin=Origin(origin)),
-    ):
-        pass
-    own = {"origin": served.url}
-    assert served.client.post("/v1/completions", content=body, headers=own).status_code == 200
+        assert served.client.post(TEXT, content=body, headers=headers).status_code == 403
+    with pytest.raises(InvalidStatus):
+        served.websocket(origin=Origin(origin))
+    assert served.client.post(TEXT, content=body, headers={"origin": served.url}).status_code == 200
 
 
-WRONG: list[tuple[dict[str, Any], int, str | None]] = [
-    ({"temperature": -1}, 400, "temperature"),
-    ({"temperature": "hot"}, 400, "temperature"),
-    ({"top_p": 0}, 400, "top_p"),
-    ({"n": 0}, 400, "n"),
-    ({"n": True}, 400, "n"),
-    ({"max_tokens": 10**6}, 400, "prompt"),
-    ({"max_tokens": -1}, 400, "max_tokens"),
-    ({"min_tokens": 9, "max_tokens": 3}, 400, "min_tokens"),
-    ({"stop": [""]}, 400, "stop"),
-    ({"stop": 3}, 400, "stop"),
-    ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
-    ({"logit_bias": {"999999": 1}}, 400, "logit_bias"),
-    ({"regex": "[a-"}, 400, "regex"),
-    ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias"),
-    ({"logprobs": 21}, 400, "logprobs"),
-    ({"echo": True, "truncate_prompt": "left"}, 400, "echo"),
-    ({"response_format": {"type": "xml"}}, 400, "response_format"),
-    ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}}, 400, "response_format"),
-    ({"drafter": "oracle"}, 400, "drafter"),
-    ({"suffix": "x"}, 400, "suffix"),
-    ({"best_of": 4}, 400, "best_of"),
-    ({"tools": [{"type": "function"}]}, 400, "tools"),
-    ({"prediction": {"type": "content"}}, 400, "prediction"),
-    ({"guided_json": {"not": {}}}, 400, "guided_json"),
-    ({"model": "gpt-9"}, 404, "model"),
-    ({"prompt": ""}, 400, "prompt"),
-    ({"prompt": []}, 400, "prompt"),
-    ({"prompt": {"a": 1}}, 400, "prompt"),
-    ({"prompt": [10**9]}, 400, None),
-    ({"prompt": "\ud800"}, 400, None),
-    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("wrong", "status", "param"), WRONG, ids=lambda value: json.dumps(value)[:40])
-def test_a_wrong_field_is_refused_by_name_before_a_stream_begins(
-    served: Served, wrong: dict[str, Any], status: int, param: str | None, stream: bool
-) -> None:
-    if stream and "stream_options" in wrong:
-        pytest.skip("right in a stream")
-    body = {"model": name(served), "prompt": "x", "max_tokens": 3, "stream": stream} | wrong
-    response = served.client.post("/v1/completions", content=json.dumps(body))
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == ERROR_KEYS and error["param"] == param
-    assert error["message"] and "\n" not in error["message"]
-    assert served.idle()
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b'"x"', b"\xff{}", b"[" * 50_000, b'{"model": NaN}', b'{"prompt": "x"}'],
-    ids=lambda content: repr(content[:12]),
-)  # fmt: skip
-def test_a_body_that_is_no_request_is_refused(served: Served, content: bytes) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        response = served.client.post(path, content=content)
-        if response.status_code == 200:
-            assert path in ("/tokenize", "/v1/completions") and content == b'{"prompt": "x"}'
-            continue
-        assert response.status_code == 400, (path, response.text)
-        assert set(response.json()["error"]) == ERROR_KEYS
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        [{}],
-        [{"role": "user", "content": [{"type": "image_url"}]}],
-        "x",
-        [3],
-        [{"role": "user", "content": 3}],
-    ],
-    ids=str,
-)
-def test_wrong_messages_are_refused(served: Served, messages: Any) -> None:
-    response = served.client.post(
-        "/v1/chat/completions", json={"model": name(served), "messages": messages, "max_tokens": 1}
-    )
-    assert response.status_code == 400, response.text
-
-
-def test_parts_of_text_are_joined(served: Served, client: openai.OpenAI) -> None:
-    parts: list[Any] = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}],
-        }
-    ]
-    common: dict[str, Any] = {"model": name(served), "temperature": 0, "max_tokens": 12}
-    one, other = (client.chat.completions.create(messages=each, **common) for each in (MESSAGES, parts))
-    assert one.choices[0].message.content == other.choices[0].message.content
-
-
-def test_models_tokens_health_and_capabilities(served: Served, client: openai.OpenAI, llm: LLM) -> None:
-    assert [model.id for model in client.models.list()] == [name(served)]
-    assert client.models.retrieve(name(served)).owned_by == "foredraft"
+def test_models_health_and_capabilities(served: Served, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "foredraft"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nope")
     http = served.client
-    tokens = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-    assert tokens == llm.encode(PROMPT)[0]
-    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == PROMPT
-    assert http.post("/detokenize", json={"tokens": [-1]}).status_code == 400
     assert http.get("/health").status_code == http.get("/ready").status_code == 200
     capabilities = http.get("/v1/capabilities").json()
     assert capabilities["drafters"]["draft-model"] == {"lossless": True} and capabilities["chat"]
     assert capabilities["weights"] is None and capabilities["lora"] == []
     assert http.get("/nowhere").json()["error"]["message"] == "there is no '/nowhere'"
-    assert http.get("/v1/completions").status_code == 405
-    assert served.metric("foredraft_generation_tokens_total") > 0
+    assert http.get(TEXT).status_code == 405
 
 
 def test_a_gguf_file_is_served_under_its_name(tmp_path: Path) -> None:
@@ -376,4 +99,195 @@ def test_a_gguf_file_is_served_under_its_name(tmp_path: Path) -> None:
         assert model["id"] == "tiny.gguf"
         for given in ("tiny.gguf", str(file)):
             body = {"model": given, "prompt": "a", "max_tokens": 2}
-            assert served.client.post("/v1/completions", json=body).json()["model"] == "tiny.gguf"
+            assert served.client.post(TEXT, json=body).json()["model"] == "tiny.gguf"
+
+
+FURTHER: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {}, {"logprobs": True, "top_logprobs": 2, "n": 2}, {"provenance": True, "drafter": "draft-model"},
+        {"stop": ["\n", " "]}, {"regex": "[0-9]{2}"}, {"return_token_ids": True},
+    ],
+    TEXT: [
+        {}, {"logprobs": 2, "echo": True}, {"provenance": True, "drafter": "lookup"}, {"max_tokens": 0, "echo": True, "logprobs": 1},
+        {"prompt": ["a", "b"]}, {"prompt": [[5, 6], [7]], "n": 2},
+    ],
+    RESPONSES: [{}, {"instructions": "be brief", "stop": " "}, {"top_logprobs": 2}],
+    MESSAGE: [{}, {"stop_sequences": [" "]}, {"system": "be brief"}],
+}  # fmt: skip
+
+
+def document(served: Served) -> dict[str, Any]:
+    return dict(served.client.get("/openapi.json").json())
+
+
+def schema_of(
+    document: dict[str, Any], path: str, method: str, status: int, media: str = "application/json"
+) -> Any:
+    content = document["paths"][path][method]["responses"][str(status)]["content"][media]
+    if media == "text/event-stream":
+        schema = content["itemSchema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
+    else:
+        schema = content["schema"]
+    return {**schema, "components": document["components"]}
+
+
+def test_every_route_is_in_the_document_and_every_reference_leads_somewhere(served: Served) -> None:
+    found = document(served)
+    assert set(found["paths"]) == set(ROUTES)
+    text = json.dumps(found)
+    named = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert named <= set(found["components"]["schemas"])
+    assert found["components"]["schemas"]["Error"]["additionalProperties"] is False
+    for schema in found["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    for path in NEEDED:
+        body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert "model" in found["components"]["schemas"][body["$ref"].split("/")[-1]]["properties"], path
+
+
+@pytest.mark.parametrize("path", NEEDED)
+def test_replies_and_events_have_the_documented_types(served: Served, path: str) -> None:
+    found = document(served)
+    for further in FURTHER[path]:
+        whole = post(served, path, **further)
+        assert whole.status_code == 200, whole.text
+        jsonschema.validate(whole.json(), schema_of(found, path, "post", 200))
+        options = {"include_usage": True, "continuous_usage_stats": bool(further)}
+        more = {"stream_options": options} if path in (CHAT, TEXT) else {}
+        events = events_of(post(served, path, **further, **more, stream=True).text)
+        assert len(events) > 1
+        for event in events:
+            jsonschema.validate(event, schema_of(found, path, "post", 200, "text/event-stream"))
+
+
+@pytest.mark.parametrize("path", NEEDED)
+def test_errors_have_the_documented_type(served: Served, path: str) -> None:
+    found = document(served)
+    for wrong, status in (({"model": "nope"}, 404), ({"temperature": -1}, 400), ({"stream": 3}, 400)):
+        reply = post(served, path, **wrong)
+        assert reply.status_code == status
+        jsonschema.validate(reply.json(), schema_of(found, path, "post", status))
+    stranger = served.client.post(path, json={}, headers={"origin": "https://evil.example"})
+    jsonschema.validate(stranger.json(), schema_of(found, path, "post", stranger.status_code))
+
+
+def test_further_replies_have_the_documented_types(served: Served) -> None:
+    found = document(served)
+    for path, method, body in (
+        ("/health", "get", None), ("/ready", "get", None), ("/version", "get", None), ("/v1/models", "get", None),
+        ("/v1/capabilities", "get", None), ("/tokenize", "post", {"prompt": "x"}),
+        ("/tokenize", "post", {"messages": MESSAGES}), ("/tokenizer_info", "get", None), ("/detokenize", "post", {"tokens": [5]}),
+    ):  # fmt: skip
+        reply = served.client.request(method, path, json=body)
+        jsonschema.validate(reply.json(), schema_of(found, path, method, 200))
+    card = served.client.get("/v1/models/demo").json()
+    jsonschema.validate(card, schema_of(found, "/v1/models/{name}", "get", 200))
+    missing = served.client.get("/v1/models/nope").json()
+    jsonschema.validate(missing, schema_of(found, "/v1/models/{name}", "get", 404))
+
+
+def test_a_server_with_keys_shows_document_and_metrics_to_their_holders_only(llm: LLM, keys: Path) -> None:
+    with serving(llm, api_key_file=keys) as served:
+        own = {"authorization": "Bearer one"}
+        assert served.client.get("/openapi.json").status_code == 401
+        found = served.client.get("/openapi.json", headers=own).json()
+        assert "foredraft_requests_running" in served.client.get("/metrics", headers=own).text
+        assert "security" in found["paths"]["/metrics"]["get"]
+        assert set(found["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+        for path, operations in found["paths"].items():
+            for method, operation in operations.items():
+                status = served.client.request(method, path).status_code
+                assert (status == 401) == ("security" in operation), path
+    with serving(llm) as served:
+        open_ = served.client.get("/openapi.json").json()
+        assert "securitySchemes" not in open_["components"] and '"security"' not in json.dumps(open_)
+
+
+def tokens(served: Served, **fields: Any) -> Any:
+    reply = served.client.post("/tokenize", json=fields)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["count"] == len(reply.json()["tokens"])
+    return reply.json()["tokens"]
+
+
+def test_a_conversation_has_the_tokens_of_its_chat(served: Served, llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    assert tokens(served, messages=MESSAGES) == llm.tokenizer.encode_chat(MESSAGES)
+    bare = llm.tokenizer.encode_chat(MESSAGES, add_generation_prompt=False)
+    assert tokens(served, messages=MESSAGES, add_generation_prompt=False) == bare
+    pieces = [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]
+    parts = [{"role": "user", "content": pieces}]
+    assert tokens(served, messages=parts) == llm.tokenizer.encode_chat(MESSAGES)
+    tools = [{"type": "function", "function": {"name": "stop"}}]
+    usage = post(served, CHAT, tools=tools, max_tokens=1).json()["usage"]
+    assert len(tokens(served, messages=MESSAGES, tools=tools)) == usage["prompt_tokens"]
+
+
+def test_content_is_llama_cpp_s_name_of_the_text(ending: Served) -> None:
+    """Its special tokens are added on request alone; this tokenizer puts <s>, id 1, in front."""
+    bare = tokens(ending, content="a b")
+    assert bare == tokens(ending, prompt="a b", add_special_tokens=False) and 1 not in bare
+    assert tokens(ending, content="a b", add_special=True) == tokens(ending, prompt="a b") == [1, *bare]
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "param"),
+    [("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "a", "content": "b"}, "content"), ("/tokenize", {"prompt": 3}, "prompt"),
+     ("/tokenize", {"content": "a", "messages": MESSAGES}, "messages"), ("/tokenize", {"messages": []}, "messages"),
+     ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+     ("/tokenize", {"prompt": "a", "tools": []}, "tools"), ("/tokenize", {"content": "a", "with_pieces": True}, "with_pieces"),
+     ("/tokenize", {"prompt": "a", "model": "nope"}, "model"), ("/tokenize", {"prompt": "x", "add_special_tokens": "no"}, "add_special_tokens"),
+     ("/detokenize", {"tokens": [5], "model": "nope"}, "model"), ("/detokenize", {"tokens": 3}, "tokens"), ("/detokenize", {"tokens": [True]}, "tokens"),
+     ("/detokenize", {"tokens": [-1]}, "tokens"), ("/detokenize", {"tokens": [10**9]}, "tokens"), ("/detokenize", {"tokens": [5], "messages": []}, "messages")],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused(served: Served, path: str, wrong: dict[str, Any], param: str) -> None:
+    reply = served.client.post(path, json=wrong)
+    assert reply.status_code == (404 if param == "model" else 400), reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+def test_the_tokenizer_is_described_for_clients(served: Served, llm: LLM) -> None:
+    info = served.client.get("/tokenizer_info").json()
+    assert llm.tokenizer is not None and llm.tokenizer.chat is not None
+    [end] = llm.tokenizer.encode(info["eos_token"], False)
+    assert end in llm.loaded.spec.eos_token_ids
+    assert info["chat_template"] == llm.tokenizer.chat.templates["default"]
+    assert info["bos_token"] is None or llm.tokenizer.encode(info["bos_token"], False) == [
+        llm.loaded.spec.bos_token_id
+    ]
+    ids = tokens(served, prompt=PROMPT, add_special_tokens=False)
+    reply = served.client.post("/detokenize", json={"tokens": ids, "model": "demo", "wibble": 1})
+    assert reply.json()["prompt"] == PROMPT and reply.headers["x-ignored-fields"] == "wibble"
+
+
+def test_paths_without_v1_are_the_same(served: Served) -> None:
+    for path in (CHAT, TEXT):
+        sent = {"messages": MESSAGES} if path == CHAT else {"prompt": PROMPT}
+        sent |= {"temperature": 0, "max_tokens": 8, "seed": 1}
+        short, long = (served.client.post(each, json=sent).json() for each in (path[3:], path))
+        assert short["choices"] == long["choices"]
+        streamed = served.client.post(path[3:], json={**sent, "stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("origin", "remedy"),
+    [("localhost:3000", "http://localhost:3000"), ("http://localhost:3000/", "http://localhost:3000"),
+     ("https://a.example/page", "http://a.example"), ("a.example", "http://a.example"), ("//x", "http://x")],
+)  # fmt: skip
+def test_an_origin_without_a_scheme_is_refused(origin: str, remedy: str) -> None:
+    from foredraft.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="^cors is ") as caught:
+        Settings(cors=("https://right.example", origin))
+    assert origin in str(caught.value) and f'"{remedy}"' in str(caught.value)
+
+
+def test_origins_are_taken(llm: LLM) -> None:
+    given = ("http://localhost:3000", "https://a.example", "*", "null")
+    assert Settings(cors=given).cors == given
+    with serving(llm, cors=("http://localhost:3000",)) as served:
+        headers = {"origin": "http://localhost:3000"}
+        reply = served.client.get("/v1/models", headers=headers)
+        assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"

@@ -1,26 +1,21 @@
-"""Two more shapes of the API, by their own clients: Anthropic's messages, and OpenAI's responses."""
+"""Further shapes of the API, tools, predictions and policies, by their own clients."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from foredraft.decode.policy import Auto
 from foredraft.llm import LLM
+from tests.serve.routes import CHAT, MESSAGE, MESSAGES, PROMPT, RESPONSES, TEXT, post, record
+from tests.support.loaded import engine_of
 from tests.support.serving import Served, serving
 
-MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
-
-
-@pytest.fixture
-def claude(served: Served) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as found:
-        yield found
+READ = record(path={"enum": ["a.py"]})
 
 
 def text_of(llm: LLM, messages: list[Any], **params: Any) -> str:
@@ -28,9 +23,7 @@ def text_of(llm: LLM, messages: list[Any], **params: Any) -> str:
     return str(output.text)
 
 
-def test_messages_whole_and_streamed_are_the_library_s_text(
-    served: Served, claude: anthropic.Anthropic, llm: LLM
-) -> None:
+def test_messages_are_the_library_s_text(served: Served, claude: anthropic.Anthropic, llm: LLM) -> None:
     common: dict[str, Any] = {
         "model": "demo", "max_tokens": 30, "messages": MESSAGES, "system": "be brief", "extra_body": {"temperature": 0},
     }  # fmt: skip
@@ -55,30 +48,9 @@ def test_messages_stop_at_their_sequences(claude: anthropic.Anthropic, llm: LLM)
     assert found.content[0].type == "text" and found.content[0].text == free[: free.index(word)]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind"),
-    [
-        ({"max_tokens": "x"}, "invalid_request_error"), ({"messages": []}, "invalid_request_error"),
-        ({"tools": [{"name": "x"}]}, "invalid_request_error"), ({"model": "nope"}, "not_found_error"),
-        ({"temperature": -1}, "invalid_request_error"), ({"thinking": {"type": "deep"}}, "invalid_request_error"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "invalid_request_error"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_wrong_messages_have_the_shape_of_that_api(served: Served, wrong: dict[str, Any], kind: str) -> None:
-    body = {"model": "demo", "max_tokens": 3, "messages": MESSAGES, "stream": True} | wrong
-    found = served.client.post("/v1/messages", json=body)
-    assert 400 <= found.status_code < 500, found.text
-    assert found.json()["type"] == "error" and found.json()["error"]["type"] == kind
-    assert served.idle()
-
-
-def test_responses_whole_and_streamed_are_the_library_s_text(
-    served: Served, client: openai.OpenAI, llm: LLM
-) -> None:
+def test_responses_are_the_library_s_text(served: Served, client: openai.OpenAI, llm: LLM) -> None:
     common: dict[str, Any] = {
-        "model": "demo", "max_output_tokens": 30, "instructions": "be brief", "input": "def add(a, b):",
-        "temperature": 0,
+        "model": "demo", "max_output_tokens": 30, "instructions": "be brief", "input": PROMPT, "temperature": 0,
     }  # fmt: skip
     want = text_of(llm, [{"role": "system", "content": "be brief"}, *MESSAGES], max_new_tokens=30)
     whole = client.responses.create(**common)
@@ -94,43 +66,13 @@ def test_responses_whole_and_streamed_are_the_library_s_text(
     assert served.idle()
 
 
-def test_responses_take_a_schema_and_refuse_what_they_lack(served: Served, client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+def test_responses_take_a_schema(client: openai.OpenAI) -> None:
+    schema = record(a={"enum": ["x", "y"]})
     form: Any = {"format": {"type": "json_schema", "name": "it", "schema": schema, "strict": True}}
     found = client.responses.create(model="demo", input="x", text=form, max_output_tokens=40)
     assert json.loads(found.output_text)["a"] in ("x", "y") and found.status == "completed"
-    for wrong in (
-        {"tools": [{"type": "function"}]},
-        {"previous_response_id": "x"},
-        {"input": 3},
-        {"input": [{"type": "file"}]},
-    ):
-        refused = served.client.post("/v1/responses", json={"model": "demo", "input": "x", **wrong})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] in wrong
 
 
-def test_a_key_may_come_in_the_header_of_either_api(llm: LLM, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("secret\n")
-    body = {"model": "demo", "max_tokens": 1, "messages": MESSAGES}
-    with serving(llm, api_key_file=file) as served:
-        for headers, status in (
-            ({"x-api-key": "secret"}, 200), ({"authorization": "Bearer secret"}, 200), ({"x-api-key": "no"}, 401), ({}, 401),
-        ):  # fmt: skip
-            assert served.client.post("/v1/messages", json=body, headers=headers).status_code == status
-
-
-READ = {
-    "type": "object",
-    "properties": {"path": {"enum": ["a.py"]}},
-    "required": ["path"],
-    "additionalProperties": False,
-}
 CALL: dict[str, Any] = {
     "model": "demo", "temperature": 0, "tools": [{"type": "function", "name": "read", "parameters": READ}],
     "tool_choice": "required", "parallel_tool_calls": False, "metadata": {"a": "b"}, "instructions": "call",
@@ -139,7 +81,6 @@ CALL: dict[str, Any] = {
 
 
 def test_input_tokens_of_messages_are_those_that_no_cache_had(llm: LLM) -> None:
-    """The stream's last event says it, too, since its first one comes before the prompt is read."""
     long: list[Any] = [{"role": "user", "content": "word " * 150}]
     common: Any = {"model": "demo", "max_tokens": 4, "messages": long}
     with (
@@ -165,145 +106,203 @@ def test_a_begun_reply_goes_on(served: Served, claude: anthropic.Anthropic, llm:
     more: Any = {"extra_body": {"temperature": 0}}
     found = claude.messages.create(model="demo", max_tokens=8, messages=[*MESSAGES, begun], **more)  # type: ignore[list-item]
     assert found.content[0].type == "text" and found.content[0].text == want.text
-    body = {"model": "demo", "messages": [*MESSAGES, begun], "temperature": 0, "max_tokens": 8}
+    body = {"messages": [*MESSAGES, begun], "max_tokens": 8, "continue_final_message": True}
     for fields in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": None}):
-        chat = served.client.post(
-            "/v1/chat/completions", json={**body, "continue_final_message": True, **fields}
-        ).json()
+        chat = post(served, CHAT, **body, **fields).json()
         assert chat["choices"][0]["message"]["content"] == want.text
         assert chat["usage"]["prompt_tokens"] == len(ids)
-    plain = {"model": "demo", "messages": MESSAGES, "max_tokens": 1, "add_generation_prompt": False}
-    usage = served.client.post("/v1/chat/completions", json=plain).json()["usage"]
+    usage = post(served, CHAT, max_tokens=1, add_generation_prompt=False).json()["usage"]
     assert usage["prompt_tokens"] == len(llm.tokenizer.encode_chat(MESSAGES, add_generation_prompt=False))
     silent = {"role": "assistant", "content": None}
     for wrong in (
         {"messages": MESSAGES}, {"add_generation_prompt": True}, {"messages": [*MESSAGES, silent]},
     ):  # fmt: skip
-        refused = served.client.post(
-            "/v1/chat/completions", json={**body, "continue_final_message": True, **wrong}
-        )
-        assert refused.status_code == 400, wrong
+        assert post(served, CHAT, **body | wrong).status_code == 400, wrong
 
 
 def test_the_form_and_the_errors_of_tools_are_honoured_in_messages(served: Served, llm: LLM) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "schema": schema}
-    body = {"model": "demo", "max_tokens": 40, "messages": MESSAGES, "temperature": 0}
+    form = {"type": "json_schema", "schema": record(a={"enum": [1]})}
     for field in ({"output_format": form}, {"output_config": {"format": form, "effort": "low"}}):
-        reply = served.client.post("/v1/messages", json=body | field).json()
+        reply = post(served, MESSAGE, max_tokens=40, **field).json()
         assert json.loads(reply["content"][0]["text"]) == {"a": 1}
-    wrong = served.client.post("/v1/messages", json=body | {"output_format": {"type": "text"}})
-    assert wrong.status_code == 400 and "output_format" in wrong.json()["error"]["message"]
-    assert served.client.post(
-        "/v1/messages", json=body | {"messages": [{"role": "user", "content": []}]}
-    ).is_success
+    assert post(served, MESSAGE, messages=[{"role": "user", "content": []}]).is_success
 
-    def tokens(result: dict[str, Any]) -> int:
+    def tokens(**more: bool) -> int:
         use = {"type": "tool_use", "id": "1", "name": "read", "input": {}}
-        turns = [
-            {"role": "assistant", "content": [use]},
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "1", "content": "no", **result}],
-            },
-        ]
-        reply = served.client.post("/v1/messages", json=body | {"messages": [*MESSAGES, *turns]}).json()
-        return int(reply["usage"]["input_tokens"])
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "no", **more}
+        turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        return int(post(served, MESSAGE, messages=[*MESSAGES, *turns]).json()["usage"]["input_tokens"])
 
-    assert tokens({"is_error": True}) > tokens({})
+    assert tokens(is_error=True) > tokens()
 
 
-def test_a_response_repeats_its_request(client: openai.OpenAI) -> None:
+def test_a_response_repeats_its_request_and_a_cut_call_is_incomplete(client: openai.OpenAI) -> None:
     whole = client.responses.create(max_output_tokens=60, **CALL)
-    assert whole.status == "completed" and whole.output[0].type == "function_call"
+    assert whole.status == "completed" and whole.output[0].type == "function_call" and whole.usage is not None
     assert whole.tool_choice == "required" and whole.parallel_tool_calls is False and whole.top_p == 0.5
     assert whole.metadata == {"a": "b"} and whole.instructions == "call" and whole.max_output_tokens == 60
     assert [tool.name for tool in whole.tools if tool.type == "function"] == ["read"]
-
-
-def test_a_call_that_the_limit_cuts_is_incomplete(client: openai.OpenAI) -> None:
-    whole = client.responses.create(max_output_tokens=60, **CALL)
-    assert whole.usage is not None and whole.output[0].type == "function_call"
-    for limit in range(whole.usage.output_tokens - 1, 0, -1):  # cut within the arguments
+    for limit in range(whole.usage.output_tokens - 7, 0, -1):  # cut within the arguments
         cut = client.responses.create(max_output_tokens=limit, **CALL)
         if cut.output[0].type == "function_call" and cut.output[0].arguments[-1:] not in ("", "}"):
             break
-    assert cut.status == "incomplete" and cut.output[0].status == "incomplete"
     with client.responses.stream(max_output_tokens=limit, **CALL) as stream:
         seen = list(stream)
+    assert cut.status == "incomplete" and cut.output[0].status == "incomplete"
     kinds = [event.type for event in seen]
     assert kinds[-1] == "response.incomplete" and "response.function_call_arguments.done" not in kinds
     [done] = [event for event in seen if event.type == "response.output_item.done"]
     assert done.item.status == "incomplete"  # type: ignore[union-attr]
 
 
-def test_a_text_and_the_calls_after_it_are_one_turn(served: Served, llm: LLM) -> None:
-    items = [
-        {"role": "user", "content": "hi"},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-        {"type": "function_call", "call_id": "1", "name": "read", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "done"},
-    ]
-    messages = [
-        {"role": "user", "content": "hi"},
-        {
-            "role": "assistant", "content": "I look.",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "read", "arguments": "{}"}}],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "done"},
-    ]  # fmt: skip
-    common = {"model": "demo", "temperature": 0}
-    reply = served.client.post("/v1/responses", json=common | {"input": items, "max_output_tokens": 2}).json()
-    chat = served.client.post(
-        "/v1/chat/completions", json=common | {"messages": messages, "max_tokens": 2}
-    ).json()
-    assert reply["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
-
-
 def test_what_no_reply_has_may_be_included_and_truncation_is_honoured(served: Served) -> None:
-    body: dict[str, Any] = {"model": "demo", "input": "hi", "max_output_tokens": 1}
-    harmless = served.client.post("/v1/responses", json=body | {"include": ["reasoning.encrypted_content"]})
-    assert harmless.is_success
-    long = body | {"input": "word " * 700}
-    assert served.client.post("/v1/responses", json=long).status_code == 400
-    assert served.client.post("/v1/responses", json=long | {"truncation": "auto"}).is_success
-
-
-def test_every_refusal_of_messages_has_that_api_s_shape(llm: LLM) -> None:
-    with serving(llm, max_body=1000) as served:
-        large = served.client.post("/v1/messages", content=b"x" * 2000)
-        foreign = served.client.post("/v1/messages", json={}, headers={"origin": "http://elsewhere"})
-        wrong = served.client.get("/v1/messages")
-    kinds = [each.json()["error"]["type"] for each in (large, foreign, wrong)]
-    assert kinds == ["request_too_large", "permission_error", "invalid_request_error"]
-    assert all(each.json()["type"] == "error" for each in (large, foreign, wrong))
+    assert post(served, RESPONSES, include=["reasoning.encrypted_content"]).is_success
+    assert post(served, RESPONSES, input="word " * 700, truncation="auto").is_success
 
 
 def test_calls_of_the_past_are_told_without_tools(served: Served, llm: LLM) -> None:
-    """The template of this model knows no calls."""
     assert llm.tokenizer is not None
-    past: dict[str, Any] = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "read", "arguments": '{"p": 1}'},
-    }
+    past = {"id": "1", "type": "function", "function": {"name": "read", "arguments": '{"p": 1}'}}
     messages = [
         *MESSAGES, {"role": "assistant", "content": None, "tool_calls": [past]},
         {"role": "tool", "tool_call_id": "1", "content": "done"},
     ]  # fmt: skip
-    told = [
-        *MESSAGES,
-        {
-            "role": "assistant",
-            "content": '<tool_call>\n{"name": "read", "arguments": {"p": 1}}\n</tool_call>',
-        },
-        {"role": "user", "content": "<tool_response>\ndone\n</tool_response>"},
-    ]
-    body = {"model": "demo", "messages": messages, "max_tokens": 1}
-    reply = served.client.post("/v1/chat/completions", json=body).json()
+    call = '<tool_call>\n{"name": "read", "arguments": {"p": 1}}\n</tool_call>'
+    result = "<tool_response>\ndone\n</tool_response>"
+    told = [*MESSAGES, {"role": "assistant", "content": call}, {"role": "user", "content": result}]
+    reply = post(served, CHAT, messages=messages, max_tokens=1).json()
     assert reply["usage"]["prompt_tokens"] == len(llm.tokenizer.encode_chat(told))
+
+
+READ_LINES = record(path={"enum": ["a.py", "b.py"]}, lines={"type": "integer", "minimum": 1, "maximum": 9})
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "read", "description": "Read a file.", "parameters": READ_LINES},
+    },
+    {"type": "function", "function": {"name": "stop"}},
+]
+COMMON: dict[str, Any] = {
+    "model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 150, "tools": TOOLS,
+    "tool_choice": {"type": "function", "function": {"name": "read"}},
+}  # fmt: skip
+
+
+def fits(arguments: Any) -> bool:
+    return arguments["path"] in ("a.py", "b.py") and 1 <= arguments["lines"] <= 9 and len(arguments) == 2
+
+
+def test_a_required_call_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**COMMON).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    [call] = whole.message.tool_calls or []
+    assert call.type == "function" and call.function.name == "read"
+    assert fits(json.loads(call.function.arguments))
+    with client.chat.completions.stream(**COMMON) as stream:
+        names = [event.type for event in stream]
+        [streamed] = stream.get_final_completion().choices
+    assert "tool_calls.function.arguments.delta" in names
+    assert streamed.finish_reason == "tool_calls" and not streamed.message.content
+    [other] = streamed.message.tool_calls or []
+    assert (other.function.name, other.function.arguments) == ("read", call.function.arguments)
+    assert len(call.id) == len(other.id) == 9 and call.id != other.id
+    called = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+    further = COMMON | {"messages": [*MESSAGES, called, result], "tool_choice": "auto"}
+    usages = [client.chat.completions.create(**body).usage for body in (further, COMMON | {"max_tokens": 1})]
+    assert usages[0] and usages[1] and usages[0].prompt_tokens > usages[1].prompt_tokens
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", "none"])
+def test_choices_decide_whether_a_text_calls(client: openai.OpenAI, choice: Any) -> None:
+    body = {**COMMON, "tool_choice": choice, "parallel_tool_calls": False, "n": 2}
+    for found in client.chat.completions.create(**body).choices:
+        assert (found.finish_reason == "tool_calls") is (choice == "required")
+        assert bool(found.message.tool_calls) is (choice == "required")
+
+
+def test_a_call_by_the_messages_api(claude: anthropic.Anthropic) -> None:
+    common: Any = {
+        "model": "demo", "max_tokens": 150, "messages": MESSAGES, "extra_body": {"temperature": 0},
+        "tools": [{"name": "read", "input_schema": READ_LINES}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    whole = claude.messages.create(**common)
+    assert whole.stop_reason == "tool_use"
+    [block] = whole.content
+    assert block.type == "tool_use" and block.name == "read" and fits(block.input)
+    with claude.messages.stream(**common) as stream:
+        final = stream.get_final_message()
+    [other] = final.content
+    assert other.type == "tool_use" and other.input == block.input and final.stop_reason == "tool_use"
+    answer = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "1"}]}
+    called = {"role": "assistant", "content": [block.model_dump()]}
+    goes_on = {"role": "user", "content": [answer, {"type": "text", "text": "go on"}]}
+    common |= {"messages": [*MESSAGES, called, goes_on], "tool_choice": {"type": "auto"}}
+    assert claude.messages.create(**common).usage.input_tokens > whole.usage.input_tokens
+
+
+def test_a_call_by_the_responses_api(client: openai.OpenAI) -> None:
+    common: Any = {
+        "model": "demo", "max_output_tokens": 150, "input": "def f(", "temperature": 0,
+        "tools": [{"type": "function", "name": "read", "parameters": READ_LINES, "strict": True}],
+        "tool_choice": {"type": "function", "name": "read"},
+    }  # fmt: skip
+    whole = client.responses.create(**common)
+    [item] = whole.output
+    assert item.type == "function_call" and item.name == "read" and fits(json.loads(item.arguments))
+    with client.responses.stream(**common) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    [other] = final.output
+    assert other.type == "function_call" and other.arguments == item.arguments
+    assert kinds.count("response.function_call_arguments.done") == 1
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "1"}
+    items: Any = [*MESSAGES, item.model_dump(), result]
+    further = client.responses.create(**{**common, "input": items, "tool_choice": "auto"})
+    assert further.usage is not None and whole.usage is not None
+    assert further.usage.input_tokens > whole.usage.input_tokens
+
+
+def test_a_prediction_is_used_and_counted(client: openai.OpenAI) -> None:
+    common: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+
+    def said(**prediction: Any) -> tuple[str, Any]:
+        found = client.chat.completions.create(**common, extra_body={"ignore_eos": True}, **prediction)
+        assert found.usage is not None
+        return found.choices[0].message.content or "", found.usage.completion_tokens_details
+
+    text, plain = said()
+    predicted, right = said(prediction={"type": "content", "content": text})
+    mistaken, wrong = said(prediction={"type": "content", "content": [{"type": "text", "text": "x" * 300}]})
+    assert predicted == mistaken == text
+    assert right.accepted_prediction_tokens > 20 and wrong.rejected_prediction_tokens > 0
+    assert plain.rejected_prediction_tokens == right.rejected_prediction_tokens == 0
+
+
+def test_a_request_has_its_policy_and_its_longest_draft(served: Served) -> None:
+    body = {"prompt": "import os\n", "max_tokens": 40, "ignore_eos": True, "drafter": "draft-model"}
+
+    def drafting(**own: Any) -> tuple[str, int]:
+        found = post(served, TEXT, **body, **own).json()
+        drafted = found["metrics"]["speculative_decoding"]["acceptance_histogram"]
+        return found["choices"][0]["text"], len(drafted)
+
+    text, longest = drafting()
+    assert longest == 5
+    assert drafting(max_draft=2) == (text, 2) and drafting(max_draft=8) == (text, 8)
+    assert drafting(policy="heuristic", max_draft=3) == (text, 3)
+
+
+def test_a_request_for_auto_decides_by_measured_costs_though_others_run(served: Served, llm: LLM) -> None:
+    assert not engine_of(llm).policy.uses_costs
+    body = {"model": "demo", "prompt": "def f(", "ignore_eos": True, "temperature": 0, "stream": True}
+    with served.client.stream("POST", "/v1/completions", json={**body, "max_tokens": 400}) as running:
+        lines = running.iter_lines()
+        next(lines)
+        short = {**body, "max_tokens": 8, "policy": "auto", "stream": False}
+        assert served.client.post("/v1/completions", json=short).is_success
+        assert not served.idle()
+        autos = [policy for policy in llm.requests.policies._made.values() if isinstance(policy, Auto)]
+        assert len(autos) == 1 and autos[0].measured

@@ -1,4 +1,4 @@
-"""Servers under load and at their limits: queues, keys, drains, slow readers, and engines that fail."""
+"""Servers under load and at their limits: queues, keys, compilations, and engines that fail."""
 
 from __future__ import annotations
 
@@ -7,51 +7,49 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from foredraft import SamplingParams
+from foredraft.constraints import ConstraintFactory
 from foredraft.decode.engine import Engine
-from foredraft.errors import ConfigError
+from foredraft.decode.text_buffer import StopAutomaton
 from foredraft.llm import LLM
-from foredraft.serve.keys import Keys
-from foredraft.serve.problems import Problem
+from foredraft.llm.service import Service
+from foredraft.serve import offload
+from foredraft.serve.app import create_app
 from foredraft.serve.settings import Settings
-from foredraft.serve.streaming import server_sent
 from tests.support.loaded import engine_of
-from tests.support.serving import Served, load_chat, serving
+from tests.support.panics import panic
+from tests.support.running import forked, run_code
+from tests.support.serving import Served, serving
 
 LONG: dict[str, Any] = {"prompt": "def f(n):\n", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with load_chat(tmp_path_factory.mktemp("chat"), max_batch=2) as found:
-        yield found
 
 
 def post(served: Served, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
     return served.client.post("/v1/completions", json={"model": "demo", **body}, headers=headers)
 
 
-def opened(served: Served, client: httpx.Client, **body: Any) -> Any:
-    """Open a stream."""
+def opened(client: httpx.Client, **body: Any) -> Any:
     return client.stream("POST", "/v1/completions", json={"model": "demo", "stream": True, **LONG, **body})
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again(llm: LLM) -> None:
     with serving(llm, max_queued=1) as served, httpx.Client(base_url=served.url) as client:
-        with opened(served, client, n=2), opened(served, client):
+        with opened(client, n=4), opened(client):  # of four rows
             served.wait(lambda: served.metric("foredraft_requests_waiting") == 1)
             refused = post(served, prompt="x")
             assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["type"] == "overloaded_error"
         served.wait(served.idle)
         assert post(served, prompt="x", max_tokens=1).status_code == 200
-        refused = post(served, prompt="x", n=4)  # more than there is ever room for
-        assert refused.status_code == 400 and "4 samples" in refused.json()["error"]["message"]
+        refused = post(served, prompt="x", n=6)  # more than there is ever room for
+        assert refused.status_code == 400 and "6 samples" in refused.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_within_its_body_is_no_error(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,85 +73,31 @@ def test_prompt_tokens_are_bounded_in_all(llm: LLM) -> None:
         assert served.idle()
 
 
-def test_keys_are_asked_for_and_limited(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "keys"
-    file.write_text("first\n\nsecond\n", encoding="utf-8")
-    monkeypatch.setenv("FOREDRAFT_API_KEY", "third")
+def test_keys_are_asked_for_and_limited(llm: LLM, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_API_KEY", "three")
     with (
-        serving(llm, api_key_file=file, max_per_key=1) as served,
+        serving(llm, api_key_file=keys, max_per_key=1) as served,
         httpx.Client(base_url=served.url) as client,
     ):
-        for wrong in (
-            None,
-            "Bearer",
-            "Bearer nope",
-            "Basic first",
-            "first",
-            "Bearer firs",
-            "Bearer first\u00e9",
-        ):
-            headers = {} if wrong is None else {"authorization": wrong.encode()}
-            refused = client.post("/v1/completions", json={"model": "demo", "prompt": "x"}, headers=headers)
+
+        def asked(header: str) -> httpx.Response:
+            return post(served, {"authorization": header.encode()}, prompt="x", max_tokens=1)
+
+        for wrong in ("", "Bearer", "Bearer nope", "Basic one", "one", "Bearer on", "Bearer one\u00e9"):
+            refused = asked(wrong)
             assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer", wrong
-            assert client.get("/v1/models", headers=headers).status_code == 401
         assert client.get("/health").status_code == 200
-        for key in ("first", "second", "third"):
-            assert (
-                post(served, {"authorization": f"Bearer {key}"}, prompt="x", max_tokens=1).status_code == 200
-            )
-        client.headers["authorization"] = served.client.headers["authorization"] = "Bearer first"
-        with opened(served, client):
+        assert [asked(f"Bearer {key}").status_code for key in ("one", "two", "three")] == [200] * 3
+        client.headers["authorization"] = served.client.headers["authorization"] = "Bearer one"
+        with opened(client):
             served.wait(lambda: served.metric("foredraft_requests_running") == 1)
-            refused = post(served, {"authorization": "Bearer first"}, prompt="x", max_tokens=1)
+            refused = asked("Bearer one")
             assert refused.status_code == 429 and "retry-after" in refused.headers
-            assert (
-                post(served, {"authorization": "Bearer second"}, prompt="x", max_tokens=1).status_code == 200
-            )
-
-
-@pytest.mark.parametrize("key", ["caf\u00e9", "\u00e0", "\u20ac", "\u4f60\u597d", "plain"])
-def test_a_key_may_have_any_letters(tmp_path: Path, key: str) -> None:
-    file = tmp_path / "keys"
-    file.write_text(f"other\nthe name {key}\n", encoding="utf-8")
-    keys = Keys.of(Settings(api_key_file=file))
-    sent = [key.encode()] + ([key.encode("latin-1")] if max(key) < "\u0100" else [])
-    for data in sent:  # as clients write it; ASGI hands bytes over as Latin-1
-        assert (
-            keys.check(f"Bearer {data.decode('latin-1')}")
-            == keys.check(None, data.decode("latin-1"))
-            == "the name"
-        )
-    for wrong in ("?", "caf?", "", "\u00e0\u00a0", key[:-1]):
-        with pytest.raises(Problem):
-            keys.check(f"Bearer {wrong}")
-
-
-def test_a_file_of_keys_without_a_key_is_refused(tmp_path: Path) -> None:
-    for content in (None, b"\n \n", b"\xff"):
-        file = tmp_path / "keys"
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(ConfigError, match="api_key_file is"):
-            Keys.of(Settings(api_key_file=file))
-
-
-def test_a_drain_lets_requests_finish_and_refuses_others(llm: LLM) -> None:
-    with serving(llm) as served, httpx.Client(base_url=served.url) as client:
-        with opened(served, client) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            served.state.drain()
-            refused = post(served, prompt="x")
-            assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
-            assert served.client.get("/health").json()["error"]["code"] == "draining"
-            rest = list(lines)
-        assert "data: [DONE]" in rest
+            assert asked("Bearer two").status_code == 200
 
 
 def test_the_server_answers_while_the_model_is_loading(llm: LLM) -> None:
     from fastapi.testclient import TestClient
-
-    from foredraft.serve.app import create_app
 
     loaded = threading.Event()
 
@@ -189,60 +133,22 @@ def test_an_engine_that_fails_fails_its_requests_and_lives(llm: LLM, monkeypatch
 
     with serving(llm) as served, httpx.Client(base_url=served.url) as client:
         monkeypatch.setattr(Engine, "round", failing)
-        with opened(served, client) as stream:
+        with opened(client) as stream:
             whole = post(served, **LONG)
-            events_ = [line for line in stream.iter_lines() if line]
-        failed = [json.loads(line[6:]) for line in events_ if "planted" in line]
-        assert failed or whole.status_code == 500
-        for error in [
-            *(each["error"] for each in failed),
-            *([whole.json()["error"]] if whole.status_code == 500 else []),
-        ]:
-            assert (
-                "RuntimeError: a planted failure" in error["message"] and error["code"] == "generation_failed"
-            )
-        assert events_[-1] == "data: [DONE]"
+            lines = [line for line in stream.iter_lines() if line]
+        errors = [json.loads(line[6:])["error"] for line in lines if "planted" in line]
+        errors += [whole.json()["error"]] if whole.status_code == 500 else []
+        assert errors
+        for error in errors:
+            assert "RuntimeError: a planted failure" in error["message"]
+            assert error["code"] == "generation_failed"
+        assert lines[-1] == "data: [DONE]"
         assert post(served, prompt="x", max_tokens=2).status_code == 200
         served.wait(served.idle)
 
 
-async def _unread_stream(served: Served) -> str:
-    """Take the first event of a stream, and no more; return how the stream ends."""
-    import asyncio
-
-    from foredraft.serve.completions import CompletionReply
-
-    model = served.state.ready()
-    reply = await served.state.start(CompletionReply, {"model": "demo", "stream": True, **LONG}, "")
-
-    async def read() -> None:
-        with model.generations.read(reply.generation):
-            async for _ in server_sent(reply.events(None), reply.done):
-                await asyncio.sleep(30)
-
-    try:
-        await asyncio.wait_for(asyncio.create_task(read()), 10)
-    except asyncio.CancelledError:
-        return "dropped"
-    return "read"
-
-
-def test_a_reader_that_takes_nothing_is_dropped(llm: LLM) -> None:
-    import asyncio
-
-    with serving(llm, slow_reader_seconds=0.3) as served:
-        model = served.state.model
-        assert model is not None
-        future = asyncio.run_coroutine_threadsafe(_unread_stream(served), model.generations._loop)
-        assert future.result(20) == "dropped"
-        served.wait(served.idle)
-        assert served.metric("foredraft_requests_refused_total") == 1
-
-
 def test_a_frame_that_is_too_large_is_refused_and_the_socket_goes_on(llm: LLM) -> None:
-    from websockets.sync.client import connect
-
-    with serving(llm, max_body=200) as served, connect(served.url.replace("http", "ws") + "/v1/stream") as ws:
+    with serving(llm, max_body=200) as served, served.websocket() as ws:
         ws.send(json.dumps({"id": "a", "model": "demo", "prompt": "x" * 200}))
         answer = json.loads(ws.recv(timeout=10))
         assert answer["id"] is None and answer["error"]["code"] == "body_too_large"
@@ -250,27 +156,7 @@ def test_a_frame_that_is_too_large_is_refused_and_the_socket_goes_on(llm: LLM) -
         assert "chunk" in json.loads(ws.recv(timeout=10))
 
 
-@pytest.mark.slow
-def test_a_socket_that_never_reads_is_dropped_and_no_other_client_waits(llm: LLM) -> None:
-    from websockets.sync.client import connect
-
-    with serving(llm, slow_reader_seconds=0.3) as served:
-        port = int(served.url.rpartition(":")[2])
-        raw = socket.socket()
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.connect(("127.0.0.1", port))
-        with connect(f"ws://127.0.0.1:{port}/v1/stream", sock=raw, max_queue=1, close_timeout=0.1) as ws:
-            fat = {"model": "demo", **LONG, "logprobs": 20, "provenance": True}
-            for id in range(24):  # megabytes: more than the buffers of both ends hold
-                ws.send(json.dumps({"id": str(id), **fat}))
-            served.wait(lambda: served.metric("foredraft_requests_refused_total") > 0, 60)
-            assert post(served, prompt="x", max_tokens=2).status_code == 200
-        served.wait(served.idle)
-
-
 def test_a_silent_stream_sends_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
     round_ = Engine.round
 
     def slow(engine: Engine) -> Any:
@@ -278,55 +164,33 @@ def test_a_silent_stream_sends_comments(llm: LLM, monkeypatch: pytest.MonkeyPatc
         return round_(engine)
 
     monkeypatch.setattr(Engine, "round", slow)
-    with (
-        serving(llm, heartbeat_seconds=0.05) as served,
-        opened(served, served.client, max_tokens=3) as stream,
-    ):
+    with serving(llm, heartbeat_seconds=0.05) as served, opened(served.client, max_tokens=3) as stream:
         text = "".join(stream.iter_text())
     assert ": ping\n\n" in text and text.endswith("data: [DONE]\n\n")
 
 
-def test_vllm_names_of_metrics(llm: LLM) -> None:
-    with serving(llm, vllm_metrics=True) as served:
-        post(served, prompt="x", max_tokens=5)
-        assert served.metric("vllm:generation_tokens_total") == 5
-        assert "vllm:spec_decode_num_accepted_tokens_total" in served.client.get("/metrics").text
-
-
 def test_prompts_that_begin_alike_are_read_once(llm: LLM) -> None:
-    prompt = [5 + place % 90 for place in range(450)]
-    bodies = [
-        {"prompt": [*prompt, last], "max_tokens": 8, "temperature": 0, "logprobs": 1} for last in (7, 8)
-    ]
+    common = {"max_tokens": 8, "temperature": 0, "logprobs": 1}
+    bodies = [{"prompt": [*range(5, 275), last], **common} for last in (7, 8)]
     engine_of(llm).prefix_cache = None
-    with serving(llm, prefix_cache=0) as served:
-        want = [post(served, **body).json()["choices"] for body in bodies]
+    with serving(llm, prefix_cache=0, vllm_metrics=True) as served:
+        want = [post(served, **body).json()["choices"][0]["logprobs"] for body in bodies]
         assert engine_of(llm).prefix_cache is None
+        assert served.metric("vllm:generation_tokens_total") == 16
+        assert "vllm:spec_decode_num_accepted_tokens_total" in served.client.get("/metrics").text
     try:
         with serving(llm) as served:
             found = [post(served, **body).json() for body in bodies]
-            hits = served.metric("foredraft_prefix_cache_hits_total")
+            assert served.metric("foredraft_prefix_cache_hits_total") == 256
     finally:
         engine_of(llm).prefix_cache = None
     assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found] == [0, 256]
-    assert hits == 256
-
-    def shown(choices: Any) -> list[Any]:
-        return [(choice["text"], choice["logprobs"]) for choice in choices]
-
-    assert [shown(each["choices"]) for each in found] == [shown(each) for each in want]
+    assert [each["choices"][0]["logprobs"] for each in found] == want
 
 
-def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(
+def test_a_request_cancelled_in_its_preparation_leaves_nothing(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preparing a request may take long, for a grammar or a long list of bans; a socket cancels it meanwhile."""
-    import time
-
-    from websockets.sync.client import connect
-
-    from foredraft.llm.service import Service
-
     submit = Service.submit
 
     def slow(*args: Any, **more: Any) -> Any:
@@ -335,7 +199,7 @@ def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(
 
     monkeypatch.setattr(Service, "submit", slow)
     with serving(llm) as served:
-        with connect(served.url.replace("http", "ws") + "/v1/stream") as ws:
+        with served.websocket() as ws:
             ws.send(json.dumps({"id": "a", "model": "demo", "n": 4, **LONG}))
             time.sleep(0.2)
             ws.send('{"id": "a", "cancel": true}')
@@ -344,3 +208,102 @@ def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(
         served.wait(served.idle, 5)
         assert not served.state.ready().generations._live
         assert served.finished("cancelled") == 4 and served.finished("length") == 0
+
+
+SERVE = """
+import gc, os, signal
+import foredraft
+from foredraft.serve.server import serve
+from foredraft.serve.settings import Settings
+
+def ready(address, model, needs_key):
+    print(gc.get_freeze_count())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+gc.unfreeze()  # what the parent of this process froze
+serve(lambda: foredraft.load(policy="fixed", max_length=64), Settings(port=0), ready)
+"""
+
+
+@pytest.mark.heavy
+def test_what_is_loaded_is_frozen_before_the_first_request() -> None:
+    done = forked(run_code, SERVE)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10_000
+
+
+def brief(served: Served, **body: Any) -> httpx.Response:
+    return served.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **body})
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"stop": ["a" * 1001]}, "stop"),
+        ({"ban": ["\u4f60" * 300, "b" * 200]}, "ban"),
+        ({"regex": "a" * 1001}, "regex"),
+        ({"stop": ["a" * 400], "ban": ["b" * 601]}, "ban"),
+    ],
+    ids=["stop", "ban", "regex", "together"],
+)
+def test_bytes_of_patterns_are_bounded(llm: LLM, options: dict[str, Any], param: str) -> None:
+    with serving(llm, max_patterns=1000) as served:
+        refused = brief(served, **options)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert "of 1000 at most (--max-patterns)" in refused.json()["error"]["message"]
+        served.wait(served.idle)
+        assert brief(served, stop=["a" * 400], ban=["b" * 400]).status_code == 200
+
+
+@pytest.mark.heavy
+def test_endless_compilations_stop_only_those_behind_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, maker = threading.Event(), ConstraintFactory.maker
+
+    def slow(self: ConstraintFactory, prompt: list[int], params: SamplingParams, **options: Any) -> Any:
+        if params.regex is not None:
+            ends.wait(60)
+        return maker(self, prompt, params, **options)
+
+    monkeypatch.setattr(ConstraintFactory, "maker", slow)
+    monkeypatch.setattr(offload, "SECONDS", 2.0)
+    with serving(llm) as served, ThreadPoolExecutor(70) as pool:
+        asked = [pool.submit(brief, served, regex="[a-z]+") for _ in range(66)]
+        served.wait(lambda: any(each.done() for each in asked))  # the two that had no place in the queue
+        assert served.client.get("/health", timeout=3).status_code == 200
+        assert brief(served).status_code == 200
+        answers = [each.result() for each in asked]
+        assert {answer.status_code for answer in answers} == {503}
+        messages = [answer.json()["error"]["message"] for answer in answers]
+        assert sum("64 requests wait" in message for message in messages) == 2
+        assert sum("were not compiled within 2 s" in message for message in messages) == 64
+        ends.set()
+        served.wait(served.idle)
+        assert brief(served, regex="[a-z]+").status_code == 200
+
+
+def test_a_panic_of_a_compilation_fails_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **options: Any) -> Any:
+        raise panic()
+
+    with serving(llm) as served:
+        with monkeypatch.context() as patch:
+            patch.setattr(ConstraintFactory, "maker", fail)
+            assert [brief(served, regex="[a-z]+").status_code for _ in range(3)] == [500] * 3
+        assert brief(served, regex="[a-z]+").status_code == 200
+
+
+def test_stop_strings_are_compiled_once_for_all_samples(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, init = list[tuple[str, ...]](), StopAutomaton.__init__
+
+    def note(self: StopAutomaton, strings: tuple[str, ...]) -> None:
+        made.append(strings)
+        init(self, strings)
+
+    monkeypatch.setattr(StopAutomaton, "__init__", note)
+    llm.generate(["x", "y"], SamplingParams(stop=["abc"], max_new_tokens=2, seed=1), n=4)
+    assert made == [("abc",)]
+    with serving(llm) as served:
+        assert brief(served, prompt=["x", "y", "z"], stop=["xyz"], n=2).status_code == 200
+    assert made == [("abc",), ("xyz",)]
+    llm.generate("x", SamplingParams(stop=["a" * (257 << 10)], max_new_tokens=1), n=2)
+    assert len(made) == 3 and llm.requests.stops.total <= 256 << 10, "what is too large is not kept"

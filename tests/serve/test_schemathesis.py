@@ -17,7 +17,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from foredraft.serve.text_forms import FORMS
+from foredraft.serve.problems import FORMS
 from tests.support.serving import Served, load_chat, serving
 
 CHECKS = [
@@ -57,7 +57,6 @@ def bounded(body: dict[str, Any], luck: int) -> None:
 
 
 def run(served: Served, path: str, mode: GenerationMode, count: int) -> Counter[int]:
-    """Send cases of one route; return how often each status came."""
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
     [operation] = [each.ok() for each in schema.get_all_operations() if each.ok().path == path]
     statuses: Counter[int] = Counter()

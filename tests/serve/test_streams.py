@@ -4,53 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-import socket
-import threading
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import httpx
 import httpx_sse
 import openai
 import pytest
-from websockets.sync.client import connect
 
-from tests.support.serving import Served
+from tests.support.raw import TEXT, RawClient, frame, request_bytes
+from tests.support.serving import Served, events_of
 
 PROMPT = "def fibonacci(n):\n"
 LONG = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+PATH = "/v1/completions"
 
 
-def greedy(served: Served, **more: Any) -> dict[str, Any]:
-    assert served.state.model is not None
-    name = served.state.model.names[0]
-    return {"model": name, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, **more}
+def greedy(**more: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **more}
 
 
 def whole(served: Served, **more: Any) -> str:
-    return str(
-        served.client.post("/v1/completions", json=greedy(served, **more)).json()["choices"][0]["text"]
-    )
+    return str(served.client.post(PATH, json=greedy(**more)).json()["choices"][0]["text"])
 
 
 @pytest.mark.parametrize("usage", [None, "at the end", "always"])
 def test_events_keep_to_the_contract(served: Served, usage: str | None) -> None:
-    body = greedy(served, stream=True, messages=[{"role": "user", "content": "x"}], n=2)
-    del body["prompt"]
+    body = greedy(stream=True, messages=[{"role": "user", "content": "x"}], n=2, prompt=None)
     if usage:
-        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": usage == "always"}
+        stats = {"continuous_usage_stats": usage == "always", "include_obfuscation": False}
+        body["stream_options"] = {"include_usage": True, **stats}
     response = served.client.post("/v1/chat/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert "no-transform" in response.headers["cache-control"]
-    *events, last, rest = response.text.split("\n\n")
-    assert last == "data: [DONE]" and rest == ""
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    chunks = events_of(response.text)
+    assert response.text.endswith("}\n\ndata: [DONE]\n\n") and response.text.count("\n\n") == len(chunks) + 1
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     if usage:
         end = chunks.pop()
-        assert end["choices"] == [] and end["usage"]["completion_tokens"] == 80
+        assert end["choices"] == [] and end["usage"]["completion_tokens"] == 48
         assert all((chunk["usage"] is None) == (usage == "at the end") for chunk in chunks)
     else:
         assert all("usage" not in chunk for chunk in chunks)
@@ -63,81 +54,31 @@ def test_events_keep_to_the_contract(served: Served, usage: str | None) -> None:
 
 
 def test_plain_text_is_the_text(served: Served) -> None:
-    found = served.client.post(
-        "/v1/completions", json=greedy(served, stream=True), headers={"accept": "text/plain"}
-    )
+    found = served.client.post(PATH, json=greedy(stream=True), headers={"accept": "text/plain"})
     assert found.headers["content-type"] == "text/plain; charset=utf-8" and found.text == whole(served)
 
 
-class Cutter:
-    """A proxy that passes the server's bytes on in pieces of random sizes."""
-
-    def __init__(self, port: int) -> None:
-        self._to, self._dice = port, random.Random(0)
-        self._sockets = [socket.create_server(("127.0.0.1", 0))]
-        self.port = self._sockets[0].getsockname()[1]
-        self._threads: list[threading.Thread] = []
-        self._start(self._accept)
-
-    def _start(self, target: Callable[..., None], *args: Any) -> None:
-        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._sockets[0].accept()
-                server = socket.create_connection(("127.0.0.1", self._to))
-                self._sockets += [client, server]
-                for one, other in ((client, server), (server, client)):
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self._start(self._pass, one, other)
-
-    def _pass(self, one: socket.socket, other: socket.socket) -> None:
-        with suppress(OSError):
-            while data := one.recv(1 << 16):
-                while data:
-                    size = self._dice.choice((1, 2, 3, 7, 40, 400))
-                    other.sendall(data[:size])
-                    data = data[size:]
-            other.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for each in self._sockets:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
-        for each in self._sockets:
-            each.close()
-
-
-def test_a_proxy_that_cuts_bytes_anywhere_changes_nothing(served: Served) -> None:
+def test_clients_read_streams_and_requests_may_come_byte_by_byte(
+    served: Served, client: openai.OpenAI
+) -> None:
     want = whole(served)
-    cutter = Cutter(int(served.url.rpartition(":")[2]))
-    url = f"http://127.0.0.1:{cutter.port}"
-    try:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            stream = client.completions.create(**greedy(served), stream=True)
-            assert "".join(chunk.choices[0].text for chunk in stream) == want
-        with (
-            httpx.Client(base_url=url) as http,
-            httpx_sse.connect_sse(
-                http, "POST", "/v1/completions", json=greedy(served, stream=True)
-            ) as source,
-        ):
-            *chunks, done = [event.data for event in source.iter_sse()]
-        assert done == "[DONE]"
-        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == want
-        with connect(f"ws://127.0.0.1:{cutter.port}/v1/stream") as ws:
-            ws.send(json.dumps(greedy(served, id="a")))
-            assert text_of(ws, "a") == want
-    finally:
-        cutter.close()
+    stream = client.completions.create(**greedy(), stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == want
+    with httpx_sse.connect_sse(served.client, "POST", PATH, json=greedy(stream=True)) as source:
+        *chunks, done = [event.data for event in source.iter_sse()]
+    assert done == "[DONE]"
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == want
+    with RawClient(served.url) as raw, RawClient(served.url) as ws:
+        for byte in request_bytes(greedy(stream=True)):
+            raw.send(bytes([byte]))
+        assert raw.rest().count(b"data: {") == len(chunks)
+        ws.upgrade()
+        for byte in frame(TEXT, json.dumps({"id": "a", "prompt": "x", "max_tokens": 1}).encode()):
+            ws.send(bytes([byte]))
+        assert b'"chunk"' in ws.socket.recv(1 << 16)
 
 
 def frames_of(ws: Any, count: int = 10**6, *, until: str | None = None) -> list[dict[str, Any]]:
-    """Read frames, to the end of request `until` at most."""
     found = []
     while len(found) < count:
         found.append(json.loads(ws.recv(timeout=30)))
@@ -151,15 +92,11 @@ def text_of(ws: Any, id: str) -> str:
     return "".join(frame["chunk"]["choices"][0]["text"] for frame in frames if "chunk" in frame)
 
 
-def websocket(served: Served) -> Any:
-    return connect(served.url.replace("http", "ws") + "/v1/stream")
-
-
 def test_requests_of_one_socket_run_side_by_side(served: Served) -> None:
     prompts = {id: f"def {id}(x):\n" for id in ("one", "two", "three")}
-    with websocket(served) as ws:
+    with served.websocket() as ws:
         for id, prompt in prompts.items():
-            ws.send(json.dumps(greedy(served, id=id, prompt=prompt)))
+            ws.send(json.dumps(greedy(id=id, prompt=prompt)))
         texts, open_ = dict.fromkeys(prompts, ""), set(prompts)
         while open_:
             [frame] = frames_of(ws, 1)
@@ -172,22 +109,22 @@ def test_requests_of_one_socket_run_side_by_side(served: Served) -> None:
 
 
 def test_a_request_that_is_cancelled_before_it_begins_ends_too(served: Served) -> None:
-    with websocket(served) as ws:
+    with served.websocket() as ws:
         for turn in range(20):
-            frame = json.dumps(greedy(served, id="a", **LONG))
+            frame = json.dumps(greedy(id="a", **LONG))
             ws.send(frame)
             ws.send('{"id": "a", "cancel": true}')
             assert frames_of(ws, until="a")[-1] == {"id": "a", "done": True, "reason": "cancelled"}, turn
-        ws.send(json.dumps(greedy(served, id="a")))
+        ws.send(json.dumps(greedy(id="a")))
         assert text_of(ws, "a") == whole(served)
     served.wait(served.idle)
 
 
 def test_a_cancelled_request_ends_and_the_socket_goes_on(served: Served) -> None:
-    with websocket(served) as ws:
-        ws.send(json.dumps(greedy(served, id="long", **LONG)))
+    with served.websocket() as ws:
+        ws.send(json.dumps(greedy(id="long", **LONG)))
         frames_of(ws, 2)
-        ws.send(json.dumps(greedy(served, id="long")))  # open already
+        ws.send(json.dumps(greedy(id="long")))  # open already
         ws.send('{"id": "long", "cancel": true}')
         frames = frames_of(ws, until="long")
         assert next(frame for frame in frames if frame.get("of") == "long")["error"]["param"] == "id"
@@ -195,7 +132,7 @@ def test_a_cancelled_request_ends_and_the_socket_goes_on(served: Served) -> None
         served.wait(served.idle)
         ws.send('{"id": "long", "cancel": true}')
         assert frames_of(ws, 1)[0]["error"]["type"] == "not_found_error"
-        ws.send(json.dumps(greedy(served, id="long")))
+        ws.send(json.dumps(greedy(id="long")))
         assert text_of(ws, "long") == whole(served)
 
 
@@ -203,7 +140,7 @@ def test_a_cancelled_request_ends_and_the_socket_goes_on(served: Served) -> None
     "frame", ["{", "[]", "3", '{"prompt": "x"}', '{"id": ""}', '{"id": 3}', '{"id": "' + "x" * 300 + '"}', b"x", "[" * 50_000, '{"id": "a", "seed": NaN}']
 )  # fmt: skip
 def test_a_wrong_frame_is_answered_and_the_socket_goes_on(served: Served, frame: str | bytes) -> None:
-    with websocket(served) as ws:
+    with served.websocket() as ws:
         ws.send(frame)
         [answer] = frames_of(ws, 1)
         assert answer["id"] is None and set(answer["error"]) == {"message", "type", "param", "code"}
@@ -211,16 +148,16 @@ def test_a_wrong_frame_is_answered_and_the_socket_goes_on(served: Served, frame:
         ws.send(json.dumps({"id": "a", "model": "nope", "prompt": "x"}))
         error, done = frames_of(ws, 2)
         assert error["error"]["code"] == "model_not_found" and done["reason"] == "error"
-        ws.send(json.dumps(greedy(served, id="b")))
+        ws.send(json.dumps(greedy(id="b")))
         assert text_of(ws, "b") == whole(served)
 
 
 @pytest.mark.parametrize("kind", ["events", "text", "whole", "socket", "queued"])
 def test_a_client_that_goes_away_frees_its_row(served: Served, kind: str) -> None:
-    body = greedy(served, **LONG, stream=kind in ("events", "text"))
+    body = greedy(**LONG, stream=kind in ("events", "text"))
     cancelled, whole_texts = served.metric("foredraft_requests_cancelled_total"), served.finished("length")
     if kind == "socket":
-        with websocket(served) as ws:
+        with served.websocket() as ws:
             ws.send(json.dumps({**body, "id": "a"}))
             frames_of(ws, 1)
     elif kind in ("whole", "queued"):
@@ -228,7 +165,7 @@ def test_a_client_that_goes_away_frees_its_row(served: Served, kind: str) -> Non
 
         async def leave() -> None:
             async with httpx.AsyncClient(base_url=served.url) as http:
-                tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(count)]
+                tasks = [asyncio.create_task(http.post(PATH, json=body)) for _ in range(count)]
                 model = served.state.model
                 assert model is not None
                 while model.limits.samples < count:
@@ -240,10 +177,9 @@ def test_a_client_that_goes_away_frees_its_row(served: Served, kind: str) -> Non
         asyncio.run(leave())
     else:
         headers = {"accept": "text/plain"} if kind == "text" else {}
-        with served.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        with served.client.stream("POST", PATH, json=body, headers=headers) as response:
             next(response.iter_bytes())
     served.wait(served.idle, 5)
     assert served.metric("foredraft_requests_cancelled_total") == cancelled + (6 if kind == "queued" else 1)
     assert served.finished("length") == whole_texts
     assert served.metric("foredraft_requests_running") == 0
-    assert whole(served) == whole(served)

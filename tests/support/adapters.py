@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foredraft.drafters.adapter_files import VOCABULARY, AdapterConfig, target_hash, write_adapter
-from foredraft.drafters.adapter_kinds import WITH_MLP
+from foredraft.drafters.adapter import VOCABULARY, AdapterConfig, target_hash, write_adapter
+from foredraft.drafters.asset import WITH_MLP
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors
 
@@ -29,17 +29,9 @@ def save_adapter(
 ) -> Path:
     """Write the adapter; without noise, at the depth of the last layer, q is p but for a window.
 
-    Args:
-        target: The target's folder.
-        folder: The adapter's.
-        depth: Layers below the adapter; by default all but the last.
-        kind: "attention" or "attention+mlp".
-        noise: Standard deviation of what is added to each weight, in its own.
-        vocabulary: Ids of a reduced head.
-        seed: Of the noise.
+    `depth` are the layers below it, by default all but the last; `noise` is in standard deviations of each weight.
     """
-    spec, random = ModelSpec.from_folder(target), torch.Generator()
-    random.manual_seed(seed)
+    spec, random = ModelSpec.from_folder(target), torch.Generator().manual_seed(seed)
     last = f"model.layers.{spec.layers - 1}."
     found = layer_tensors(target, spec.layers - 1)
     tensors: dict[str, Tensor] = {

@@ -17,16 +17,18 @@ from foredraft.decode.drafter import Drafter
 from foredraft.decode.policy import Policy
 from foredraft.drafters.gemma4_assistant import Gemma4Assistant
 from foredraft.drafters.lookup import Lookup
-from foredraft.verify.plain_target import PlainTarget
+from foredraft.verify.sampler import PlainTarget
 from tests.support.checkpoints import reference_model
 from tests.support.distributions import Logits
-from tests.support.harness import ForkingEngine
+from tests.support.harness import ForkingEngine, forking_engine
 from tests.support.loaded import engine_of
 from tests.support.variants_gemma4 import BY_LAYER, FULL, SHARED, SLIDING
+from tests.support.variants_llama_like import GROUPED, UNTIED
 
 POSITIONS = 96
 WORDS = 5  # of the vocabulary of `tiny`
 WINDOW = 8
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # targets: with a layer of each kind that has keys of its own before those that share them, and without sharing
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared": ("gemma4", {**SHARED, **BY_LAYER}),
@@ -38,20 +40,11 @@ CENTROIDS: dict[str, Any] = {
 
 
 def save_target(folder: Path, kind: str, words: int = WORDS, **keys: Any) -> Path:
-    """Save a target of `TARGETS`."""
     family, own = TARGETS[kind]
     if "vocab_size_per_layer_input" in own:
         own = {**own, "vocab_size_per_layer_input": words}
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     # untied: a tiny random model with a tied head repeats one token for ever
-    options = {
-        "tie_word_embeddings": False,
-        "sliding_window": WINDOW,
-        "vocab_size": words,
-        **ids,
-        **own,
-        **keys,
-    }
+    options = {**UNTIED, "sliding_window": WINDOW, "vocab_size": words, **NO_IDS, **own, **keys}
     reference_model(family, **options).save_pretrained(folder)
     return folder
 
@@ -59,38 +52,17 @@ def save_target(folder: Path, kind: str, words: int = WORDS, **keys: Any) -> Pat
 def reference_assistant(
     kind: str, words: int = WORDS, seed: int = 3, **keys: Any
 ) -> transformers.PreTrainedModel:
-    """Return the random assistant of a target, as transformers makes it."""
     unified = kind == "unified"
-    text: dict[str, Any] = {
-        "vocab_size": words,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "layer_types": [SLIDING, FULL, FULL],
-        "sliding_window": WINDOW,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "global_head_dim": 32}
+    text: dict[str, Any] = {**GROUPED, "vocab_size": words, **sizes, **NO_IDS, "sliding_window": WINDOW}
+    text["layer_types"] = [SLIDING, FULL, FULL]
     if unified:
         text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
     else:
         text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     own = {key: keys.pop(key) for key in [*keys] if key in text}
-    classes = (
-        (transformers.Gemma4UnifiedTextConfig, transformers.Gemma4UnifiedAssistantConfig,
-         transformers.Gemma4UnifiedAssistantForCausalLM)
-        if unified
-        else (transformers.Gemma4TextConfig, transformers.Gemma4AssistantConfig,
-              transformers.Gemma4AssistantForCausalLM)
-    )  # fmt: skip
-    text_class, config_class, model_class = classes
+    ends, name = ("TextConfig", "AssistantConfig", "AssistantForCausalLM"), "Unified" if unified else ""
+    text_class, config_class, model_class = (getattr(transformers, f"Gemma4{name}{end}") for end in ends)
     config = config_class(text_config=text_class(**text | own), **{"backbone_hidden_size": 64, **keys})
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
@@ -111,13 +83,11 @@ def reference_assistant(
 
 
 def save_assistant(folder: Path, kind: str, words: int = WORDS, **keys: Any) -> Path:
-    """Save the random assistant of a target."""
     reference_assistant(kind, words, **keys).save_pretrained(folder)
     return folder
 
 
 def load(folder: Path, kind: str, dtype: str, by: str, words: int = WORDS, rows: int = 8, **keys: Any) -> LLM:
-    """Load a target with its assistant; `keys` are config keys of the assistant."""
     target = save_target(folder / "target", kind, words)
     assistant = save_assistant(folder / "assistant", kind, words, **keys)
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +103,6 @@ def load(folder: Path, kind: str, dtype: str, by: str, words: int = WORDS, rows:
 
 @functools.cache
 def tiny(kind: str, dtype: str, by: str, centroids: bool = False) -> LLM:
-    """Return a target of few words, few enough to enumerate its outputs, with its assistant."""
     with tempfile.TemporaryDirectory() as folder:
         return load(Path(folder), kind, dtype, by, **(CENTROIDS if centroids else {}))
 
@@ -145,12 +114,8 @@ def after(llm: LLM) -> Logits:
 
 
 def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) -> ForkingEngine:
-    """Return an engine over the weights of `tiny`, with a cache and drafters that saw nothing."""
     loaded: Any = engine_of(llm)
     cache = loaded.target.new_cache(rows, POSITIONS)
     assistant = loaded.drafters["gemma4-assistant"].assistant
     drafters: list[Drafter] = [Lookup(), Gemma4Assistant(loaded.target, cache, assistant)]
-    return ForkingEngine(
-        loaded.target, cache, policy, {drafter.name: drafter for drafter in drafters},
-        vocabulary=loaded.vocabulary, device=loaded.device, vocab_ops=loaded.vocab_ops, noise=noise,
-    )  # fmt: skip
+    return forking_engine(llm, cache, policy, drafters, noise)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
-from foredraft.constraints.phrases import PhraseAutomaton, Symbols
-from foredraft.constraints.token_automaton import TokenAutomaton
+from foredraft.constraints.phrases import PhraseAutomaton, PhraseTrack, Symbols, TokenAutomaton, prompt_state
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
-from foredraft.constraints.track import PhraseTrack, prompt_state
 from foredraft.decode.constraint import Constraint
+from tests.support.parts import Remembering
 
 
 @dataclass(frozen=True)
 class Ban:
-    """A ban over a small vocabulary."""
-
     texts: tuple[bytes, ...]
     phrases: tuple[str, ...]
     mode: str = "mask"
@@ -48,14 +46,9 @@ class Ban:
         return ByDefinition(self) if self.mode == "mask" else RollbackByDefinition(self)
 
     def matches(self, tokens: list[int]) -> set[tuple[int, int]]:
-        """Return (end, begin) of every banned phrase that is complete in the text, in characters.
-
-        `end` is where it became complete: behind the phrase or, for whole words, behind its boundary.
-        """
-        data = b"".join(self.texts[token] for token in [*self.prompt, *tokens])
+        """Return (end, begin) of every banned phrase in the text, in characters; a whole word ends behind its boundary."""
         ended = bool(tokens) and (tokens[-1] in self.ends or len(tokens) >= self.last)
-        text = _decoded(data)
-        found = set()
+        text, found = _decoded(self.text(tokens)), set()
         flags = re.IGNORECASE if self.ignore_case else 0
         for phrase in self.phrases:
             for match in re.finditer(f"(?={re.escape(phrase)})", text, flags):
@@ -69,18 +62,15 @@ class Ban:
         return found
 
     def new_match(self, tokens: list[int]) -> int | None:
-        """Return the character with which the phrase begins that the last token completes; None without one."""
-        new = self.matches(tokens) - self.matches(tokens[:-1])
-        if not new:
-            return None
-        first = min(end for end, _ in new)
-        return max(begin for end, begin in new if end == first)
+        return _first_begun(self.matches(tokens) - self.matches(tokens[:-1]))
+
+    def text(self, tokens: list[int]) -> bytes:
+        return b"".join(self.texts[token] for token in [*self.prompt, *tokens])
 
     def open_bytes(self, tokens: list[int]) -> bytes:
-        """Return the bytes of a character at the end of the text whose last bytes are missing."""
-        data = b"".join(self.texts[token] for token in [*self.prompt, *tokens])
-        tails = (data[-cut:] for cut in (1, 2, 3) if cut <= len(data))
-        return next((tail for tail in tails if tail[0] >= 0xC0 and _is_beginning(tail)), b"")
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(self.text(tokens))
+        return decoder.getstate()[0]
 
     def without_idle(self, allowed: list[bool]) -> Tensor:
         """Return a mask; tokens without text are allowed only beside one with text, unless they are ends."""
@@ -91,8 +81,7 @@ class Ban:
 
     def owner(self, tokens: list[int], character: int) -> int:
         """Return the index of the new token with a character's first byte, -1 for one of the prompt."""
-        data = b"".join(self.texts[token] for token in [*self.prompt, *tokens])
-        place = _first_bytes(data)[character]
+        place = _first_bytes(self.text(tokens))[character]
         for index, token in enumerate([*self.prompt, *tokens]):
             place -= len(self.texts[token])
             if place < 0:
@@ -100,13 +89,14 @@ class Ban:
         raise AssertionError("no such character")
 
 
+def _first_begun(matches: set[tuple[int, int]]) -> int | None:
+    """Return where the shortest of the matches that end first begins; None without one."""
+    return -min((end, -begin) for end, begin in matches)[1] if matches else None
+
+
 def _decoded(data: bytes) -> str:
     """Return the text of bytes, without a character at the end whose last bytes are missing."""
-    for cut in (1, 2, 3):
-        head, tail = data[:-cut], data[-cut:]
-        if tail and tail[0] >= 0xC0 and _is_beginning(tail):
-            return head.decode("utf-8", "replace")
-    return data.decode("utf-8", "replace")
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
 def _first_bytes(data: bytes) -> list[int]:
@@ -122,19 +112,12 @@ def _first_bytes(data: bytes) -> list[int]:
     return places
 
 
-def _is_beginning(tail: bytes) -> bool:
-    try:
-        tail.decode()
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"
-    return False
-
-
 def _is_utf8(data: bytes) -> bool:
+    """Return whether bytes are characters, of which the last may lack its last bytes."""
     try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
     return True
 
 
@@ -142,24 +125,17 @@ def _is_word(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-@dataclass
-class ByDefinition(Constraint):
-    ban: Ban
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
+class ByDefinition(Remembering):
+    def __init__(self, ban: Ban) -> None:
+        super().__init__()
+        self.ban = ban
 
     def mask(self) -> Tensor:
         ids = range(len(self.ban.texts))
         return self.ban.without_idle([self._is_legal([*self.tokens, id]) for id in ids])
 
     def _is_legal(self, tokens: list[int], depth: int = 0) -> bool:
-        """Return whether the last token completes no phrase, and the character that it leaves open may end.
-
-        Tokens that go round in a circle count: there is always one.
-        """
+        """Return whether the last token completes no phrase, and the character that it leaves open may end."""
         if self.ban.new_match(tokens) is not None:
             return False
         rest = self.ban.open_bytes(tokens)
@@ -173,46 +149,27 @@ class ByDefinition(Constraint):
             if text and text[0] in range(0x80, 0xC0)
         )
 
-    def advance(self, token: int) -> int:
-        self.tokens.append(token)
-        return self.length
-
-    def rewind(self, length: int) -> None:
-        del self.tokens[length:]
-
     def retreat(self) -> int | None:
         self.ended_by = "dead end"
-        ended = Ban(**{**self.ban.__dict__, "last": len(self.tokens)})
-        open_words = ended.matches(self.tokens) - self.ban.matches(self.tokens)
-        if not open_words:
-            return None
-        first = min(end for end, _ in open_words)
-        begin = max(begin for end, begin in open_words if end == first)
-        return max(0, self.ban.owner(self.tokens, begin))
+        ended = replace(self.ban, last=len(self.tokens))
+        begin = _first_begun(ended.matches(self.tokens) - self.ban.matches(self.tokens))
+        return None if begin is None else max(0, self.ban.owner(self.tokens, begin))
 
 
-@dataclass
-class RollbackByDefinition(Constraint):
-    ban: Ban
-    tokens: list[int] = field(default_factory=list)
-    forbidden: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
-    count: int = 0
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
+class RollbackByDefinition(Remembering):
+    def __init__(self, ban: Ban) -> None:
+        super().__init__()
+        self.ban, self.count = ban, 0
+        self.forbidden: dict[tuple[int, ...], set[int]] = {}
 
     def mask(self) -> Tensor:
         forbidden = self.forbidden.get(tuple(self.tokens), set())
         return self.ban.without_idle([id not in forbidden for id in range(len(self.ban.texts))])
 
     def advance(self, token: int) -> int:
-        self.tokens.append(token)
+        super().advance(token)
         begin = self.ban.new_match(self.tokens)
         return self.length if begin is None else max(0, self.ban.owner(self.tokens, begin))
-
-    def rewind(self, length: int) -> None:
-        del self.tokens[length:]
 
     def roll_back(self, length: int) -> None:
         token = self.tokens[length]

@@ -10,7 +10,6 @@ from foredraft import user_cache
 
 
 def replace_document(file: Path, document: Any) -> None:
-    """Put another document under the key of a file, with its own digest."""
     content = json.loads(file.read_text())
     content |= {"document": document, "digest": user_cache._digest_of(document)}
     file.write_text(json.dumps(content) + "\n")

@@ -16,10 +16,7 @@ def dense(cache: KVCache) -> Tensor:
 
 
 def held(cache: KVCache, row: int, length: int) -> Tensor:
-    """Return a copy of the first `length` positions of a row, [layers, 2, H, length, D].
-
-    Where layers have heads of several shapes, in one dimension.
-    """
+    """Return a copy of the first positions of a row, [layers, 2, H, length, D]; with several shapes of heads, flat."""
     if len(cache.planes) == 1:
         return _held(cache, row, 1, length)[:, :, 0]
     layers = range(len(cache._layers))
@@ -32,7 +29,6 @@ def _held(cache: KVCache, first_row: int, count: int, length: int) -> Tensor:
 
 
 def poison(cache: KVCache, row: int, position: int) -> None:
-    """Set the keys and values of one position to NaN in every layer."""
     for layer, (_, _, heads, _, dim) in enumerate(own.shape for own in cache._layers):
         broken = torch.full((heads, 1, dim), math.nan)
         cache.write(layer, row, position, broken, broken)

@@ -1,7 +1,6 @@
-"""Save tiny random checkpoints of every family and variant with transformers, for all tests.
+"""Save tiny random checkpoints of every family and variant with transformers: the same arguments give the same weights.
 
-Contract: the same arguments give the same weights, and nothing is downloaded. Importing this module limits torch
-to one thread: models this small gain nothing from more, and are ten times slower with them on busy cores.
+Importing this module limits torch to one thread: models this small are ten times slower with more on busy cores.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.support import variants_gemma4, variants_llama_like, variants_norms
-from tests.support.variants_llama_like import ABSENT, FULL, SLIDING
+from tests.support.variants_llama_like import ABSENT, FULL, GROUPED, SLIDING, TIED, UNTIED, WIDE
 
+GELU, WINDOWS = variants_llama_like.GELU, variants_llama_like.WINDOWS
+outside, theta_eps = variants_llama_like.outside, variants_llama_like.theta_eps
 torch.set_num_threads(1)
 
 TEXT = """The drafter guesses a few tokens ahead; the target checks all of them in one forward pass.
@@ -26,40 +27,22 @@ Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Voix ambigu
 def accept(draft, p, q): return [x for x in draft if u * q[x] < p[x]]
 """
 
-LLAMA: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,
-}
-MISTRAL: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2, "sliding_window": 24}
-QWEN2: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2}
-QWEN3: dict[str, Any] = {**QWEN2, "head_dim": 24}
-GEMMA2: dict[str, Any] = {
-    **LLAMA,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
+LLAMA: dict[str, Any] = {**WIDE, "num_key_value_heads": 4}
+MISTRAL: dict[str, Any] = {**GROUPED, "sliding_window": 24}
+QWEN3: dict[str, Any] = {**GROUPED, "head_dim": 24}
+GEMMA3: dict[str, Any] = {
+    **MISTRAL,
+    "num_hidden_layers": 7,  # so that the sixth has full attention
     "head_dim": 16,
-    "sliding_window": 24,
     "query_pre_attn_scalar": 24,
-    "attn_logit_softcapping": 5.0,
-    "final_logit_softcapping": 8.0,
     "pad_token_id": 0,
 }
-GEMMA3: dict[str, Any] = {
-    **{key: value for key, value in GEMMA2.items() if "softcapping" not in key},
-    "num_hidden_layers": 7,  # so that the sixth has full attention
-}
+SOFTCAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
+GEMMA2: dict[str, Any] = {**GEMMA3, "num_hidden_layers": 4, **SOFTCAPS}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, MISTRAL),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, QWEN2),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, GROUPED),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3),
@@ -69,22 +52,20 @@ FAMILIES = {
 }
 UNROTATED = variants_norms.UNROTATED  # families without rotary embeddings
 NESTED = {"gemma3", *variants_norms.NESTED}  # families with rotary parameters for each kind of layer
+_GEMMA = """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
+    layer_types num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window
+    tie_word_embeddings use_bidirectional_attention""".split()
 # config keys that have a default
-DEFAULTS: dict[str, list[str]] = {
-    "llama": """attention_bias head_dim hidden_act mlp_bias num_key_value_heads rms_norm_eps rope_parameters
-        tie_word_embeddings""".split(),
-    "mistral": """head_dim hidden_act num_key_value_heads rms_norm_eps rope_parameters sliding_window
-        tie_word_embeddings""".split(),
-    "qwen2": """hidden_act layer_types max_window_layers num_key_value_heads rms_norm_eps rope_parameters
-        sliding_window tie_word_embeddings use_sliding_window""".split(),
-    "qwen3": """attention_bias head_dim hidden_act layer_types max_window_layers num_key_value_heads rms_norm_eps
-        rope_parameters sliding_window tie_word_embeddings use_sliding_window""".split(),
-    "gemma2": """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
-        layer_types num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window
-        tie_word_embeddings use_bidirectional_attention""".split(),
-    "gemma3": """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
-        layer_types num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window
-        tie_word_embeddings use_bidirectional_attention""".split(),
+_DEFAULTS = {
+    "llama": "attention_bias head_dim mlp_bias",
+    "mistral": "head_dim sliding_window",
+    "qwen2": "layer_types max_window_layers sliding_window use_sliding_window",
+    "qwen3": "attention_bias head_dim layer_types max_window_layers sliding_window use_sliding_window",
+}
+DEFAULTS = {
+    **variants_llama_like.together(variants_llama_like.COMMON, _DEFAULTS),
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
     **variants_gemma4.DEFAULTS,
     **variants_llama_like.DEFAULTS,
     **variants_norms.DEFAULTS,
@@ -92,169 +73,104 @@ DEFAULTS: dict[str, list[str]] = {
 IN_ROPE = variants_llama_like.IN_ROPE
 UNSCALED = {*variants_llama_like.UNSCALED, *UNROTATED, *variants_gemma4.FAMILIES}
 SCALED = [family for family in FAMILIES if family not in UNSCALED]
+ORIGINAL = {"factor": 8.0, "original_max_position_embeddings": 64}
+FREQUENCIES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0},  # of the 48 positions in TRAINED
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 500.0, **ORIGINAL},
+    "llama3": {"rope_type": "llama3", "rope_theta": 500.0, **ORIGINAL, **FREQUENCIES},
 }
 LLAMA3_ROPE = ROPES["llama3"]
+THETA, LOCAL_THETA = ({"rope_type": "default", "rope_theta": theta} for theta in (500.0, 50.0))
 TRAINED = {"dynamic": {"max_position_embeddings": 48}}  # so that test texts exceed it
 
 
 def _scaled(family: str, kind: str, **keys: Any) -> dict[str, Any]:
-    """Return the config keys of a variant with RoPE scaling; `keys` are further keys of the scaling."""
     rope = ROPES[kind] | keys | IN_ROPE.get(family, {})
-    local = {"rope_type": "default", "rope_theta": 50.0}
-    nested = {FULL: rope, SLIDING: local} if family in NESTED else rope
+    nested = {FULL: rope, SLIDING: LOCAL_THETA} if family in NESTED else rope
     return {"rope_parameters": nested, **TRAINED.get(kind, {})}
 
 
-# every config variant that changes the arithmetic: its family, and the keys that differ from the base
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-gqa-tied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-head-dim": ("llama", {"head_dim": 24, "num_key_value_heads": 2}),
-    "llama-theta-eps": (
-        "llama",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
-    ),
-    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "llama-yarn-untruncated": (
-        "llama",
-        _scaled("llama", "yarn", truncate=False, beta_fast=16.0, beta_slow=2.0),
-    ),
-    "llama-yarn-attention-factor": ("llama", _scaled("llama", "yarn", attention_factor=0.8)),
-    "llama-yarn-mscale": ("llama", _scaled("llama", "yarn", mscale=2.0, mscale_all_dim=0.5)),
-    "llama-old-rope": (
-        "llama",
-        {
-            "rope_parameters": ABSENT,
-            "rope_theta": 500.0,
-            "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
-        },
-    ),
-    "llama-absent": ("llama", {}),
-    "mistral": ("mistral", {}),
-    "mistral-no-window": ("mistral", {"sliding_window": None}),
-    "mistral-head-dim-tied": ("mistral", {"head_dim": 24, "tie_word_embeddings": True}),
-    "mistral-theta-eps": (
-        "mistral",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
-    ),
-    "mistral-gelu": ("mistral", {"hidden_act": "gelu_pytorch_tanh"}),
-    "mistral-layer-types": (
-        "mistral",
-        {"head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING]},  # transformers needs head_dim here
-    ),
-    "mistral-absent": ("mistral", {"num_attention_heads": 8}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-windows": (
-        "qwen2",
-        {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
-    ),
-    "qwen2-windows-off": (
-        "qwen2",
-        {"layer_types": ABSENT, "use_sliding_window": False, "sliding_window": 24, "max_window_layers": 1},
-    ),
-    "qwen2-every-window": (
-        "qwen2",
-        {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
-    ),
-    "qwen2-layer-types": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING]},
-    ),
-    "qwen2-gelu-head-dim": ("qwen2", {"hidden_act": "gelu_pytorch_tanh", "head_dim": 24}),
-    "qwen2-theta-eps": (
-        "qwen2",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
-    ),
-    "qwen2-absent": ("qwen2", {"hidden_size": 128, "num_attention_heads": 32}),
-    "qwen3": ("qwen3", {}),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
-    "qwen3-biases": ("qwen3", {"attention_bias": True}),
-    "qwen3-windows": (
-        "qwen3",
-        {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
-    ),
-    "qwen3-layer-types": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING]},
-    ),
-    "qwen3-theta-eps": (
-        "qwen3",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-1},
-    ),
-    "qwen3-gelu": ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}),
-    "qwen3-absent": ("qwen3", {"num_attention_heads": 32}),
-    "gemma2": ("gemma2", {}),
-    "gemma2-no-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
-    "gemma2-attention-cap-only": ("gemma2", {"final_logit_softcapping": None}),
-    "gemma2-layer-types": ("gemma2", {"layer_types": [FULL, *[SLIDING] * 3]}),
-    "gemma2-untied-biases": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
-    "gemma2-head-dim": ("gemma2", {"head_dim": 24}),
-    "gemma2-silu": ("gemma2", {"hidden_activation": "silu"}),
-    "gemma2-absent": ("gemma2", {}),
-    "gemma3": ("gemma3", {}),
-    "gemma3-pattern": ("gemma3", {"sliding_window_pattern": 3, "layer_types": ABSENT}),
-    "gemma3-default-pattern": ("gemma3", {"layer_types": ABSENT, "_sliding_window_pattern": ABSENT}),
-    "gemma3-old-rope": (
-        "gemma3",
-        {
-            "rope_parameters": ABSENT,
-            "rope_theta": 500.0,
-            "rope_local_base_freq": 50.0,
-            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-        },
-    ),
-    "gemma3-layer-types": ("gemma3", {"layer_types": [FULL, *[SLIDING] * 5, FULL]}),
-    "gemma3-thetas": (
-        "gemma3",
-        {
-            "rope_parameters": {
-                FULL: {"rope_type": "default", "rope_theta": 500.0},
-                SLIDING: {"rope_type": "default", "rope_theta": 50.0},
-            }
-        },
-    ),
-    "gemma3-local-linear": (
-        "gemma3",
-        {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 500.0}, SLIDING: ROPES["linear"]}},
-    ),
-    "gemma3-untied-biases": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
-    "gemma3-head-dim-scalar": ("gemma3", {"head_dim": 24, "query_pre_attn_scalar": 7}),
-    "gemma3-logit-cap": ("gemma3", {"final_logit_softcapping": 8.0}),
-    "gemma3-silu": ("gemma3", {"hidden_activation": "silu", "rms_norm_eps": 1e-1}),
-    "gemma3-absent": ("gemma3", {}),
-    **variants_gemma4.variants(ABSENT),
-    **variants_llama_like.VARIANTS,
-    **variants_norms.VARIANTS,
+OFF = {**WINDOWS, "use_sliding_window": False}
+# family -> the end of a variant's name -> the keys that differ from the base, as in `variants_llama_like`
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "gqa-tied": {"num_key_value_heads": 2, **TIED},
+        "mqa": {"num_key_value_heads": 1},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "head-dim": {"head_dim": 24, "num_key_value_heads": 2},
+        "theta-eps": theta_eps(1e-3),
+        "gelu": GELU,
+        "yarn-untruncated": _scaled("llama", "yarn", truncate=False, beta_fast=16.0, beta_slow=2.0),
+        "yarn-attention-factor": _scaled("llama", "yarn", attention_factor=0.8),
+        "yarn-mscale": _scaled("llama", "yarn", mscale=2.0, mscale_all_dim=0.5),
+        "old-rope": outside(rope_scaling={"type": "yarn", **ORIGINAL}),
+    },
+    "mistral": {
+        "no-window": {"sliding_window": None},
+        "head-dim-tied": {"head_dim": 24, **TIED},
+        "theta-eps": theta_eps(1e-3),
+        "gelu": GELU,
+        # transformers needs head_dim here
+        "layer-types": {"head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING]},
+        "absent": {"num_attention_heads": 8},
+    },
+    "qwen2": {
+        "tied": TIED,
+        "windows": {**WINDOWS, "layer_types": ABSENT, "max_window_layers": 1},
+        "windows-off": {**OFF, "layer_types": ABSENT, "max_window_layers": 1},
+        "every-window": {**WINDOWS, "layer_types": ABSENT, "max_window_layers": 0},
+        "layer-types": {**WINDOWS, "layer_types": [SLIDING, FULL, SLIDING]},
+        "gelu-head-dim": {**GELU, "head_dim": 24},
+        "theta-eps": theta_eps(1e-3),
+        "absent": {"hidden_size": 128, "num_attention_heads": 32},
+    },
+    "qwen3": {
+        "tied": TIED,
+        "biases": {"attention_bias": True},
+        "windows": {**WINDOWS, "layer_types": ABSENT, "max_window_layers": 1},
+        "layer-types": {**WINDOWS, "layer_types": [SLIDING, FULL, SLIDING]},
+        "theta-eps": theta_eps(1e-1),
+        "gelu": GELU,
+        "absent": {"num_attention_heads": 32},
+    },
+    "gemma2": {
+        "no-softcaps": dict.fromkeys(SOFTCAPS),
+        "attention-cap-only": {"final_logit_softcapping": None},
+        "layer-types": {"layer_types": [FULL, *[SLIDING] * 3]},
+        "untied-biases": {**UNTIED, "attention_bias": True},
+        "head-dim": {"head_dim": 24},
+        "silu": {"hidden_activation": "silu"},
+    },
+    "gemma3": {
+        "pattern": {"sliding_window_pattern": 3, "layer_types": ABSENT},
+        "default-pattern": {"layer_types": ABSENT, "_sliding_window_pattern": ABSENT},
+        "old-rope": outside(rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+        "layer-types": {"layer_types": [FULL, *[SLIDING] * 5, FULL]},
+        "thetas": {"rope_parameters": {FULL: THETA, SLIDING: LOCAL_THETA}},
+        "local-linear": {"rope_parameters": {FULL: THETA, SLIDING: ROPES["linear"]}},
+        "untied-biases": {**UNTIED, "attention_bias": True},
+        "head-dim-scalar": {"head_dim": 24, "query_pre_attn_scalar": 7},
+        "logit-cap": {"final_logit_softcapping": 8.0},
+        "silu": {"hidden_activation": "silu", "rms_norm_eps": 1e-1},
+    },
+    **variants_gemma4.CHANGES,
+    **variants_llama_like.CHANGES,
+    **variants_norms.CHANGES,
 }
+# every config variant that changes the arithmetic: its family, and the keys that differ from the base
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {}
+for _family, _changes in CHANGES.items():
+    _absent = _changes.pop("absent", {}) | dict.fromkeys(DEFAULTS[_family], ABSENT)
+    for _end, _keys in {"": {}, **_changes, "absent": _absent}.items():
+        VARIANTS["-".join(filter(None, [_family, _end]))] = _family, _keys
 VARIANTS |= {f"{family}-{kind}": (family, _scaled(family, kind)) for family in SCALED for kind in ROPES}
-for _family, _keys in DEFAULTS.items():
-    VARIANTS[f"{_family}-absent"][1].update(dict.fromkeys(_keys, ABSENT))
 
 
 def reference_model(
     family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **keys: Any
 ) -> transformers.PreTrainedModel:
-    """Return a random model of transformers with eager attention; `keys` change its tiny config."""
     config_class, model_class, base = FAMILIES[family]
     given = {key: value for key, value in {**base, **keys}.items() if value is not ABSENT}
     config = config_class(**copy.deepcopy(given))  # transformers adds keys to rotary parameters
@@ -290,7 +206,6 @@ def save_checkpoint(
     tokenizer: bool = False,
     **keys: Any,
 ) -> Path:
-    """Save a tiny random checkpoint; with `tokenizer`, also a tokenizer of the same vocabulary."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         trained = tiny_tokenizer(keys.pop("vocab_size", 384))
@@ -313,7 +228,6 @@ def save_pair(folder: Path) -> Path:
 
 
 def save_variant(folder: Path, name: str, **options: Any) -> Path:
-    """Save the checkpoint of one of `VARIANTS`."""
     family, keys = VARIANTS[name]
     return save_checkpoint(folder, family, **{**keys, **options})
 
@@ -323,12 +237,11 @@ def tiny_tokenizer(vocab_size: int = 384) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    start = {
+        "special_tokens": ["<pad>", "<s>", "</s>"],
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+    }
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **start)
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]

@@ -14,18 +14,14 @@ LEAST = 1e-4  # a right distribution fails once in ten thousand; seeds are fixed
 
 
 def p_value(samples: Iterable[Iterable[int]], distribution: Distribution) -> float:
-    """Cells are merged from the rarest on until each is expected at least five times. An impossible
-    sample is a p-value of zero."""
+    """Merge cells from the rarest on until each is expected five times; an impossible sample gives zero."""
     counts = Counter(tuple(sample) for sample in samples)
     if not set(counts) <= set(distribution):
         return 0.0
     total = sum(counts.values())
-    cells = sorted(
-        ((chance * total, counts[output]) for output, chance in distribution.items()),
-        key=lambda cell: cell[0],
-    )
+    cells = [(chance * total, counts[output]) for output, chance in distribution.items()]
     merged: list[list[float]] = [[0.0, 0.0]]
-    for expected, seen in cells:
+    for expected, seen in sorted(cells, key=lambda cell: cell[0]):
         if merged[-1][0] >= 5:
             merged.append([0.0, 0.0])
         merged[-1][0] += expected

@@ -14,17 +14,16 @@ from foredraft.decode.policy import Policy
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.lookup import Lookup, PredictedOutputs
 from foredraft.drafters.low_bit import LowBit
-from foredraft.drafters.prediction import Prediction
 from foredraft.drafters.retokenize import STRETCH, Retokenize
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.verify.plain_target import PlainTarget
+from foredraft.verify.sampler import PlainTarget
 from tests.exactness.test_bits import VOCABULARY, save_pair
 from tests.support import alphabets
 from tests.support.adapters import save_adapter
 from tests.support.distributions import Logits
-from tests.support.harness import ForkingEngine
+from tests.support.harness import ForkingEngine, forking_engine
 from tests.support.loaded import engine_of
 from tests.support.parts import letters
 
@@ -35,19 +34,7 @@ WORDS = 5  # of the vocabulary of `tiny`
 def load(
     folder: Path, family: str, dtype: str, weights: str | None, copy: str | None, rows: int = 8, **keys: Any
 ) -> LLM:
-    """Load a target with every drafter of its own tokenizer.
-
-    Without a copy, the low-bit drafter runs the target itself: `load` would refuse a copy that saves nothing.
-
-    Args:
-        folder: Where the checkpoints go.
-        family: Of the target and the draft model.
-        dtype: Of both.
-        weights: As `foredraft.load` takes them.
-        copy: As `foredraft.load` takes `draft_weights`.
-        rows: Of the cache.
-        **keys: Config keys.
-    """
+    """Load a target with every drafter of its own tokenizer; without a `copy`, low-bit runs the target itself."""
     target, draft = save_pair(folder, family, **keys)
     adapter = save_adapter(target, folder / "adapter")
     llm = foredraft.load(
@@ -61,15 +48,12 @@ def load(
 
 
 def load_foreign(folder: Path, dtype: str, weights: str | None, rows: int = 8) -> LLM:
-    """Load a target and a draft model whose tokenizer cuts a text differently."""
     folders = save_pair(folder, "llama")
     for path, tokenizer in zip(folders, tokenizers(VOCABULARY), strict=True):
         alphabets.save(tokenizer.inner, path)
     target, draft = folders
-    return foredraft.load(
-        target, draft=draft, dtype=dtype, weights=weights, policy="fixed", device="cpu", max_batch=rows,
-        max_length=512,
-    )  # fmt: skip
+    options: Any = {"dtype": dtype, "weights": weights, "max_batch": rows, "max_length": 512}
+    return foredraft.load(target, draft=draft, policy="fixed", device="cpu", **options)
 
 
 def tokenizers(size: int) -> tuple[Tokenizer, Tokenizer]:
@@ -79,7 +63,6 @@ def tokenizers(size: int) -> tuple[Tokenizer, Tokenizer]:
 
 @functools.cache
 def tiny(dtype: str, weights: str | None, copy: str | None) -> LLM:
-    """Return a target of few words, few enough to enumerate its outputs."""
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     with tempfile.TemporaryDirectory() as folder:
         return load(Path(folder), "llama", dtype, weights, copy, vocab_size=WORDS, num_hidden_layers=2, **ids)
@@ -92,23 +75,16 @@ def after(llm: LLM) -> Logits:
 
 
 def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) -> ForkingEngine:
-    """Return an engine over the weights of `tiny`, with caches and drafters that saw nothing.
-
-    The draft model drafts through another tokenizer, too.
-    """
     loaded: Any = engine_of(llm)
     cache = loaded.target.new_cache(rows, POSITIONS)
     draft = loaded.drafters["draft-model"].draft_pass.runner
     drafters: list[Drafter] = [
         Lookup(),
-        Prediction(),
+        PredictedOutputs(),
         DraftModel(draft, rows, POSITIONS),
         LayerSkip(loaded.target, cache, loaded.drafters["layer-skip"].skips),
         Kangaroo(loaded.target, cache, loaded.drafters["kangaroo"].adapter),
         LowBit(loaded.drafters["low-bit"].draft_pass.runner, cache),
         Retokenize(draft, rows, STRETCH * POSITIONS, *tokenizers(WORDS)),
     ]
-    return ForkingEngine(
-        loaded.target, cache, policy, {drafter.name: drafter for drafter in drafters},
-        vocabulary=loaded.vocabulary, device=loaded.device, vocab_ops=loaded.vocab_ops, noise=noise,
-    )  # fmt: skip
+    return forking_engine(llm, cache, policy, drafters, noise)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from foredraft.cli.progress import STAGES
+from foredraft.cli.render import STAGES
 from tests.support.running import environment, forked
 
 COMMAND = [sys.executable, "-m", "foredraft.cli"]
@@ -19,15 +19,7 @@ COMMAND = [sys.executable, "-m", "foredraft.cli"]
 def foredraft(
     *arguments: str, command: list[str] | None = None, input: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end.
-
-    Args:
-        *arguments: Arguments of the command line.
-        command: The program and its first arguments, if not the command line as it is.
-        input: Standard input.
-        **options: Further options of `subprocess.run`. With a program or an option the process is a new one, and
-            otherwise a forked one.
-    """
+    """Run a command to its end, in a forked process, or by a `command` or with options of `subprocess.run` in a new one."""
     if command is None and not options:
         return forked(_run_command, *arguments, input=input)
     if input:
@@ -44,12 +36,7 @@ def started_server(
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run `foredraft serve` until the block ends, with the demo models if no option says otherwise.
 
-    Yield the process, the address, and all that it said until it served. What it says later is thrown away.
-
-    Args:
-        *options: Of `foredraft serve`.
-        under: A program and arguments before the command line, such as a shell that sets a limit.
-        **variables: Of the environment, beside those of `environment`.
+    Yield the process, the address, and all that it said until it served. `under` is a program that runs the command line.
     """
     command = [*under, *COMMAND, "serve", "--port", "0", "--policy", "fixed", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(**variables))
@@ -81,7 +68,6 @@ BUSY = "foredraft: not all costs of this machine are known"
 
 
 def without_progress(stderr: str) -> list[str]:
-    """Return the lines of stderr that neither report progress nor that this machine was busy."""
     return [line for line in stderr.splitlines() if not (PROGRESS.fullmatch(line) or line.startswith(BUSY))]
 
 

@@ -1,8 +1,4 @@
-"""The definition: the probability of every output, in plain Python and float64.
-
-Written without a look at the library's own transforms: bias, masks, penalties, temperature, top-k, top-p,
-min-p, typical-p, each one token at a time, and the distribution of whole outputs by walking every one of them.
-"""
+"""The definition: the probability of every output, in plain Python and float64, without the library's transforms."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ TOO_CLOSE = 1e-5  # a cut nearer than this to a probability would hang on float3
 def edited(
     logits: list[float], params: SamplingParams, prompt: list[int], new: list[int], eos: Collection[int]
 ) -> list[float]:
-    """Logits after bias, the bar on early ends, and penalties."""
     found = []
     for token, x in enumerate(logits):
         x += (params.logit_bias or {}).get(token, 0.0)
@@ -47,7 +42,6 @@ def transformed(
     new: list[int] | None = None,
     eos: Collection[int] = (),
 ) -> list[float]:
-    """Probabilities after every transform, for a text of prompt and new tokens."""
     logits = edited(logits, params, prompt or [], new or [], eos)
     tokens = [t for t in range(len(logits)) if (allowed is None or allowed[t]) and logits[t] > -math.inf]
     highest = max(logits[t] for t in tokens)
@@ -98,7 +92,6 @@ def outputs(
     constraint: Any = None,
     limit: int | None = None,
 ) -> Distribution:
-    """The probability of every output of plain, one-token-at-a-time decoding."""
     found: Distribution = defaultdict(float)
     most = params.max_new_tokens if limit is None else limit
 
@@ -141,9 +134,6 @@ def outputs(
 def greedy(
     logits: Logits, prompt: list[int], count: int, *, eos: Collection[int] = (), constraint: Any = None
 ) -> list[int]:
-    """The output at temperature 0."""
-    distribution = outputs(
-        logits, prompt, SamplingParams(temperature=0, max_new_tokens=count), eos=eos, constraint=constraint
-    )
-    (output,) = distribution
+    params = SamplingParams(temperature=0, max_new_tokens=count)
+    (output,) = outputs(logits, prompt, params, eos=eos, constraint=constraint)
     return list(output)

@@ -9,15 +9,11 @@ from html import unescape
 
 from foredraft.pages.drawing import FONT, MARKERS
 
-__all__ = ["Text", "check_alone", "markers", "texts"]
-
 EM = 0.5  # width of a character of a plain font ÷ the size of its text
 
 
 @dataclass(frozen=True)
 class Text:
-    """A horizontal text: its place, and the box around it."""
-
     text: str
     x: float
     y: float
@@ -26,13 +22,11 @@ class Text:
     size: float
 
     def overlaps(self, other: Text) -> bool:
-        """Return whether both would cover each other."""
         apart = self.right <= other.left or other.right <= self.left
         return not apart and abs(self.y - other.y) < 0.7 * min(self.size, other.size)
 
 
 def check_alone(page: str) -> None:
-    """Check that a page loads nothing, runs nothing, and has ids that differ."""
     assert page.startswith("<!doctype html>") and page.count("<style") == 1
     assert not re.search(
         r"https?:|//\w|@import|url\(|<script|<link|<iframe|<img|\bhref=|\bsrc=|\son\w+=", page
@@ -44,7 +38,6 @@ def check_alone(page: str) -> None:
 
 
 def texts(svg: str) -> list[Text]:
-    """Return the horizontal texts of a chart."""
     found = []
     for x, y, more, text in re.findall(r'<text x="([-\d.]+)" y="([-\d.]+)"([^>]*)>([^<]*)</text>', svg):
         size = float((re.search(r'font-size="([\d.]+)"', more) or [0, FONT])[1])
@@ -56,7 +49,6 @@ def texts(svg: str) -> list[Text]:
 
 
 def markers(svg: str) -> list[tuple[float, float]]:
-    """Return the places of all markers, with those of the legend."""
     shapes = "|".join(map(re.escape, MARKERS))
     found = re.findall(rf'<path d="(?:{shapes})" transform="translate\(([-\d.]+),([-\d.]+)\)"', svg)
     return [(float(x), float(y)) for x, y in found]

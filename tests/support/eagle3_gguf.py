@@ -13,34 +13,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.gguf_files import add_tensor, permuted, quantised
+from tests.support.gguf_files import permuted, quantised, write_tensors
 from tests.support.heads import BODY, HEADS, KV_HEADS, LAYERS, defined_logits, save_head
 
-TAPS = [2, LAYERS // 2, LAYERS - 3]
-NAMES = {
-    "fc.weight": "fc.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "embed_tokens.weight": "token_embd.weight",
-    "input_norm.weight": "enc.output_norm.weight",
-    "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-    "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
-    "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
-    "midlayer.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-    "midlayer.self_attn.k_proj.weight": "blk.0.attn_k.weight",
-    "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
-    "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
-    "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
-    "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
-    "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
-}
-# spelling -> the spelling in safetensors files of the same head, and the type of the matrices
-SPELLINGS = {"gguf": ("residual", "F32"), "gguf whole": ("whole", "Q8_0")}
+AUX = [2, LAYERS // 2, LAYERS - 3]
+LAYER = {  # the names of a layer's tensors
+    "hidden_norm": "attn_norm_2", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+OUTER = {
+    "fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd",
+    "input_norm": "enc.output_norm", "hidden_norm": "enc.output_norm", "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
+}  # fmt: skip
+# format -> the format in safetensors files of the same head, and the type of the matrices
+FORMATS = {"gguf": ("residual", "F32"), "gguf whole": ("whole", "Q8_0")}
 
 
 def save_gguf_head(
     file: Path,
-    spelling: str,
+    format: str,
     vocabulary: int,
     *,
     kind: str | None = None,
@@ -49,60 +43,73 @@ def save_gguf_head(
     head_tensors: dict[str, Tensor] | None = None,
     **head: Any,
 ) -> Path:
-    """Write a head, and beside it the folder `FILE-plain` of the same head in safetensors.
+    """Write a head in one of FORMATS, and beside it the folder `FILE-plain` of the same head in safetensors.
 
-    Args:
-        file: The head's.
-        spelling: A key of SPELLINGS.
-        vocabulary: Size of the target's.
-        kind: Replaces the type of the matrices.
-        keys: Replaces or adds keys of the architecture; None drops one.
-        tensors: Changes the tensors, by their names in the file.
-        head_tensors: Replace or add tensors of the head before it is written.
-        **head: Further arguments of `save_head`.
+    `kind` replaces the type of the matrices, `keys` those of the architecture; None drops one. `tensors` changes the
+    tensors, by their names in the file.
     """
-    plain, usual = SPELLINGS[spelling]
-    kind = kind or usual
-    folder = save_head(file.with_name(f"{file.name}-plain"), plain, vocabulary, tensors=head_tensors, **head)
-    config, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    raw = gguf.GGMLQuantizationType[kind]
-    rounded: dict[str, Tensor] = {
-        name: torch.from_numpy(gguf.quants.dequantize(quantised(t.numpy(), kind), raw).copy()).view(t.shape)
-        if t.dim() == 2 and t.shape[1] % gguf.GGML_QUANT_SIZES[raw][0] == 0
-        else t
-        for name, t in stored.items()
-    }
-    save_file(rounded, folder / "model.safetensors")
+    plain, usual = FORMATS[format]
+    folder = save_head(plain_of(file), plain, vocabulary, tensors=head_tensors, **head)
+    config = json.loads((folder / "config.json").read_text())
+    flags = {flag: True for flag in ("norm_before_residual", "norm_before_fc") if config.get(flag)}
+    own = {"target_layers": AUX, "target_hidden_size": BODY["hidden_size"]}
+
+    def changed(arrays: dict[str, np.ndarray]) -> None:
+        for name, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+            arrays[f"blk.0.{name}.weight"] = permuted(arrays[f"blk.0.{name}.weight"], heads)
+        tensors(arrays)
+
+    body, own = {**BODY, "vocab_size": vocabulary}, {**flags, **own, **(keys or {})}
+    return write_head_gguf(file, "eagle3", body, own, kind or usual, changed)
+
+
+def write_head_gguf(
+    file: Path,
+    architecture: str,
+    body: dict[str, Any],
+    keys: dict[str, Any],
+    kind: str,
+    tensors: Callable[[dict[str, np.ndarray]], None],
+    mask: int | None = None,
+) -> Path:
+    plain = plain_of(file) / "model.safetensors"
+    stored, raw = load_file(plain), gguf.GGMLQuantizationType[kind]
+
+    def fits(values: Any) -> bool:
+        return values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[raw][0] == 0
+
+    def rounded(t: Tensor) -> Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(quantised(t.numpy(), kind), raw).copy()).view(t.shape)
+
+    save_file({name: rounded(t) if fits(t) else t for name, t in stored.items()}, plain)
     written = {
-        "context_length": BODY["max_position_embeddings"], "embedding_length": BODY["hidden_size"],
-        "block_count": 1, "feed_forward_length": BODY["intermediate_size"], "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS, "attention.layer_norm_rms_epsilon": BODY["rms_norm_eps"],
-        "rope.freq_base": BODY["rope_theta"], "vocab_size": vocabulary, "target_layers": TAPS,
-        "target_hidden_size": BODY["hidden_size"], **(keys or {}),
+        "context_length": body["max_position_embeddings"], "embedding_length": body["hidden_size"],
+        "block_count": body["num_hidden_layers"], "feed_forward_length": body["intermediate_size"],
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": body["rms_norm_eps"], "rope.freq_base": body["rope_theta"],
+        "vocab_size": body["vocab_size"], **keys,
     }  # fmt: skip
-    for flag in ("norm_before_residual", "norm_before_fc"):
-        if config.get(flag):
-            written.setdefault(flag, True)
-    writer = gguf.GGUFWriter(file, "eagle3")
+    writer = gguf.GGUFWriter(file, architecture)
     for key, value in written.items():
-        add_value(writer, f"eagle3.{key}", value)
-    arrays = {NAMES[name]: t.float().numpy() for name, t in stored.items() if name in NAMES}
-    for own, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
-        arrays[f"blk.0.{own}.weight"] = permuted(arrays[f"blk.0.{own}.weight"], heads)
+        add_value(writer, f"{architecture}.{key}", value)
+    add_value(writer, "tokenizer.ggml.mask_token_id", mask)
+    arrays: dict[str, np.ndarray] = {}
+    for name, t in stored.items():
+        part, _, end = name.replace("midlayer.", "layers.0.").rpartition(".")
+        if part.startswith("layers."):
+            _, index, part = part.split(".", 2)
+            arrays[f"blk.{index}.{LAYER[part]}.{end}"] = t.float().numpy()
+        elif part in OUTER:
+            arrays[f"{OUTER[part]}.{end}"] = t.float().numpy()
     if "d2t" in stored:
         arrays["d2t"] = (stored["d2t"] + torch.arange(len(stored["d2t"]))).numpy()
     tensors(arrays)
-    for name, values in arrays.items():
-        if values.dtype == np.int64:
-            writer.add_tensor(name, values)
-        else:
-            fits = values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[raw][0] == 0
-            add_tensor(writer, name, values, kind if fits else "F32")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, arrays, lambda name, values: kind if fits(values) else "F32")
     return file
+
+
+def plain_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}-plain")
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -120,5 +127,4 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def defined_gguf(file: Path, model: Any, text: list[int], drafted: list[int]) -> Tensor:
-    """Return the logits of the folder beside the file, as `heads.defined_logits` does."""
-    return defined_logits(file.with_name(f"{file.name}-plain"), model, text, drafted)
+    return defined_logits(plain_of(file), model, text, drafted)

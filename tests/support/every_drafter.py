@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import foredraft
 from foredraft import LLM
-from foredraft.model.runner import packed
+from foredraft.model.runner import compiled
 from tests.support.adapters import save_adapter
 from tests.support.assistants import save_assistant, save_target
 from tests.support.blocks import save_block
@@ -20,8 +20,6 @@ from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.eagle import save_eagle
 from tests.support.heads import save_head
 from tests.support.medusa import save_medusa
-
-__all__ = ["DRAFT", "DRAFTERS", "load", "save_models"]
 
 DRAFT = 4  # tokens of a draft
 WORDS = 384  # of the vocabulary
@@ -45,17 +43,16 @@ LOADED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("gemma4-assistant",),
     ),
 }
-TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+AUX = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 DRAFTERS = {loaded: drafters for loaded, (_, drafters) in LOADED.items()}
 
 
 def save_models(folder: Path) -> Path:
-    """Save the target and what its drafters need."""
     keys: dict[str, Any] = {"tokenizer": True, "hidden_size": 64, "num_hidden_layers": 4}
     target = save_checkpoint(folder / "target", seed=1, **keys)
     _save_spoilt(target, folder / "small")
     save_checkpoint(folder / "other", seed=3, **{**keys, "num_hidden_layers": 1}, vocab_size=300)
-    save_head(folder / "head", "speculators", WORDS, words=200, config=TAPS)
+    save_head(folder / "head", "speculators", WORDS, draft_vocab=200, config=AUX)
     save_eagle(folder / "eagle", "eagle-2", WORDS)
     save_medusa(folder / "medusa", "vllm", WORDS)
     save_block(folder / "dflash", "speculators", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
@@ -69,7 +66,6 @@ def save_models(folder: Path) -> Path:
 
 
 def _save_spoilt(target: Path, folder: Path) -> None:
-    """Save the target with other weights nearby, whose drafts are accepted at times."""
     shutil.copytree(target, folder)
     random = torch.Generator().manual_seed(2)
     tensors = {
@@ -81,11 +77,9 @@ def _save_spoilt(target: Path, folder: Path) -> None:
 
 def load(folder: Path, loaded: str, device: str) -> LLM:
     """Load the target with what LOADED names; on a CPU without kernels and with weights as they are on a GPU."""
-    options = {
-        key: str(folder / value) if key in ("target", "draft", "adapter") else value
-        for key, value in {"target": "target", **LOADED[loaded][0]}.items()
-    }
+    options = {**COMMON, "target": "target", **LOADED[loaded][0]}
+    options |= {key: str(folder / options[key]) for key in ("target", "draft", "adapter") if key in options}
     more = {"kernels": False} if device == "cpu" else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "_fault", lambda dtype: "for a comparison")
-        return foredraft.load(options.pop("target"), device=device, **{**COMMON, **options, **more})
+        patch.setattr(compiled, "_fault", lambda dtype: "for a comparison")
+        return foredraft.load(options.pop("target"), device=device, **options, **more)

@@ -23,8 +23,6 @@ def _foreign(file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _opened(depth: int, mode: int) -> Change:
-    """Open the file, or a folder above it, to others."""
-
     def change(file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         path = (file, *file.parents)[depth]
         path.chmod(mode)

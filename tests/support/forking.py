@@ -1,15 +1,9 @@
 """Exact enumeration: the shipped round, with a noise that takes every branch.
 
-`ForkingNoise` has `decode.noise.Noise`'s two draws. Each replays a recorded path as far as that goes, takes
-the first branch beyond it, and notes the others with their exact probabilities; `outputs_of` runs whole
-generations until no path is left. The sum over all paths is the engine's exact output distribution.
-
-Many paths run side by side as rows of one batch, joining and leaving at any round; a row is known by its
-noise key, so a key that is not the row's own goes astray at once. A key that decides twice fails: noise
-must never be used again. `joint_outputs_of` lets all rows share one path: their joint distribution.
-
-The engine draws for every row of a batch, and discards the draws of rows that do not take a draft step, or do
-not decode. These draws take no branch: whatever they give must not matter.
+Each draw of `ForkingNoise` replays a recorded path as far as that goes, takes the first branch beyond it, and notes the
+others with their exact probabilities. The sum over all paths is the engine's exact output distribution. Many paths run
+side by side as rows of one batch; a row is known by its noise key, and a key that decides twice fails. Draws that the
+engine discards, of rows that take no draft step or do not decode, take no branch.
 """
 
 from __future__ import annotations
@@ -23,52 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.decode import noise as purposes
 from foredraft.decode.engine import Engine
-from foredraft.decode.noise import (
-    ACCEPT,
-    BLOCK,
-    BLOCK_NEXT,
-    COUPLED,
-    DRAFT,
-    RESIDUAL,
-    ROLLBACK,
-    SIBLING_COIN,
-    Noise,
-    NoiseKeys,
-)
+from foredraft.decode.noise import ACCEPT, BLOCK, DRAFT, SIBLING_COIN, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Finish, Sequence, State
 
 SIBLING_COINS = tuple(range(SIBLING_COIN, SIBLING_COIN + 8))  # of the siblings of one place
 # What each rule draws by, beside the drafter; a rule that is not named draws as `speculative` does.
 DRAWN_BY = {
-    "bild": (ROLLBACK,),
-    "block": (BLOCK, BLOCK_NEXT),
-    "speculative": (ACCEPT, RESIDUAL, *SIBLING_COINS),
+    "bild": (purposes.ROLLBACK,),
+    "block": (BLOCK, purposes.BLOCK_NEXT),
+    "speculative": (ACCEPT, purposes.RESIDUAL, *SIBLING_COINS),
 }
 COINS = (ACCEPT, BLOCK, *SIBLING_COINS)
 PREDICTED = (1, 0, 2, 1, 1, 0) * 8  # the prediction of every request
 
 
 class Path:
-    """One row's choices: `prefix` is replayed, the rest is new.
+    """One row's choices: `prefix` is replayed, the rest is new. A `greedy` one takes only the last branch.
 
-    Args:
-        prefix: Branches to take first.
-        greedy: Nothing may depend on the noise, so only the last branch is taken, the least expected one.
-        idle: Purposes of rules that are not the row's own. Other rows may need their draws; nothing of this row may
-            depend on them.
+    `idle` are purposes of other rows' rules: nothing of this row may depend on their draws.
     """
 
     def __init__(self, prefix: list[int], greedy: bool = False, idle: tuple[int, ...] = ()) -> None:
         self.prefix, self.greedy, self.idle = prefix, greedy, idle
         self.taken: list[int] = []
-        self.siblings: list[list[int]] = []
+        self.others: list[list[int]] = []
         self.chance = 1.0
         self.used: set[Any] = set()
-        self.drafted: dict[
-            int, list[int]
-        ] = {}  # key of a draft's draw -> the tokens that came in it, in order
+        self.drafted: dict[int, list[int]] = {}  # key of a draft's draw -> its tokens, in order
 
     def draw(self, weights: list[float], key: int, purpose: int) -> int:
         """Draw a token by weights. A key of a draft may give the tokens that come next in its draw, without those before."""
@@ -84,7 +62,6 @@ class Path:
         return token
 
     def choose(self, options: list[tuple[int, float]], key: object, purpose: int) -> int:
-        """One of the (value, probability) pairs, all of positive probability."""
         assert options, "nothing to choose from"
         if len(options) == 1:
             return options[0][0]
@@ -97,7 +74,7 @@ class Path:
             index = self.prefix[depth]
         else:
             index = 0
-            self.siblings += [[*self.taken, other] for other in range(1, len(options))]
+            self.others += [[*self.taken, other] for other in range(1, len(options))]
         self.taken.append(index)
         value, chance = options[index]
         self.chance *= chance
@@ -111,9 +88,7 @@ class ForkingNoise:
         self.paths: dict[int, Path] = {}
         self.lengths: list[int] = []  # of this round's drafts: a coin for padding must not matter
         self.idle: list[bool] = []  # rows whose next draws the engine discards
-        self.choices: list[
-            int
-        ] = []  # tokens of each row's draft step that count: the drafted one, and siblings
+        self.choices: list[int] = []  # tokens of each row's draft step that count, with siblings
         self.real = Noise()
 
     def coin(self, keys: NoiseKeys, purpose: int) -> Coin:
@@ -121,7 +96,7 @@ class ForkingNoise:
 
     def pick(self, weights: Tensor, keys: NoiseKeys, purpose: int) -> Tensor:
         assert purpose not in COINS
-        if purpose == COUPLED:  # a function of its key, and of no interest here
+        if purpose == purposes.COUPLED:  # a function of its key, and of no interest here
             return self.real.pick(weights, keys, purpose)
         drawn: list[list[int]] = []
         bits = keys.bits(purpose).tolist()
@@ -141,7 +116,7 @@ class ForkingNoise:
 class Coin:
     """A uniform number u that is known only by comparisons `u * q < p`.
 
-    Coins of columns that must not matter take no branch: those of padding; after a rejection; and, where a whole
+    Coins of columns that must not matter take no branch: those of padding, and after a rejection or, where a whole
     beginning is kept or not, before the longest that is.
     """
 
@@ -162,14 +137,9 @@ class Coin:
     def __lt__(self, p: Tensor) -> Tensor:
         assert self.q is not None
         kept: list[list[int]] = []
-        for base, q_row, p_row, own, length in zip(
-            self.keys.base.tolist(),
-            self.q.double().tolist(),
-            p.double().tolist(),
-            self.keys.bits(self.purpose)[:, self.columns].tolist(),
-            self.noise.lengths,
-            strict=True,
-        ):
+        bits = self.keys.bits(self.purpose)[:, self.columns]
+        rows = [each.tolist() for each in (self.keys.base, self.q.double(), p.double(), bits)]
+        for base, q_row, p_row, own, length in zip(*rows, self.noise.lengths, strict=True):
             kept.append([1] * len(own))
             whole = self.purpose == BLOCK
             length = 1 if self.purpose in SIBLING_COINS else length
@@ -198,23 +168,15 @@ class Case:
 
 @dataclass
 class Found:
-    """The outputs of a case, or of several together, with their probabilities, and figures of all paths.
-
-    Attributes:
-        distribution: Output, or outputs together -> probability.
-        rollbacks: How often, at most, bans took one position back on one path.
-    """
-
     distribution: dict[tuple[Any, ...], float] = field(default_factory=lambda: defaultdict(float))
     paths: int = 0
     drafted: int = 0
     accepted: int = 0
     rejections: int = 0
-    rollbacks: int = 0
+    rollbacks: int = 0  # how often, at most, bans took one position back on one path
 
 
 def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: int = 500_000) -> list[Found]:
-    """Return the output distribution of every case, by `most` paths at most. All paths share the engine's rows."""
     return _enumerate(make, [[case] for case in cases], most)
 
 
@@ -226,15 +188,12 @@ def joint_outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], 
 
 @dataclass(frozen=True)
 class _Run:
-    """A path of the cases of group `index`: their sequences take its branches in turn."""
-
     index: int
     path: Path
     sequences: list[Sequence]
 
 
 def _enumerate(make: Callable[[ForkingNoise], Engine], groups: list[list[Case]], most: int) -> list[Found]:
-    """Return the joint output distribution of every group. Where a group has several cases, one path runs at a time."""
     noise = ForkingNoise()
     engine = make(noise)
     found = [Found() for _ in groups]
@@ -259,7 +218,7 @@ def _enumerate(make: Callable[[ForkingNoise], Engine], groups: list[list[Case]],
         engine.step()
         for run in [run for run in running if all(s.state is State.FINISHED for s in run.sequences)]:
             running.remove(run)
-            todo += [(run.index, prefix) for prefix in run.path.siblings]
+            todo += [(run.index, prefix) for prefix in run.path.others]
             _note(run, found[run.index])
             for sequence in run.sequences:
                 del noise.paths[sequence.key]
@@ -267,21 +226,14 @@ def _enumerate(make: Callable[[ForkingNoise], Engine], groups: list[list[Case]],
 
 
 def _sequence(case: Case, number: int, group: int | None) -> Sequence:
+    own = {"eos": case.eos, "drafters": case.drafters, "prediction": PREDICTED}
+    group = None if case.alone else group
     return Sequence(
-        number,
-        list(case.prompt),
-        case.params,
-        seed=number,
-        eos=case.eos,
-        drafters=case.drafters,
-        constraint=case.constraint(),
-        group=None if case.alone else group,
-        prediction=PREDICTED,
+        number, list(case.prompt), case.params, seed=number, constraint=case.constraint(), group=group, **own
     )
 
 
 def _note(run: _Run, found: Found) -> None:
-    """Add a path that ended to what is found of its cases."""
     path, outputs = run.path, [tuple(sequence.new_ids) for sequence in run.sequences]
     assert path.taken[: len(path.prefix)] == path.prefix, "a replayed path came out otherwise"
     found.distribution[outputs[0] if len(outputs) == 1 else tuple(outputs)] += path.chance

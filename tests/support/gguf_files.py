@@ -1,8 +1,7 @@
-"""Write tiny checkpoints as GGUF files with the `gguf` package's own writer, as its converter does.
+"""Write tiny checkpoints as GGUF files with the `gguf` package's own writer and names.
 
-Contract: tensors are reordered and shifted as convert_hf_to_gguf.py does it (https://github.com/ggml-org/
-llama.cpp/blob/master/convert_hf_to_gguf.py): the rows of Llama's q and k, and Gemma's norms plus one. Names
-come from the package's own table. Vectors are float32, as llama.cpp needs them.
+Tensors are reordered and shifted as convert_hf_to_gguf.py of llama.cpp does it: the rows of Llama's q and k, and
+Gemma's norms plus one.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from foredraft.model.safetensors_file import SafetensorsFile
 # model_type -> the file's, where they differ
 ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3"}
 REORDERED = ("granite", "llama", "mistral3", "smollm3")  # `undo_permute` of the converter's classes
-# numbers that most models do not have: they are written as the converter does, under their own names
-CONTROL, NORMAL, USER_DEFINED, UNUSED = (
-    gguf.TokenType[name] for name in ("CONTROL", "NORMAL", "USER_DEFINED", "UNUSED")
+CONTROL, NORMAL, USER_DEFINED, UNUSED = map(
+    gguf.TokenType.__getitem__, "CONTROL NORMAL USER_DEFINED UNUSED".split()
 )
 Edit = Callable[[gguf.GGUFWriter], object]
 
@@ -40,17 +38,10 @@ def write_gguf(
     edit: Edit = lambda writer: None,
     most_tensors: int = 0,
 ) -> Path:
-    """Write a checkpoint folder as a GGUF file, and return it, or its first part.
+    """Write a checkpoint folder as a GGUF file, and return it, or its first part of `most_tensors`.
 
-    Args:
-        folder: The checkpoint.
-        file: Where to write.
-        kind: Type of the matrices, or types by a part of the name in the file; F32 for the others.
-        vocabulary: Write the tokenizer too, if the folder has one.
-        pre: The name of its rule for words.
-        tensors: Changes the tensors, by their names in the file, before they are written.
-        edit: Adds or changes metadata.
-        most_tensors: Of a part; 0 writes one file.
+    `kind` is the type of the matrices, or types by a part of the name in the file (F32 for the others); `pre` the name of
+    the tokenizer's rule for words. `tensors` changes the tensors, and `edit` the metadata.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -59,25 +50,31 @@ def write_gguf(
     if vocabulary and (folder / "tokenizer.json").is_file():
         add_byte_level(writer, json.loads((folder / "tokenizer.json").read_text()), config, pre)
     edit(writer)
-    for name, values in tensors(dict(converted(folder, config, architecture))).items():
+
+    def kind_of(name: str, values: np.ndarray) -> str:
         wanted = kind if isinstance(kind, str) else next((kind[part] for part in kind if part in name), "F32")
-        stored = wanted if values.ndim > 1 else "F32"
-        add_tensor(writer, name, values, stored)
+        return wanted if values.ndim > 1 else "F32"
+
+    write_tensors(writer, tensors(dict(converted(folder, config, architecture))), kind_of)
+    return writer.format_shard_names(file)[0]
+
+
+def write_tensors(
+    writer: gguf.GGUFWriter, arrays: Mapping[str, np.ndarray], kind: Callable[[str, np.ndarray], str]
+) -> None:
+    for name, values in arrays.items():
+        if values.dtype == np.int64:
+            writer.add_tensor(name, values)
+        else:
+            own = kind(name, values)
+            writer.add_tensor(name, quantised(values, own), raw_dtype=gguf.GGMLQuantizationType[own])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return writer.format_shard_names(file)[0]
-
-
-def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    """Add a float32 tensor in a type of the file."""
-    raw = gguf.GGMLQuantizationType[kind]
-    writer.add_tensor(name, quantised(values, kind), raw_dtype=raw)
 
 
 def quantised(values: np.ndarray, kind: str) -> np.ndarray:
-    """Return a tensor in a type: by the package, or random blocks where it only reads the type."""
     raw = gguf.GGMLQuantizationType[kind]
     try:
         return gguf.quants.quantize(values, raw)
@@ -122,14 +119,9 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
 
 
 def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Add the sizes and the arithmetic of a model."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
+    add_common(writer, config)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -143,6 +135,14 @@ def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     _add_rope(writer, config)
+
+
+def add_common(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -161,7 +161,6 @@ def _add_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 def add_byte_level(
     writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any], config: Mapping[str, Any], pre: str
 ) -> None:
-    """Add the byte-level BPE of a tokenizer.json, filled up to the model's vocabulary."""
     special = {each["id"]: each["special"] for each in tokenizer["added_tokens"]}
     texts = {id: token for token, id in tokenizer["model"]["vocab"].items()}
     texts |= {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
@@ -181,19 +180,14 @@ def add_byte_level(
 
 
 def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a checkpoint by their names in the file, as the converter changes them."""
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    tied = config.get("tie_word_embeddings", False)
+    names = names_of(architecture, config["num_hidden_layers"])
+    heads, tied = heads_of(config, architecture), config.get("tie_word_embeddings", False)
     for name, tensor in load_file(folder / "model.safetensors").items():
         if tied and name == "lm_head.weight":
             continue
         values = tensor.float().numpy()
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
-        part = name.split(".")[-2]
-        if architecture in REORDERED and part in heads:
+        own = named(names, name)
+        if (part := name.split(".")[-2]) in heads:
             values = permuted(values, heads[part])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
@@ -202,8 +196,23 @@ def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Ite
         yield "rope_freqs.weight", rope_factors(config)
 
 
+def heads_of(config: Mapping[str, Any], architecture: str) -> dict[str, int]:
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    return heads if architecture in REORDERED else {}
+
+
+def names_of(architecture: str, layers: int) -> gguf.TensorNameMap:
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(kind, layers)
+
+
+def named(names: gguf.TensorNameMap, name: str) -> str:
+    own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert own is not None, name
+    return own
+
+
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of q or k, as `LlamaModel.permute` of the converter does."""
     split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return split.swapaxes(1, 2).reshape(values.shape)
 
@@ -214,17 +223,9 @@ def rope_factors(config: Mapping[str, Any]) -> np.ndarray:
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    original = rope["original_max_position_embeddings"]
-    factors = []
-    for frequency in frequencies.tolist():
-        length = 2 * np.pi / frequency
-        if length < original / high:
-            factors.append(1.0)
-        elif length > original / low:
-            factors.append(factor)
-        else:
-            smooth = (original / length - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / factor + smooth))
+    lengths = [2 * np.pi / frequency for frequency in frequencies.tolist()]
+    smooth = [(rope["original_max_position_embeddings"] / length - low) / (high - low) for length in lengths]
+    factors = [1 / ((1 - s) / factor + s) if 0 <= s <= 1 else (1.0 if s > 1 else factor) for s in smooth]
     return np.array(factors, dtype=np.float32)
 
 
@@ -234,19 +235,14 @@ def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    weights = {}
+    names = names_of(architecture, config["num_hidden_layers"])
+    heads, weights = heads_of(config, architecture), {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if own not in stored:
+        if (own := named(names, name)) not in stored:
             weights[name] = tensor
             continue
-        values = gguf.quants.dequantize(stored[own].data, stored[own].tensor_type)
-        values = values.reshape(tensor.shape)
-        part = name.split(".")[-2]
-        if architecture in REORDERED and part in heads:
+        values = gguf.quants.dequantize(stored[own].data, stored[own].tensor_type).reshape(tensor.shape)
+        if (part := name.split(".")[-2]) in heads:
             split = values.reshape(heads[part], -1, 2, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
@@ -261,7 +257,7 @@ def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
 def write_sparse_gguf(folder: Path, file: Path) -> Path:
     """Write the header of a checkpoint's GGUF file in F16, with a hole in place of the values."""
     config = json.loads((folder / "config.json").read_text())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = names_of("llama", config["num_hidden_layers"])
     writer, size = gguf.GGUFWriter(file, "llama"), 0
     add_sizes(writer, config)
     with SafetensorsFile(folder / "model.safetensors") as opened:
@@ -269,8 +265,7 @@ def write_sparse_gguf(folder: Path, file: Path) -> Path:
     for name, info in infos.items():
         kind = np.dtype(np.float32 if len(info.shape) == 1 else np.float16)
         nbytes = int(np.prod(info.shape, dtype=np.int64)) * kind.itemsize
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor_info(own, info.shape, kind, nbytes)
+        writer.add_tensor_info(named(names, name), info.shape, kind, nbytes)
         size += writer.ggml_pad(nbytes, 32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

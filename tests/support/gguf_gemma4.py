@@ -1,8 +1,4 @@
-"""Write tiny checkpoints of Gemma 4 as GGUF files, as llama.cpp's converter does.
-
-Names come from the `gguf` package's own table; the keys and the rotary factors from
-https://github.com/ggml-org/llama.cpp/blob/master/conversion/gemma.py.
-"""
+"""Write tiny checkpoints of Gemma 4 as GGUF files, as llama.cpp's conversion/gemma.py does."""
 
 from __future__ import annotations
 
@@ -15,16 +11,13 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-from tests.support.gguf_files import add_tensor
+from tests.support.gguf_files import add_common, named, names_of, write_tensors
 
 SLIDING = "sliding_attention"
 
 
 def write_gguf(folder: Path, file: Path, kind: str = "F32", **keys: Any) -> Path:
-    """Write a checkpoint folder as a GGUF file, with matrices of a type, and return it.
-
-    `keys` are those of config.json that the file is to have instead of the folder's.
-    """
+    """Write a checkpoint folder as a GGUF file, with these keys of config.json in place of its own."""
     config = json.loads((folder / "config.json").read_text())
     heads = config.pop("per_layer_config", {})
     full = heads.get(str(config["layer_types"].index("full_attention")), {})
@@ -32,28 +25,18 @@ def write_gguf(folder: Path, file: Path, kind: str = "F32", **keys: Any) -> Path
     config["num_global_key_value_heads"] = full.get("num_key_value_heads", config["num_key_value_heads"])
     writer = gguf.GGUFWriter(file, "gemma4")
     add_keys(writer, {**config, **keys})
-    for name, values in converted(folder, config):
-        add_tensor(writer, name, values, kind if values.ndim > 1 else "F32")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    arrays = dict(converted(folder, config))
+    write_tensors(writer, arrays, lambda name, values: kind if values.ndim > 1 else "F32")
     return file
 
 
 def add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Add the sizes and the arithmetic of a model."""
     windowed = [kind == SLIDING for kind in config["layer_types"]]
     layers, shared, inner = len(windowed), config["num_kv_shared_layers"], config["intermediate_size"]
     wide = config.get("use_double_wide_mlp", False)
     heads = config["num_key_value_heads"], config["num_global_key_value_heads"]
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(
-        [inner * (1 + (layer >= layers - shared)) for layer in range(layers)] if wide else inner
-    )
-    writer.add_head_count(config["num_attention_heads"])
+    inners = [inner * (1 + (layer >= layers - shared)) for layer in range(layers)]
+    add_common(writer, {**config, "intermediate_size": inners if wide else inner})
     writer.add_head_count_kv([heads[not each] for each in windowed] if heads[0] != heads[1] else heads[0])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(config["global_head_dim"])
@@ -73,15 +56,12 @@ def add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def converted(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a checkpoint by their names in the file, and the rotary factors."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, len(config["layer_types"]))
+    names = names_of("gemma4", len(config["layer_types"]))
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings", True):
             continue
         stored = f"{name}.weight" if name.endswith("layer_scalar") else name
-        own = names.get_name(stored, try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
-        yield own, tensor.float().numpy()
+        yield named(names, stored), tensor.float().numpy()
     half = config["global_head_dim"] // 2
     turning = int(half * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
     yield "rope_freqs.weight", np.array([1.0] * turning + [1e30] * (half - turning), dtype=np.float32)

@@ -1,8 +1,4 @@
-"""Write tiny checkpoints of the families with other norms and positions as GGUF files, as llama.cpp's converter does.
-
-Names come from the `gguf` package's own table; the keys and what is done to tensors from convert_hf_to_gguf.py
-(https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py).
-"""
+"""Write tiny checkpoints of the families with other norms and positions as GGUF files, as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -15,55 +11,40 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-from tests.support.gguf_files import add_tensor
+from tests.support.gguf_files import add_common, named, names_of, write_tensors
 
-ARCHITECTURES = {  # model_type -> the file's
-    "cohere2": "cohere2",
-    "exaone4": "exaone4",
-    "glm4": "glm4",
-    "gpt2": "gpt2",
-    "gpt_neox": "gptneox",
-    "olmo2": "olmo2",
-    "olmo3": "olmo2",
-    "phi": "phi2",
-    "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
+# model_type -> the file's
+ARCHITECTURES = {
+    name: name for name in ("cohere2", "exaone4", "glm4", "gpt2", "olmo2", "stablelm", "starcoder2")
 }
+ARCHITECTURES |= {"gpt_neox": "gptneox", "olmo3": "olmo2", "phi": "phi2"}
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # of GPT-2
 EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
 def write_gguf(folder: Path, file: Path, kind: str = "F32") -> Path:
-    """Write a checkpoint folder as a GGUF file, with matrices of a type, and return it."""
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(file, architecture)
     add_keys(writer, config)
-    for name, values in converted(folder, config, architecture):
-        add_tensor(writer, name, values, kind if values.ndim > 1 and "position" not in name else "F32")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+    def kind_of(name: str, values: np.ndarray) -> str:
+        return kind if values.ndim > 1 and "position" not in name else "F32"
+
+    write_tensors(writer, dict(converted(folder, config, architecture)), kind_of)
     return file
 
 
 def add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Add the sizes and the arithmetic of a model."""
     sizes = {**config, **{key: config[own] for key, own in SPELLED.items() if own in config}}
-    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    writer.add_context_length(sizes["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(sizes["num_hidden_layers"])
-    writer.add_feed_forward_length(sizes["intermediate_size"])
-    writer.add_head_count(heads)
+    add_common(writer, sizes)
     if "num_key_value_heads" in config:
         writer.add_head_count_kv(config["num_key_value_heads"])
     if (own := next((key for key in EPSILONS if key in config), None)) is not None:
         writer.add_layer_norm_eps(config[own])
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    head_dim = config.get("head_dim") or hidden // heads
+    head_dim = config.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     if rope:
@@ -94,9 +75,7 @@ SPELLED = {
 
 
 def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a checkpoint by their names in the file, as the converter changes them."""
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
+    names = names_of(architecture, config.get("num_hidden_layers") or config["n_layer"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.float().numpy()
         if config["model_type"] == "gpt2" and name.endswith(TRANSPOSED):
@@ -105,6 +84,4 @@ def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Ite
             heads = config["num_attention_heads"]
             split = values.reshape(heads, 3, -1, *values.shape[1:])
             values = split.swapaxes(0, 1).reshape(values.shape)
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
-        yield own, values
+        yield named(names, name), values

@@ -12,70 +12,35 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.accept import Rule
-from foredraft.decode.drafter import Drafter, Stepper
+from foredraft.decode.drafter import AutoregressiveDrafter, Drafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
-from foredraft.decode.round_draft import Draft, RoundInputs
+from foredraft.decode.round_draft import AcceptResult, Draft, RoundInputs, choices_of
 from foredraft.decode.sequence import Sequence, State
-from foredraft.decode.siblings import choices_of
-from foredraft.decode.verdict import Verdict
 from foredraft.drafters.asset import AssetSearch, Found, Parts
-from foredraft.drafters.lookup import Lookup
-from foredraft.drafters.prediction import Prediction
-from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.lookup import Lookup, PredictedOutputs
 from foredraft.drafters.skips import Skips
 from foredraft.kinds import DRAFTERS as KINDS
 from foredraft.kinds.compatibility import asset_options
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import Forward
 from foredraft.model.spec import ModelSpec
-from foredraft.model.unread import Checkpoint
+from tests.support import parts
 from tests.support.forking import PREDICTED, ForkingNoise
-from tests.support.parts import (
-    ScriptedGuesser,
-    TappingStepper,
-    arbitrary,
-    draft_model,
-    layer_skip,
-    looping,
-    low_bit,
-    mapped,
-    recalling,
-    retokenize,
-    suffix,
-)
+from tests.support.loaded import engine_of
 from tests.support.tabular import Table, Tabular, TokenCache
 from tests.support.vocab_ops_choice import PRESENT
 
 CPU = torch.device("cpu")
 # The drafters of a tabular engine, and plain steps. Those that run models or parts of the target run tabular ones here.
-DOUBLES = (
-    None,
-    "draft-model",
-    "looping",
-    "tapping",
-    "script",
-    "lookup",
-    "suffix",
-    "recalling",
-    "mapped",
-    "retokenize",
-    "layer-skip",
-    "early-exit",
-    "low-bit",
-)
-# "tapping" does as "kangaroo" and the heads do; "gemma4-assistant" has tests of its own, over real targets
-DOUBLED = {
-    *DOUBLES,
-    "prediction",
-    "kangaroo",
-    "eagle3",
-    "eagle",
-    "medusa",
-    "dflash",
-    "dspark",
-    "gemma4-assistant",
-}
+DOUBLES = (None, "draft-model", "looping", "aux-states", "script", "lookup", "suffix", "recalling", "mapped")
+DOUBLES += ("retokenize", "layer-skip", "early-exit", "low-bit")
+# "aux-states" does as "kangaroo" and the heads do; "gemma4-assistant" has tests of its own, over real targets
+OF_HEADS = {"kangaroo", "eagle3", "eagle", "medusa", "dflash", "dspark", "gemma4-assistant"}
+DOUBLED = {*DOUBLES, *OF_HEADS, "prediction"}
 TABLE = tuple(name for name, kind in KINDS.items() if kind.asset is not None and name not in DOUBLED)
 DRAFTERS = (*DOUBLES, *TABLE)
 CONFIG: dict[str, Any] = {  # of a model of the size of a table, for drafters that look at one
@@ -84,28 +49,32 @@ CONFIG: dict[str, Any] = {  # of a model of the size of a table, for drafters th
 }  # fmt: skip
 
 
-class ForkingEngine(Engine):
-    """Looks at every draft, and tells `ForkingNoise` its lengths, and the rows whose draws count."""
+def forking_engine(
+    llm: Any, cache: Any, policy: Policy, drafters: list[Drafter], noise: Any
+) -> ForkingEngine:
+    loaded = engine_of(llm)
+    given = {"vocabulary": loaded.vocabulary, "device": loaded.device, "vocab_ops": loaded.vocab_ops}
+    by_name = {drafter.name: drafter for drafter in drafters}
+    return ForkingEngine(loaded.target, cache, policy, by_name, noise=noise, **given)
 
+
+class ForkingEngine(Engine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         if not isinstance(self.noise, ForkingNoise):
             return
         self.accept = self._judged(self.accept)
         for drafter in self.drafters.values():
-            if isinstance(drafter, Stepper):
-                drafter.expect = self._expected(drafter.expect)  # type: ignore[method-assign]
-                drafter.step = self._noted(drafter.step)  # type: ignore[method-assign]
+            if isinstance(drafter, AutoregressiveDrafter):
+                drafter.expect = self._expected(drafter.expect)
+                drafter.step = self._noted(drafter.step)
 
     def _inputs(self, policy: Policy) -> RoundInputs:
         self.inputs = super()._inputs(policy)
         return self.inputs
 
     def _judged(self, accept: Rule) -> Rule:
-        """Return the acceptance rules, which also tell the noise the rows that have no token after a sibling."""
-
-        def judged(draft: Draft, *rest: Any) -> Verdict:
-            assert isinstance(self.noise, ForkingNoise)
+        def judged(draft: Draft, *rest: Any) -> AcceptResult:
             verdict = accept(draft, *rest)
             if draft.siblings is not None:
                 self.noise.idle = (draft.siblings.written(verdict) < 0).tolist()
@@ -114,8 +83,6 @@ class ForkingEngine(Engine):
         return judged
 
     def _expected(self, expect: Callable[[list[int]], None]) -> Callable[[list[int]], None]:
-        """Return what begins a draft, which also counts its steps anew."""
-
         def expected(budgets: list[int]) -> None:
             self.steps = 0
             expect(budgets)
@@ -123,14 +90,8 @@ class ForkingEngine(Engine):
         return expected
 
     def _noted(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the draft step, which also tells the noise the rows that do not take it."""
-
-        def noted(
-            tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
-        ) -> Tensor:
-            assert isinstance(self.noise, ForkingNoise)
-            self.noise.idle = list(idle)
-            self.noise.choices = []
+        def noted(tokens: Tensor, starts: Any, counts: Any, idle: list[bool], at: Any) -> Tensor:
+            self.noise.idle, self.noise.choices = list(idle), []
             for budget, siblings in zip(self.inputs.budgets, self.inputs.siblings, strict=True):
                 further = choices_of([budget], [siblings])
                 self.noise.choices.append(1 + sum(further[self.steps : self.steps + 1]))
@@ -140,13 +101,12 @@ class ForkingEngine(Engine):
         return noted
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
-        assert all(
-            length <= budget for length, budget in zip(draft.lengths.tolist(), inputs.budgets, strict=True)
-        )
+        lengths = draft.lengths.tolist()
+        assert all(length <= budget for length, budget in zip(lengths, inputs.budgets, strict=True))
         for sequence, idle in zip(inputs.sequences, inputs.idle, strict=True):
             assert idle or self.cache.lengths[sequence.row] == len(sequence.tokens) - 1, "a draft moves none"
         if isinstance(self.noise, ForkingNoise):
-            self.noise.lengths, self.noise.idle, self.noise.choices = draft.lengths.tolist(), inputs.idle, []
+            self.noise.lengths, self.noise.idle, self.noise.choices = lengths, inputs.idle, []
         beyond = torch.arange(draft.tokens.shape[1]) >= draft.lengths[:, None]
         assert not draft.tokens[beyond].any(), "padded with 0"
         check_siblings(inputs, draft)
@@ -168,8 +128,6 @@ def check_siblings(inputs: RoundInputs, draft: Draft) -> None:
 
 
 class CheckedEngine(ForkingEngine):
-    """Looks at the caches around every round."""
-
     def round(self) -> list[Sequence]:
         self.check()
         done = super().round()
@@ -199,14 +157,11 @@ class CheckedEngine(ForkingEngine):
                     if vocabulary is not None:
                         tokens = [vocabulary.draft_ids[token] for token in tokens]
                     _check_row(cache, row, tokens)
-        retokenize = self.drafters["retokenize"]
-        assert isinstance(retokenize, Retokenize)
-        for row, tokens in enumerate(retokenize._rows):  # its rows are its own affair
-            _check_row(retokenize.cache, row, tokens)  # type: ignore[arg-type]
-        assert all(
-            cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows)
-        )
-        assert not self.target.poisoned, "the target read a position that was never written"  # type: ignore[attr-defined]
+        own: Any = self.drafters["retokenize"]
+        for row, tokens in enumerate(own._rows):  # its rows are its own affair
+            _check_row(own.cache, row, tokens)
+        assert not any(length for cache in self.rows.caches for length in cache.lengths[len(rows) :])
+        assert not self.target.poisoned, "the target read a position that was never written"
 
 
 def _check_row(cache: TokenCache, row: int, tokens: list[int]) -> None:
@@ -225,42 +180,32 @@ def make_engine(
     forgetful: bool = False,
     script: Callable[[Sequence, int], list[int]] | None = None,
 ) -> CheckedEngine:
-    """An engine with one drafter of each kind: all that `DRAFTERS` names, and `Prediction`."""
     model = target if isinstance(target, Tabular) else Tabular(target)
     draft = draft or model.table
     model.skipping = draft
     cache = model.new_cache(rows, positions)
     kinds = [
-        draft_model(draft, rows, positions),
-        looping(draft, rows, positions),
-        TappingStepper(model, cache, draft, forgetful=forgetful),
-        ScriptedGuesser(script or arbitrary(model.vocabulary)),
+        DraftModel(Tabular(draft), rows, positions),
+        parts.looping(draft, rows, positions),
+        parts.AuxStateStepper(model, cache, draft, forgetful=forgetful),
+        parts.ScriptedGuesser(script or parts.arbitrary(model.vocabulary)),
         Lookup(2),
-        suffix(model.vocabulary),
-        recalling(model.vocabulary),
-        Prediction(),
-        mapped(draft, rows, positions),
-        retokenize(draft, rows, positions),
-        layer_skip(model, cache, Skips(attention=(0,))),
-        layer_skip(model, cache, Skips(exit=1), "early-exit"),
-        low_bit(model, cache, draft),
+        parts.suffix(model.vocabulary),
+        parts.recalling(model.vocabulary),
+        PredictedOutputs(),
+        parts.mapped(draft, rows, positions),
+        parts.retokenize(draft, rows, positions),
+        LayerSkip(model, cache, Skips(attention=(0,))),
+        parts.renamed(LayerSkip(model, cache, Skips(exit=1)), "early-exit"),
+        parts.low_bit(model, cache, draft),
         *(of_the_table(name, model, cache, rows, positions) for name in TABLE),
     ]
-    return CheckedEngine(
-        model,  # type: ignore[arg-type]
-        cache,  # type: ignore[arg-type]
-        policy or Fixed(3),
-        {kind.name: kind for kind in kinds},
-        vocabulary=model.vocabulary,
-        device=CPU,
-        vocab_ops=PRESENT,
-        noise=noise,
-        greedy_drafts=greedy_drafts,
-    )
+    options = {"device": CPU, "vocab_ops": PRESENT, "noise": noise, "greedy_drafts": greedy_drafts}
+    drafters = {kind.name: kind for kind in kinds}
+    return CheckedEngine(model, cache, policy or Fixed(3), drafters, vocabulary=model.vocabulary, **options)
 
 
 def of_the_table(name: str, target: Tabular, cache: TokenCache, rows: int, positions: int) -> Drafter:
-    """Make a drafter by its asset, as `load` does where the user gives nothing."""
     asset = KINDS[name].asset
     assert asset is not None
     spec = ModelSpec.from_hf({**CONFIG, "vocab_size": target.vocabulary})
@@ -273,32 +218,23 @@ def of_the_table(name: str, target: Tabular, cache: TokenCache, rows: int, posit
     )
     found = asset().find(search)
     assert isinstance(found, Found), f"{name} {found.problem}; give it a double in DOUBLES and `make_engine`"
-    return found.make(
-        Parts(target=target, cache=cache, rows=rows, positions=positions)  # type: ignore[arg-type]
-    )
+    return found.make(Parts(target=target, cache=cache, rows=rows, positions=positions))
 
 
 _ids = itertools.count()
 
 
 def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options: Any) -> Sequence:
-    """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
-    own = {
-        name: options.pop(name)
-        for name in ("seed", "sample", "eos", "constraint", "group", "client", "drafters", "prediction")
-        if name in options
-    }
-    seed = own.pop("seed", None)
-    params = SamplingParams(seed=seed, **options)
-    number = next(_ids)
+    names = {"sample", "eos", "constraint", "group", "client", "drafters", "prediction"} & options.keys()
+    own = {name: options.pop(name) for name in names}
+    number, params = next(_ids), SamplingParams(**options)
     if drafter is not None:
         own.setdefault("drafters", (drafter,))
     own.setdefault("prediction", PREDICTED)
-    return Sequence(number, list(prompt), params, number if seed is None else seed, **own)
+    return Sequence(number, list(prompt), params, number if params.seed is None else params.seed, **own)
 
 
 def run(engine: Engine, sequences: list[Sequence], steps: int = 5_000) -> list[list[int]]:
-    """All of them to their end, in `steps` at most; their new ids."""
     for sequence in sequences:
         engine.submit(sequence)
     for _ in range(steps):

@@ -1,56 +1,68 @@
-"""Client processes of the hub on 127.0.0.1, because `huggingface_hub` reads its settings at import."""
+"""A client of the hub on 127.0.0.1, in this process or, where a model is loaded, in one of its own."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import importlib
+import io
+import os
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from huggingface_hub import constants, hf_api
+
+from foredraft.cli import main
+from foredraft.errors import CheckpointError
+from foredraft.model.hub import resolve
 from tests.support.hub_server import Hub
 from tests.support.running import forked, run_code
-
-__all__ = ["INSPECT", "RESOLVE", "Client"]
-
-RESOLVE = """
-import json, sys
-from foredraft.errors import ForedraftError
-from foredraft.model.hub import resolve
-reports = []
-try:
-    result = "folder", str(resolve(sys.argv[1], *sys.argv[2:], report=lambda *report: reports.append(report)))
-except ForedraftError as error:
-    result = type(error).__name__, str(error)
-print(json.dumps([*result, reports]))
-"""
-INSPECT = """
-import sys
-from foredraft.cli import main
-sys.exit(main(["info", *sys.argv[1:]]))
-"""
 
 
 @dataclass
 class Client:
-    """Client processes that share one cache."""
-
     hub: Hub
     home: Path
 
+    @contextlib.contextmanager
+    def reading(self, environment: dict[str, str]) -> Iterator[None]:
+        """Let `huggingface_hub`, which reads its settings at import, have those of an environment."""
+        self.hub.log.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                wanted = self.hub.environment(self.home, **environment)
+                for name in os.environ.keys() - wanted.keys():
+                    patch.delenv(name)
+                for name, value in wanted.items():
+                    patch.setenv(name, value)
+                importlib.reload(constants)
+                patch.setattr(hf_api.api, "endpoint", constants.ENDPOINT)
+                yield
+            finally:
+                patch.undo()
+                importlib.reload(constants)
+
     def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run code in a process that reads the hub's address from its environment."""
         self.hub.log.clear()
         return forked(run_code, script, *arguments, env=self.hub.environment(self.home, **environment))
 
+    def info(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        """Run `foredraft info`, and return its exit code, what it writes and what it says beside that."""
+        out, err = io.StringIO(), io.StringIO()
+        with self.reading(environment), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["info", *arguments])
+        return code, out.getvalue(), err.getvalue()
+
     def resolve(self, *arguments: str, **environment: str) -> Path:
-        kind, folder, _ = json.loads(self.run(RESOLVE, *arguments, **environment).stdout)
-        assert kind == "folder", folder
-        return Path(folder)
+        with self.reading(environment):
+            return resolve(*arguments)
 
     def refused(self, *arguments: str, **environment: str) -> str:
         """Return the message of the CheckpointError that `resolve` raises."""
-        done = self.run(RESOLVE, *arguments, **environment)
-        kind, message, _ = json.loads(done.stdout)
-        assert (kind, "\n" in message) == ("CheckpointError", False)
-        assert done.stderr == ""
-        return str(message)
+        with self.reading(environment), pytest.raises(CheckpointError) as caught:
+            resolve(*arguments)
+        message = str(caught.value)
+        assert "\n" not in message
+        return message

@@ -1,8 +1,7 @@
 """A Hugging Face hub on 127.0.0.1, with the part of the protocol that downloading a model uses.
 
-Contract: each revision of a repository is a local folder; its commit is a hash of name and revision. The server
-sends small files itself, and redirects large ones to a storage server, which ignores tokens and serves byte
-ranges. `log` holds every request.
+Each revision of a repository is a local folder. The server sends small files itself, and redirects large ones to a
+storage server, which ignores tokens and serves byte ranges.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """A repository on the hub."""
-
     revisions: dict[str, Path]  # the folder of each revision
     gated: bool = False  # visible to all clients, but no client may download its files
     private: bool = False  # visible only to clients that send TOKEN
@@ -44,8 +41,6 @@ class Request:
 
 @dataclass
 class Hub:
-    """The state of the hub, which tests change while it serves."""
-
     repositories: dict[str, Repository] = field(default_factory=dict)
     breaks: dict[str, int] = field(default_factory=dict)  # how often the transfer of a file breaks halfway
     fails: set[str] = field(default_factory=set)  # files that are answered with status 500
@@ -55,34 +50,24 @@ class Hub:
 
     def environment(self, home: Path, **changes: str) -> dict[str, str]:
         """Return the environment of a client process that uses this hub and the cache folder `home`."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("HF_") and not name.lower().endswith("_proxy")
-        }
+        foreign = [name for name in os.environ if name.startswith("HF_") or name.lower().endswith("_proxy")]
+        kept = {name: value for name, value in os.environ.items() if name not in foreign}
         ours = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
         return kept | ours | changes
 
     def fetched(self) -> list[str]:
-        """Return the names of the files whose bytes were requested."""
-        return [
-            Path(request.path).name for request in self.log if request.method == "GET" and _of_file(request)
-        ]
+        return [Path(each.path).name for each in self.log if each.method == "GET" and _of_file(each)]
 
 
 def commit(name: str, revision: str) -> str:
-    """Return the commit hash of a revision."""
     return hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
 
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """Run the hub and its storage server on free ports."""
     hub = Hub()
-    servers = []
-    for kind in (HubHandler, StorageHandler):
-        handler = type(kind.__name__, (kind,), {"hub": hub})
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+    handlers = (type(kind.__name__, (kind,), {"hub": hub}) for kind in (HubHandler, StorageHandler))
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in handlers]
     hub.endpoint, hub.storage = (f"http://127.0.0.1:{server.server_port}" for server in servers)
     threads = [Thread(target=server.serve_forever, args=(0.05,), daemon=True) for server in servers]
     for thread in threads:
@@ -100,22 +85,13 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: ClassVar[Hub]
 
-    def do_HEAD(self) -> None:
-        self.record()
-
     def do_GET(self) -> None:
-        self.record()
-
-    def record(self) -> None:
-        headers = self.headers
         path = urlsplit(self.path).path
-        self.hub.log.append(
-            Request(self.command, unquote(path), headers.get("Range"), headers.get("Authorization"))
-        )
+        sent = self.headers.get("Range"), self.headers.get("Authorization")
+        self.hub.log.append(Request(self.command, unquote(path), *sent))
         self.answer(path)
 
-    def answer(self, path: str) -> None:
-        raise NotImplementedError
+    do_HEAD = do_GET
 
     def send(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
@@ -137,13 +113,13 @@ class HubHandler(Handler):
         if found := API.fullmatch(path):
             name, what, revision = found.groups("main")
             folder = self.folder(name, unquote(revision), files=False)
-            if folder is not None and what == "tree":
-                self.send_json(_tree(folder[0]))
-            elif folder is not None:
-                siblings = [
-                    {"rfilename": entry["path"]} for entry in _tree(folder[0]) if entry["type"] == "file"
-                ]
-                self.send_json({"id": name, "sha": folder[1], "private": False, "siblings": siblings})
+            if folder is None:
+                return
+            content: Any = _tree(folder[0])
+            if what != "tree":
+                files = [{"rfilename": entry["path"]} for entry in content if entry["type"] == "file"]
+                content = {"id": name, "sha": folder[1], "private": False, "siblings": files}
+            self.send(200, json.dumps(content).encode(), Content_Type="application/json")
         elif found := RESOLVE.fullmatch(path):
             name, revision, file = map(unquote, found.groups())
             folder = self.folder(name, revision, files=True)
@@ -153,7 +129,6 @@ class HubHandler(Handler):
             self.send(404)
 
     def folder(self, name: str, revision: str, *, files: bool) -> tuple[Path, str] | None:
-        """Return the folder and the commit of a revision; None after sending a refusal."""
         authorization = self.headers.get("Authorization")
         if authorization not in (None, f"Bearer {TOKEN}"):
             self.refuse(401, "", "Invalid credentials in Authorization header")
@@ -172,20 +147,12 @@ class HubHandler(Handler):
         self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return None
 
-    def send_json(self, content: Any) -> None:
-        self.send(200, json.dumps(content).encode(), Content_Type="application/json")
-
     def send_file(self, file: Path, sha: str) -> None:
         if not file.is_file():
             self.refuse(404, "EntryNotFound", "Entry not found")
         elif _large(file):
-            self.send(
-                302,
-                Location=f"{self.hub.storage}{file}",
-                X_Repo_Commit=sha,
-                X_Linked_Etag=f'"{_sha256(file)}"',
-                X_Linked_Size=str(file.stat().st_size),
-            )
+            linked = {"X_Linked_Etag": f'"{_sha256(file)}"', "X_Linked_Size": str(file.stat().st_size)}
+            self.send(302, Location=f"{self.hub.storage}{file}", X_Repo_Commit=sha, **linked)
         elif file.name in self.hub.fails and self.command == "GET":
             self.send(500)
         else:
@@ -199,25 +166,23 @@ class StorageHandler(Handler):
             self.send(500)
             return
         content = file.read_bytes()
-        start = int(re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])  # type: ignore[index]
+        start = int(re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])
         part = content[start:]
         breaks = self.hub.breaks.get(file.name, 0)
-        sent = part[: len(part) // 2] if breaks else part
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(part)))
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.end_headers()
-        self.wfile.write(sent)
+        self.wfile.write(part[: len(part) // 2] if breaks else part)
         if breaks:
             self.hub.breaks[file.name] -= 1
             self.close_connection = True
 
 
 def _of_file(request: Request) -> bool:
-    return not request.path.startswith("/api/") and not (
-        RESOLVE.fullmatch(request.path) and _large(Path(request.path))  # a redirect sends no bytes
-    )
+    redirected = RESOLVE.fullmatch(request.path) and _large(Path(request.path))  # which sends no bytes
+    return not request.path.startswith("/api/") and not redirected
 
 
 def _large(file: Path) -> bool:
@@ -231,15 +196,15 @@ def _tree(folder: Path) -> list[dict[str, Any]]:
         if path.is_dir():
             entries.append({"type": "directory", "path": name, "oid": "0" * 40, "size": 0})
             continue
-        entry = {"type": "file", "path": name, "oid": _blob(path), "size": path.stat().st_size}
+        size = {"size": path.stat().st_size}
+        entry = {"type": "file", "path": name, "oid": _blob(path), **size}
         if _large(path):
-            entry["lfs"] = {"oid": _sha256(path), "size": path.stat().st_size, "pointerSize": 134}
+            entry["lfs"] = {"oid": _sha256(path), "pointerSize": 134, **size}
         entries.append(entry)
     return entries
 
 
 def _blob(file: Path) -> str:
-    """Return the git blob hash of a file."""
     content = file.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import foredraft
-from foredraft.decode import engine, rows, scheduler
+from foredraft.decode import engine, scheduler
 
 LLM_FOLDER = str(Path(foredraft.__file__).parent / "llm")
 LOCKS = tuple(str(module.__file__) for module in (threading, signal, contextlib))
-DECODE = tuple(str(module.__file__) for module in (engine, rows, scheduler))
+DECODE = tuple(str(module.__file__) for module in (engine, scheduler))
 
 
 @contextlib.contextmanager
@@ -32,18 +32,13 @@ def handler_of_sigint(handler: Callable[[int, Any], Any] = signal.default_int_ha
 class InterruptAt:
     """Runs a function and sends SIGINT before one instruction of frames of some files, counted from 1.
 
-    A tracer may raise at every instruction. That is more than the interpreter does, which handles signals at
-    calls, jumps and the starts of functions only.
-
-    Attributes:
-        seen: Instructions that ran, up to the signal.
-        raised: Whether the function ended in KeyboardInterrupt.
+    The interpreter handles signals at fewer places: calls, jumps and the starts of functions.
     """
 
     def __init__(self, instruction: int, files: tuple[str, ...] = (LLM_FOLDER, *LOCKS, *DECODE)) -> None:
         self.instruction, self.files = instruction, files
-        self.seen = 0
-        self.raised = False
+        self.seen = 0  # instructions that ran, up to the signal
+        self.raised = False  # the function ended in KeyboardInterrupt
 
     @property
     def sent(self) -> bool:

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import save_variant
 
-__all__ = ["LORAS", "LoraCase", "edited", "peft_logits", "peft_weights", "save_case", "save_lora"]
-
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings of PEFT and of transformers beneath it, which tests would take for errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -36,85 +33,60 @@ QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 @dataclass(frozen=True)
 class LoraCase:
-    """A kind of LoRA.
-
-    Attributes:
-        variant: The variant of the base.
-        options: Of PEFT's `LoraConfig`.
-        trained: Ends of the names of the base's own parameters that the training changed.
-        merges: PEFT's `merge_and_unload` gives what PEFT runs: it does not where a tied weight changed.
-        dtype: Of the LoRA's tensors.
-    """
-
-    variant: str
-    options: Mapping[str, Any]
-    trained: tuple[str, ...] = ()
-    merges: bool = True
-    dtype: torch.dtype = torch.float32
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    variant: str  # of the base
+    options: Mapping[str, Any]  # of PEFT's `LoraConfig`
+    trained: tuple[str, ...] = ()  # ends of the names of the base's own parameters that the training changed
+    merges: bool = True  # `merge_and_unload` gives what PEFT runs: it does not where a tied weight changed
+    dtype: torch.dtype = torch.float32  # of the LoRA's tensors
 
 
+SAVED = ("modules_to_save.default.weight",)
+STRONG = {"r": 4, "lora_alpha": 32}
+PATTERNS = {
+    "rank_pattern": {"k_proj": 2, "model.layers.1.self_attn.q_proj": 7},
+    "alpha_pattern": {r"layers\.\d+\.mlp\.gate_proj": 40},
+}
 LORAS: dict[str, LoraCase] = {
     "attention": LoraCase("llama", {"target_modules": QKVO, "r": 4, "lora_alpha": 24}),
     "square": LoraCase("llama", {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_alpha": 24}),
     "all-linear": LoraCase("gemma2", {"target_modules": "all-linear", "r": 3, "lora_alpha": 8}),
     "regex": LoraCase("qwen3", {"target_modules": r".*layers\.[02]\..*(up|down)_proj", "r": 2}),
     "rslora": LoraCase("gemma3", {"target_modules": QKVO, "r": 9, "lora_alpha": 16, "use_rslora": True}),
-    "patterns": LoraCase(
-        "mistral",
-        {
-            "target_modules": [*QKVO, "gate_proj"],
-            "r": 4,
-            "lora_alpha": 8,
-            "rank_pattern": {"k_proj": 2, "model.layers.1.self_attn.q_proj": 7},
-            "alpha_pattern": {r"layers\.\d+\.mlp\.gate_proj": 40},
-        },
-    ),
+    "patterns": LoraCase("mistral", {"target_modules": [*QKVO, "gate_proj"], "r": 4, "lora_alpha": 8, **PATTERNS}),
     "some-layers": LoraCase("qwen2", {"target_modules": QKVO, "layers_to_transform": [1], "r": 2}),
     "fan-in-fan-out": LoraCase("llama", {"target_modules": QKVO, "r": 4, "fan_in_fan_out": True}),
     "bfloat16": LoraCase("llama", {"target_modules": QKVO, "r": 4}, dtype=torch.bfloat16),
-    "biases": LoraCase(
-        "llama-biases", {"target_modules": QKVO, "r": 2, "bias": "all"}, trained=("bias",)
-    ),
+    "biases": LoraCase("llama-biases", {"target_modules": QKVO, "r": 2, "bias": "all"}, trained=("bias",)),
     "own-biases": LoraCase(
         "qwen2", {"target_modules": ["q_proj", "v_proj"], "r": 2, "bias": "lora_only"},
         trained=("q_proj.base_layer.bias", "v_proj.base_layer.bias"),
     ),
     "lora-bias": LoraCase("llama-biases", {"target_modules": QKVO, "r": 2, "lora_bias": True}),
     "saved-head": LoraCase(
-        "llama", {"target_modules": QKVO, "r": 2, "modules_to_save": ["lm_head", "norm"]},
-        trained=("modules_to_save.default.weight",),
+        "llama", {"target_modules": QKVO, "r": 2, "modules_to_save": ["lm_head", "norm"]}, trained=SAVED
     ),
     "saved-embedding": LoraCase(
-        "qwen3", {"target_modules": QKVO, "r": 2, "modules_to_save": ["embed_tokens"]},
-        trained=("modules_to_save.default.weight",),
+        "qwen3", {"target_modules": QKVO, "r": 2, "modules_to_save": ["embed_tokens"]}, trained=SAVED
     ),
     "head": LoraCase("llama", {"target_modules": ["lm_head", "q_proj"], "r": 4}),
     "embedding": LoraCase("llama", {"target_modules": ["embed_tokens", "q_proj"], "r": 4}),
-    "tied-head": LoraCase(
-        "llama-gqa-tied", {"target_modules": ["lm_head", "q_proj"], "r": 4, "lora_alpha": 32}, merges=False
-    ),
+    "tied-head": LoraCase("llama-gqa-tied", {"target_modules": ["lm_head", "q_proj"], **STRONG}, merges=False),
     "tied-embedding": LoraCase(
-        "llama-gqa-tied", {"target_modules": ["embed_tokens", "q_proj"], "r": 4, "lora_alpha": 32}, merges=False
+        "llama-gqa-tied", {"target_modules": ["embed_tokens", "q_proj"], **STRONG}, merges=False
     ),
     "tied-saved-head": LoraCase(
-        "gemma2", {"target_modules": QKVO, "r": 2, "modules_to_save": ["lm_head"]},
-        trained=("modules_to_save.default.weight",), merges=False,
+        "gemma2", {"target_modules": QKVO, "r": 2, "modules_to_save": ["lm_head"]}, trained=SAVED, merges=False
     ),
     "layer-inputs": LoraCase(
-        "gemma4-shared",
-        {"target_modules": [*QKVO, "per_layer_input_gate", "per_layer_model_projection"], "r": 4},
+        "gemma4-shared", {"target_modules": [*QKVO, "per_layer_input_gate", "per_layer_model_projection"], "r": 4}
     ),
     "tied-both": LoraCase(
-        "llama-gqa-tied",
-        {"target_modules": ["embed_tokens"], "r": 4, "lora_alpha": 32, "ensure_weight_tying": True},
-        merges=False,
+        "llama-gqa-tied", {"target_modules": ["embed_tokens"], **STRONG, "ensure_weight_tying": True}, merges=False
     ),
 }  # fmt: skip
 
 
 def save_case(folder: Path, name: str, **keys: Any) -> tuple[Path, Path]:
-    """Save the base and the LoRA of one of `LORAS`, and return their folders."""
     case = LORAS[name]
     base = save_variant(folder / "base", case.variant, **keys)
     lora = save_lora(base, folder / "lora", trained=case.trained, dtype=case.dtype, **case.options)
@@ -130,16 +102,7 @@ def save_lora(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Path:
-    """Save a random LoRA for a checkpoint.
-
-    Args:
-        base: The checkpoint.
-        folder: Of the LoRA.
-        seed: Of its values.
-        trained: Ends of the names of the base's own parameters that it changes.
-        dtype: Of its tensors.
-        **options: Of PEFT's `LoraConfig`.
-    """
+    """Save a random LoRA with options of PEFT's `LoraConfig`; parameters of the base that end in `trained` change, too."""
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + 1)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -173,7 +136,6 @@ def peft_logits(base: Path, *loras: Path, tokens: Tensor) -> Tensor:
 
 
 def peft_weights(base: Path, *loras: Path) -> dict[str, Tensor]:
-    """Return the weights, in float32, after PEFT's `merge_and_unload`."""
     with quiet(), torch.inference_mode():
         weights: dict[str, Tensor] = _opened(base, *loras).merge_and_unload().state_dict()
         return weights
@@ -185,7 +147,6 @@ def edited(
     config: Mapping[str, Any] | None = None,
     tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> Path:
-    """Save a LoRA again with other keys of its config, or with other tensors; a key of None is left out."""
     folder.mkdir(parents=True)
     content = json.loads((lora / "adapter_config.json").read_text()) | dict(config or {})
     kept = {key: value for key, value in content.items() if value is not None}

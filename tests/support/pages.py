@@ -13,23 +13,13 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-        language: The word after the opening fence; empty without one.
-        line: Number of its first line in the page, from 1.
-        text: Its lines, without the fences.
-    """
-
-    language: str
-    line: int
-    text: str
+    language: str  # the word after the opening fence; empty without one
+    line: int  # number of its first line in the page, from 1
+    text: str  # its lines, without the fences
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A Markdown file of the repository."""
-
     path: Path
 
     @property
@@ -43,14 +33,11 @@ class Page:
     @property
     def blocks(self) -> list[Block]:
         text = self.text
-        return [
-            Block(found[1], text[: found.start(2)].count("\n") + 1, found[2])
-            for found in FENCED.finditer(text)
-        ]
+        found = FENCED.finditer(text)
+        return [Block(each[1], text[: each.start(2)].count("\n") + 1, each[2]) for each in found]
 
     @property
     def shell(self) -> list[tuple[int, str]]:
-        """Return the lines of its sh blocks with their line numbers in the page."""
         return [
             (block.line + index, line)
             for block in self.blocks
@@ -60,7 +47,6 @@ class Page:
 
     @property
     def python(self) -> str:
-        """Return its python blocks as one program, with the line numbers of the page."""
         lines: list[str] = []
         for block in self.blocks:
             if block.language == "python":

@@ -15,36 +15,28 @@ from torch import Tensor
 
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.drafter import Guesser, Peek, Stepper
+from foredraft.decode.drafter import AutoregressiveDrafter, ModelFreeDrafter, Peek
 from foredraft.decode.policy import Auto, Candidates, CostTable, Decision, Policy, Signal
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.draft_model import DraftModel, VocabularyMap
 from foredraft.drafters.low_bit import LowBit
-from foredraft.drafters.recent_texts import RecentTexts
+from foredraft.drafters.recent_texts import RecentTexts, TextsFile
 from foredraft.drafters.retokenize import Retokenize
-from foredraft.drafters.skips import Skips
 from foredraft.drafters.suffix import Suffix
-from foredraft.drafters.texts_file import TextsFile
-from foredraft.drafters.vocabulary_map import VocabularyMap
 from foredraft.model.runner import Resume
 from foredraft.model.tokenizer import Tokenizer
 from tests.support.tabular import DEPTH, WIDTH, Table, Tabular, TokenCache
 
-# --- drafters ---------------------------------------------------------------------------------------
 
-
-def draft_model(table: Table, rows: int, positions: int) -> DraftModel:
-    """The shipped draft model, over a tabular one."""
-    return DraftModel(Tabular(table), rows, positions)  # type: ignore[arg-type]
+def renamed(drafter: Any, name: str) -> Any:
+    drafter.name = name
+    return drafter
 
 
 def looping(table: Table, rows: int, positions: int) -> DraftModel:
-    """The same, but that a draft is one call."""
-    model = DraftModel(Tabular(table, loops=True), rows, positions)  # type: ignore[arg-type]
-    model.name = "looping"
-    return model
+    """The shipped draft model over a tabular one, where a draft is one call."""
+    return renamed(DraftModel(Tabular(table, loops=True), rows, positions), "looping")
 
 
 def mapped(table: Table, rows: int, positions: int) -> DraftModel:
@@ -52,9 +44,7 @@ def mapped(table: Table, rows: int, positions: int) -> DraftModel:
     size = table.vocabulary
     pairs = [(id, id + 1) for id in range(size - 1)]
     vocabulary = VocabularyMap(pairs, (size, size), 0, torch.device("cpu"))
-    model = DraftModel(Tabular(table), rows, positions, vocabulary)  # type: ignore[arg-type]
-    model.name = "mapped"
-    return model
+    return renamed(DraftModel(Tabular(table), rows, positions, vocabulary), "mapped")
 
 
 def retokenize(table: Table, rows: int, positions: int) -> Retokenize:
@@ -64,7 +54,7 @@ def retokenize(table: Table, rows: int, positions: int) -> Retokenize:
     size = table.vocabulary
     target = letters(size, ["ab", "ca", "abc", "bb"], special=size - 1)
     draft = letters(size, ["bc", "ba", "aa", "bca"], special=0)
-    return Retokenize(model, rows, 4 * positions, target, draft)  # type: ignore[arg-type]
+    return Retokenize(model, rows, 4 * positions, target, draft)
 
 
 def letters(size: int, merged: list[str], special: int) -> Tokenizer:
@@ -100,9 +90,7 @@ def suffix(vocabulary: int) -> Suffix:
 
 def recalling(vocabulary: int) -> Suffix:
     """The same, with texts that stay as they are."""
-    known = Suffix(Planted(vocabulary), TextsFile(None, None, vocabulary))
-    known.name = "recalling"
-    return known
+    return renamed(Suffix(Planted(vocabulary), TextsFile(None, None, vocabulary)), "recalling")
 
 
 class Planted(RecentTexts):
@@ -118,38 +106,27 @@ class Planted(RecentTexts):
         """Keep nothing."""
 
 
-def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "layer-skip") -> LayerSkip:
-    """The shipped one, over the target itself."""
-    drafter = LayerSkip(target, cache, skips)  # type: ignore[arg-type]
-    drafter.name = name
-    return drafter
-
-
 def low_bit(target: Tabular, cache: TokenCache, table: Table) -> LowBit:
     """The shipped one, over a tabular copy that is as sick as the target."""
     sick = {"venom": target.venom, "drafter_nonfinite": target.drafter_nonfinite}
-    return LowBit(Tabular(table, coded=True, **sick), cache)  # type: ignore[arg-type]
+    return LowBit(Tabular(table, coded=True, **sick), cache)
 
 
-class TappingStepper(Stepper):
-    """Drafts from the target's own lower level, and from an adapter that reads its tapped states.
+class AuxStateStepper(AutoregressiveDrafter):
+    """Drafts from the target's own lower level, and from an adapter that reads its auxiliary states.
 
-    It runs the lower level for the pending and the drafted tokens, hands their states on for the verifying
-    pass to resume from, and keeps the tapped states of committed positions in its own cache rows. Every
-    committed position must be handed to it exactly once and in order: `observe` asserts it.
-    forgetful: it hands on fewer states than it has, sometimes none.
+    It hands on the states that the verifying pass resumes from, fewer than it has if it is `forgetful`, and asserts that
+    every committed position comes exactly once and in order.
     """
 
-    name = "tapping"
-    taps = (DEPTH,)
+    name = "aux-states"
+    aux_layers = (DEPTH,)
 
-    def __init__(
-        self, target: Tabular, target_cache: TokenCache, table: Table, *, forgetful: bool = False
-    ) -> None:
-        self.target, self.target_cache = target, target_cache
+    def __init__(self, target: Tabular, cache: TokenCache, table: Table, *, forgetful: bool = False) -> None:
+        self.target, self.target_cache = target, cache
         self.adapter = Tabular(table)
-        self.cache = self.adapter.new_cache(target_cache.rows, target_cache.positions)
-        self.caches = (self.cache,)  # type: ignore[assignment]
+        self.cache = self.adapter.new_cache(cache.rows, cache.positions)
+        self.caches = (self.cache,)
         self.forgetful = forgetful
         self.joined: set[int] = set()
         self.observed = 0
@@ -160,7 +137,7 @@ class TappingStepper(Stepper):
         return self.cache.lengths[sequence.row]
 
     def read(self, sequence: Sequence, start: int, stop: int) -> None:
-        assert self.cache.lengths[sequence.row] >= stop, "it is never behind: the taps feed it"
+        assert self.cache.lengths[sequence.row] >= stop, "it is never behind: the states feed it"
 
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor
@@ -173,7 +150,6 @@ class TappingStepper(Stepper):
         self._states.append(states)
         self._known = [known + (not dummy) for known, dummy in zip(self._known, idle, strict=True)]
         forward = self.adapter.forward(self.cache, tokens, starts, idle=idle, counts=counts)
-        assert forward.logits is not None
         return forward.logits[:, 0]
 
     def resume(self) -> Resume | None:
@@ -211,7 +187,7 @@ class TappingStepper(Stepper):
         self.joined.discard(sequence.id)
 
 
-class ScriptedGuesser(Guesser):
+class ScriptedGuesser(ModelFreeDrafter):
     """Proposes the tokens that a function of the text gives, with a confidence that the text decides."""
 
     def __init__(self, script: Callable[[Sequence, int], list[int]], name: str = "script") -> None:
@@ -232,7 +208,7 @@ class ScriptedGuesser(Guesser):
         return Peek(min(limit, len(guess)), confidence)
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
-        raise AssertionError("it tapped nothing")
+        raise AssertionError("it reads no states")
 
     def rewind(self, sequence: Sequence) -> None:
         self.lengths[sequence.id] = len(sequence.tokens)
@@ -269,19 +245,29 @@ def foreseeing(
     return script
 
 
-# --- constraints ------------------------------------------------------------------------------------
+class Remembering(Constraint):
+    """Keeps its tokens, and allows all."""
 
-
-class NoRepeat(Constraint):
-    """Never the same token twice in a row."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self) -> None:
         self.tokens: list[int] = []
 
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    def advance(self, token: int) -> int:
+        self.tokens.append(token)
+        return len(self.tokens)
+
+    def rewind(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+
+
+class NoRepeat(Remembering):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
 
     def mask(self) -> Tensor | None:
         if not self.tokens:
@@ -290,14 +276,6 @@ class NoRepeat(Constraint):
         allowed[self.tokens[-1]] = False
         return allowed
 
-    def advance(self, token: int) -> int:
-        self.tokens.append(token)
-        return len(self.tokens)
-
-    def rewind(self, length: int) -> None:
-        assert 0 <= length <= len(self.tokens)
-        del self.tokens[length:]
-
     def roll_back(self, length: int) -> None:
         raise AssertionError("it asks for no rollback")
 
@@ -305,35 +283,22 @@ class NoRepeat(Constraint):
         return len(self.tokens)
 
 
-class LateBan(Constraint):
-    """Bans a run of tokens, and finds out only at its last one: all of the run is taken back, and its first
-    token barred there."""
+class LateBan(Remembering):
+    """Bans a run of tokens, finds out only at its last one, takes all of it back, and bars its first token there."""
 
     def __init__(self, vocabulary: int, run: tuple[int, ...]) -> None:
+        super().__init__()
         self.vocabulary, self.run = vocabulary, run
-        self.tokens: list[int] = []
         self.barred: dict[tuple[int, ...], set[int]] = {}  # text -> tokens that may not follow it
         self.rollbacks = 0
 
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
     def mask(self) -> Tensor | None:
         barred = self.barred.get(tuple(self.tokens))
-        if not barred:
-            return None
-        return torch.tensor([token not in barred for token in range(self.vocabulary)])
+        return barred and torch.tensor([token not in barred for token in range(self.vocabulary)])
 
     def advance(self, token: int) -> int:
-        self.tokens.append(token)
-        if tuple(self.tokens[-len(self.run) :]) == self.run:
-            return len(self.tokens) - len(self.run)
-        return len(self.tokens)
-
-    def rewind(self, length: int) -> None:
-        assert 0 <= length <= len(self.tokens)
-        del self.tokens[length:]
+        length = super().advance(token)
+        return length - len(self.run) * (tuple(self.tokens[-len(self.run) :]) == self.run)
 
     def roll_back(self, length: int) -> None:
         first = self.tokens[length]
@@ -346,9 +311,6 @@ class LateBan(Constraint):
             if tuple(self.tokens[-n:]) == self.run[:n]:
                 return len(self.tokens) - n
         return len(self.tokens)
-
-
-# --- policies ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -365,15 +327,12 @@ class StopUnsure(Policy):
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
         if q.probs is None:
-            assert q.ids is not None
             return q.ids[:, 0] % 2 == position % 2
         return q.probs[:, 0].amax(-1) > self.least
 
 
 @dataclass(frozen=True)
 class RandomBudgets(Policy):
-    """Any budget from 0 to `max_draft`: a function of the text and the round, so that it can be repeated."""
-
     max_draft: int
     name: str = "random"
 
@@ -382,16 +341,16 @@ class RandomBudgets(Policy):
 
 
 class Fickle(Policy):
-    """Drafts again if the last q but one of its draft was peaked, and takes a plain step otherwise.
-
-    What it saw depends on drafted tokens that were rejected: their noise, used again, would be biased.
-    """
+    """Drafts again if the last q but one of its draft was peaked: rejected noise, used again, would be biased."""
 
     name = "fickle"
     stops_by_content = True
 
     def __init__(self, max_draft: int, least: float = 0.6) -> None:
         self.max_draft, self.least = max_draft, least
+
+    def __repr__(self) -> str:
+        return f"Fickle({self.max_draft})"
 
     def start(self) -> list[bool]:
         return [True]
@@ -411,8 +370,7 @@ class Fickle(Policy):
 
 
 class ArbitraryDecisions(Policy):
-    """Chooses any drafter, budget and context start, and ends drafts anywhere, as a function of all that a
-    policy may see: the text, the distributions and logits of the draft, and the confidence of the target."""
+    """Decides anything as a function of all that a policy may see: text, draft, and confidence of the target."""
 
     name = "arbitrary"
     stops_by_content = True
@@ -436,43 +394,36 @@ class ArbitraryDecisions(Policy):
             decisions.append(Decision(name, budget, dice.choice([None, 0, 1, 2, 9])))
         return decisions
 
+    def _chances(self, kind: str, rows: Tensor) -> Tensor:
+        keys = [[round(x, 3) for x in row] for row in rows.tolist()]
+        return torch.tensor([random.Random(f"{self.seed} {kind} {key}").random() for key in keys])
+
     def may_draw(
         self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
     ) -> Tensor | None:
         if random.Random(f"{self.seed} draws {position}").random() < 0.5:
             return None
-        rows = logits[:, 0].softmax(-1).tolist()
-        dice = [random.Random(f"{self.seed} draws {[round(x, 3) for x in row]}").random() for row in rows]
-        return torch.tensor(dice) < 0.7
+        return self._chances("draws", logits[:, 0].softmax(-1)) < 0.7
 
     def go_on(
         self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
     ) -> Tensor | None:
         if random.Random(f"{self.seed} {position}").random() < 0.3:
             return None
-        seen = q.dense(logits.shape[-1])[:, 0] + logits[:, 0].softmax(-1)
-        draws = [
-            random.Random(f"{self.seed} {position} {[round(x, 3) for x in row]}").random()
-            for row in seen.tolist()
-        ]
-        return torch.tensor(draws) < 0.6
+        return self._chances(f"{position}", q.dense(logits.shape[-1])[:, 0] + logits[:, 0].softmax(-1)) < 0.6
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         sequence.policy_state[0] = 0.5 if confidence is None else confidence
 
 
 class _Unshared(dict[Any, Any]):
-    """A pool that no two requests share."""
-
     def setdefault(self, kind: Any, default: Any = None) -> Any:
         self[kind] = default
         return default
 
 
 class SolitaryAuto(Auto):
-    """The cost model where a request's decisions depend on that request alone, and on no clock."""
-
-    _gained = property(lambda self: 0.0, lambda self, ms: None)  # type: ignore[assignment]
+    _gained = property(lambda self: 0.0, lambda self, ms: None)
 
     def __init__(self, max_draft: int, table: CostTable) -> None:
         super().__init__(max_draft, table)
@@ -483,26 +434,5 @@ class SolitaryAuto(Auto):
 
 
 def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
-    """Return a cost model whose drafts cost little, so that it makes them."""
     table = CostTable({1: {1: 1.0, 8: 1.1}}, {name: {1: (0.05, 0.02)} for name in drafters})
     return SolitaryAuto(max_draft, table)
-
-
-__all__ = [
-    "ArbitraryDecisions",
-    "Fickle",
-    "LateBan",
-    "NoRepeat",
-    "RandomBudgets",
-    "ScriptedGuesser",
-    "StepByStep",
-    "StopUnsure",
-    "TappingStepper",
-    "arbitrary",
-    "draft_model",
-    "foreseeing",
-    "layer_skip",
-    "mapped",
-    "retokenize",
-    "solitary",
-]

@@ -1,7 +1,6 @@
 """A drafter that nothing else in this tree knows: with its line (`phrases_line`) it is all that a drafter needs.
 
-It drafts by phrases, lists of token ids in a folder that option `draft` names. Where a phrase goes on after the
-last token, it proposes the rest.
+It proposes the rest of the phrase, a list of token ids, that begins with the last token.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from foredraft.decode.drafter import Guesser
+from foredraft.decode.drafter import ModelFreeDrafter
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.errors import ConfigError, Option
@@ -22,9 +21,7 @@ BYTES_PER_TOKEN = 2**10
 Phrase = list[int]
 
 
-class Phrases(Guesser):
-    """A guesser without state."""
-
+class Phrases(ModelFreeDrafter):
     name = "phrases"
 
     def __init__(self, phrases: list[Phrase], planned: int | None) -> None:

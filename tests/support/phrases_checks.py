@@ -13,8 +13,8 @@ import torch
 import foredraft
 from foredraft import ConfigError, SamplingParams
 from foredraft.bench import bench_run as bench_run
-from foredraft.bench import forward_costs
 from foredraft.bench import machine_record as machine
+from foredraft.bench import measurement
 from foredraft.cli import main
 from foredraft.loading import capacity
 from foredraft.loading.inspection import inspect_models
@@ -49,8 +49,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
-    """Run a command in this process, and return its code, its JSON document and what it wrote on stderr."""
-
     def run(*words: object) -> tuple[int, Any, str]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
@@ -68,10 +66,9 @@ def load(models: Path, **options: Any) -> foredraft.LLM:
 def test_load_takes_it(models: Path) -> None:
     with load(models, draft=models / "phrases", policy="fixed") as llm:
         assert llm.default_drafter == "phrases"
-        assert engine_of(llm).policy.max_draft == LENGTH - 1  # type: ignore[attr-defined]
-        plain, drafted = (
-            llm.generate([PROMPT, "x"], GREEDY.replace(drafter=name)) for name in ("none", "phrases")
-        )
+        assert engine_of(llm).policy.max_draft == LENGTH - 1
+        params = (GREEDY.replace(drafter=name) for name in ("none", "phrases"))
+        plain, drafted = (llm.generate([PROMPT, "x"], each) for each in params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     stats = [output.stats for output in drafted]
     assert stats[0].accepted > 0 and stats[1].drafted > stats[1].accepted
@@ -81,18 +78,22 @@ def test_load_takes_it(models: Path) -> None:
         assert llm.requests.drafters(SamplingParams())[-1] == "phrases"
 
 
+NO_PHRASES = "phrases has no phrases for this model; give draft, a folder with phrases.json$"
+OTHER_DRAFTER = (
+    "drafter is 'draft-model', but .*phrases is what drafter phrases reads; give drafter='phrases', or"
+)
+OTHER_WORDS = "draft is '.*foreign', whose phrases have token 384, but the model has 384 words"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drafter": "phrases"}, "phrases has no phrases for this model; give draft, a folder with phrases.json$"),
-        (
-            {"draft": "phrases", "drafter": "draft-model"},
-            "drafter is 'draft-model', but .*phrases is what drafter phrases reads; give drafter='phrases', or",
-        ),
-        ({"draft": "foreign"}, "draft is '.*foreign', whose phrases have token 384, but the model has 384 words"),
+        ({"drafter": "phrases"}, NO_PHRASES),
+        ({"draft": "phrases", "drafter": "draft-model"}, OTHER_DRAFTER),
+        ({"draft": "foreign"}, OTHER_WORDS),
         ({"draft": "phrases", "policy": "confidence"}, "but no loaded drafter has them; give another one"),
     ],
-)  # fmt: skip
+)
 def test_load_refuses_what_does_not_fit(models: Path, options: dict[str, Any], message: str) -> None:
     given = {**options, "draft": models / options["draft"]} if "draft" in options else options
     with pytest.raises(ConfigError, match=message):
@@ -104,16 +105,14 @@ def test_the_memory_plan_counts_it(models: Path, monkeypatch: pytest.MonkeyPatch
     weights = inspect_models(big, device="cpu").models[0].weight_bytes[32]
     caches = KVCache.bytes_per_row(ModelSpec.from_folder(big), 900, torch.float32)
 
-    def longest(beside: int, **given: Any) -> int | None:
-        """Return the longest sequence, with so much memory beside what a sequence of 900 tokens needs."""
-        monkeypatch.setattr(capacity, "free_memory", lambda device: weights + 2 * caches + beside)
+    def longest(free: int, **given: Any) -> int | None:
+        monkeypatch.setattr(capacity, "free_memory", lambda device: weights + 2 * caches + free)
         return inspect_models(big, device="cpu", **given).context.longest
 
     without, phrases = longest(0), json.loads((models / "phrases" / FILE).read_text())
     assert without is not None and without >= 900
-    own = (
-        BYTES_PER_TOKEN * sum(map(len, phrases)) + 2 * without
-    )  # half of what is beside the weights is for caches
+    # half of what is beside the weights is for caches
+    own = BYTES_PER_TOKEN * sum(map(len, phrases)) + 2 * without
     assert longest(own, draft=models / "phrases") == without
     assert (longest(own // 2, draft=models / "phrases") or 0) < without
 
@@ -125,10 +124,7 @@ def test_info_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -
     assert notes["phrases"] == (True, f"the phrases of {models / 'phrases'}")
     code, text, _ = run("info", models / "big", "--device", "cpu")
     assert code == 0
-    [line] = [line for line in text.splitlines() if line.startswith("phrases")]
-    assert " ".join(line.split()).startswith(
-        "phrases no phrases has no phrases for this model; give --draft,"
-    )
+    assert "phrases no phrases has no phrases for this model; give --draft," in " ".join(text.split())
 
 
 def test_generate_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
@@ -146,9 +142,12 @@ def test_generate_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]
 def test_bench_takes_it(
     models: Path, tmp_path: Path, run: Callable[..., tuple[int, Any, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "BYTES", 2**20)
-    monkeypatch.setattr(machine, "TRIES", 2)
-    monkeypatch.setattr(forward_costs, "REPEATS", 2)
+    for module, name, value in (
+        (machine, "BYTES", 2**20),
+        (machine, "TRIES", 2),
+        (measurement, "REPEATS", 2),
+    ):
+        monkeypatch.setattr(module, name, value)
     (tmp_path / "words.jsonl").write_text('{"prompt": "def accept(draft, p):"}\n')
     own = ["bench", "--model", models / "big", "--workload", tmp_path / "words.jsonl", "--new-tokens", "4"]
     quick = [*own, "--repeats", "1", "--methods", "phrases", *DOCUMENT]
@@ -176,20 +175,18 @@ def test_verify_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]])
 
 
 def test_a_server_takes_it(models: Path) -> None:
-    with (
-        load(models, draft=models / "phrases", policy="fixed", drafter="lookup") as llm,
-        serving(llm) as served,
-    ):
+    options = {"draft": models / "phrases", "policy": "fixed", "drafter": "lookup"}
+    with load(models, **options) as llm, serving(llm) as served:
         assert served.client.get("/v1/capabilities").json()["drafters"]["phrases"] == {"lossless": True}
         [model] = served.client.get("/v1/models").json()["data"]
         asked = {
+            "model": model["id"],
             "prompt": PROMPT,
             "max_tokens": 8,
             "temperature": 0,
-            "provenance": True,
             "drafter": "phrases",
         }
-        reply = served.client.post("/v1/completions", json={"model": model["id"], **asked})
+        reply = served.client.post("/v1/completions", json={"provenance": True, **asked})
         assert reply.status_code == 200, reply.text
         [choice] = reply.json()["choices"]
         [plain] = llm.generate(PROMPT, GREEDY.replace(max_new_tokens=8, drafter="none"))

@@ -1,7 +1,6 @@
 """The line of the table of drafters that makes `phrases` a drafter: `pytest -p tests.support.phrases_line`.
 
-It has to be there before anything else reads the table, as a line in its file is. The drafter's file is imported when
-the line is read, as any drafter's is.
+It has to be there before anything else reads the table, as a line in its file is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runners for drafters with another tokenizer: one continues a known text, one gives pseudo-random tokens.
-
-Their caches hold token ids, and their logits depend on the ids in the cache, so that a stale row is noticed.
-"""
+"""Runners for drafters with another tokenizer, whose logits depend on the ids in the cache: a stale row is noticed."""
 
 from __future__ import annotations
 
@@ -15,36 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sequence import Sequence
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.runner import Forward
 from tests.support.checkpoints import TEXT
-
-__all__ = ["TRUTH", "Babbler", "Prophet"]
 
 TRUTH = TEXT + "A second look, and  a third: großer 🙂 Deich."
 SIZE = 700  # ids of the vocabulary
 PADDING = -1  # marks cache positions that hold the padding of a ragged batch
 
 
-class Prophet:
-    """A runner that continues the text in its cache row by the next token of `truth`.
+def sequence_of(id: int, tokens: list[int]) -> Sequence:
+    made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafters=("retokenize",))
+    made.cache_finite = True
+    return made
 
-    Attributes:
-        broken: Row -> coming forwards whose logits are NaN.
-        forwarded: Tokens read so far.
-        passes: Forwards made so far.
-        zeroed: Rows that were zeroed, in order.
-    """
+
+class Prophet:
+    """A runner that continues the text in its cache row by the next token of `truth`."""
 
     def __init__(self, codec: ByteCodec, truth: str = TRUTH, *, positions: int = 10_000) -> None:
         self.codec, self.truth = codec, truth.encode()
-        self.decoder = SimpleNamespace(
-            device=torch.device("cpu"), spec=SimpleNamespace(max_positions=positions, vocab_size=SIZE)
-        )
+        spec = SimpleNamespace(max_positions=positions, vocab_size=SIZE)
+        self.decoder = SimpleNamespace(device=torch.device("cpu"), spec=spec)
         self.chunk, self.max_queries, self.by_kernels = 32, 8, False
-        self.forwarded = self.passes = 0
-        self.broken: Counter[int] = Counter()
-        self.zeroed: list[int] = []
+        self.forwarded = self.passes = 0  # tokens read, and forwards made
+        self.broken: Counter[int] = Counter()  # row -> coming forwards whose logits are NaN
+        self.zeroed: list[int] = []  # rows, in order
 
     def new_cache(self, rows: int, positions: int) -> Any:
         self.rows: list[list[int]] = [[] for _ in range(rows)]
@@ -76,11 +71,9 @@ class Prophet:
         idle: list[bool],
         counts: list[int],
         at: Tensor,
-        plan: None,
-        taps: tuple[int, ...],
-        invariant: bool,
+        **options: Any,
     ) -> Forward:
-        assert not invariant and not taps
+        assert options == {"plan": None, "aux_layers": (), "invariant": False}
         assert not all(idle)
         assert first_row + len(tokens) <= len(self.rows)
         self.passes += 1
@@ -98,7 +91,6 @@ class Prophet:
         return Forward(logits, logits, {})
 
     def next(self, ids: list[int]) -> int:
-        """Return the id that follows the ids in the cache; </s> where `truth` does not continue them."""
         assert PADDING not in ids, "padding was read"
         text = b"".join(self.codec.of(id) or b"" for id in ids)
         text = text[1:] if self.codec.pads else text
@@ -115,8 +107,6 @@ class Prophet:
 
 
 class Babbler(Prophet):
-    """Continues by a pseudo-random token of TRUTH that depends on all tokens in the cache row."""
-
     @cached_property
     def words(self) -> list[int]:
         return self.codec.spell(TRUTH)

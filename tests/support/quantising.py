@@ -1,7 +1,7 @@
 """Whole checkpoints with quantised weights: their linear layers rounded to nearest and packed, format by format.
 
-The packers share no code with the library. What the bits of each format mean is tested against the libraries that
-define the formats (`tests/data/quantised`); these checkpoints test how loading finds and joins the weights.
+The packers share no code with the library. What the bits mean is tested against the libraries that define the formats
+(`tests/data/quantised`); these checkpoints test how loading finds and joins the weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["KINDS", "SINGLE", "WIDE", "Kind", "by_token", "edit_config", "edit_tensors", "quantise"]
-
 SINGLE = "model.safetensors"
 GROUP = 32  # columns of a group
 LINEAR = re.compile(r"(model\.layers\.\d+\..+_proj)\.weight")
@@ -29,15 +27,8 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of quantised checkpoint.
-
-    Attributes:
-        config: Its `quantization_config`.
-        pack: Packs the weight of one module.
-    """
-
-    config: Mapping[str, Any]
-    pack: Callable[[Tensor], Packed]
+    config: Mapping[str, Any]  # its `quantization_config`
+    pack: Callable[[Tensor], Packed]  # packs the weight of one module
 
 
 def words(numbers: Tensor, bits: int) -> Tensor:
@@ -66,8 +57,6 @@ def rounded(weight: Tensor, bits: int, group: int, zeros: bool) -> tuple[Tensor,
 def gptq(
     bits: int, group: int, *, zeros: bool, less_one: bool, order: bool = True, act_order: bool = False
 ) -> Callable[[Tensor], Packed]:
-    """Return a packer; with act-order, weights of the same width have the same order of columns."""
-
     def pack(weight: Tensor) -> Packed:
         columns = weight.shape[1]
         size = columns if group == -1 else group
@@ -79,14 +68,9 @@ def gptq(
         numbers, scales, points, values = rounded(weight[:, by_group], bits, size, zeros)
         back = by_group.argsort()
         numbers, values = numbers[:, back], values[:, back]
-        tensors = {
-            "qweight": words(numbers, bits).T,
-            "qzeros": words(points.T - int(less_one), bits),
-            "scales": scales.T,
-        }
-        if order:
-            tensors["g_idx"] = groups
-        return tensors, values
+        tensors = {"qweight": words(numbers, bits).T, "scales": scales.T}
+        tensors["qzeros"] = words(points.T - int(less_one), bits)
+        return tensors | ({"g_idx": groups} if order else {}), values
 
     return pack
 
@@ -103,11 +87,8 @@ def awq(weight: Tensor) -> Packed:
 def packed(bits: int, group: int | None, *, zeros: bool) -> Callable[[Tensor], Packed]:
     def pack(weight: Tensor) -> Packed:
         numbers, scales, points, values = rounded(weight, bits, group or weight.shape[1], zeros)
-        tensors = {
-            "weight_packed": words(numbers, bits),
-            "weight_scale": scales,
-            "weight_shape": torch.tensor(weight.shape),
-        }
+        tensors = {"weight_packed": words(numbers, bits), "weight_scale": scales}
+        tensors["weight_shape"] = torch.tensor(weight.shape)
         return tensors | ({"weight_zero_point": words(points.T, bits).T} if zeros else {}), values
 
     return pack
@@ -124,22 +105,23 @@ def float8(weight: Tensor) -> Packed:
     return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()
 
 
-def float8_blocks(weight: Tensor) -> Packed:
+def expanded(scales: Tensor, weight: Tensor) -> Tensor:
     rows, columns = weight.shape
-    blocks = [[part.split(128, 1) for part in weight.float().split(128)]][0]
+    return scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+
+
+def float8_blocks(weight: Tensor) -> Packed:
+    blocks = [part.split(128, 1) for part in weight.float().split(128)]
     scales = torch.tensor([[block.abs().amax() / 448 for block in row] for row in blocks])
-    spread = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    spread = expanded(scales, weight)
     numbers = (weight.float() / spread).to(torch.float8_e4m3fn)
     return {"weight": numbers, "weight_scale_inv": scales}, numbers.float() * spread
 
 
 def float8_square_blocks(weight: Tensor) -> Packed:
-    """Name and round the scales as compressed-tensors does."""
     tensors, _ = float8_blocks(weight)
-    scales = tensors["weight_scale_inv"].bfloat16()
-    rows, columns = weight.shape
-    spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-    return {"weight": tensors["weight"], "weight_scale": scales}, tensors["weight"].float() * spread
+    numbers, scales = tensors["weight"], tensors["weight_scale_inv"].bfloat16()
+    return {"weight": numbers, "weight_scale": scales}, numbers.float() * expanded(scales, weight)
 
 
 def gptq_config(bits: int, group: int, sym: bool, layout: str = "gptq") -> dict[str, Any]:
@@ -157,7 +139,6 @@ def auto_round_config(bits: int, packing: str, sym: bool) -> dict[str, Any]:
 
 
 def by_token(type: str) -> dict[str, Any]:
-    """Return the `input_activations` of dynamic scales by token."""
     return {
         "num_bits": 8, "type": type, "symmetric": True, "strategy": "token", "dynamic": True, "group_size": None,
         "block_structure": None, "actorder": None, "observer": None, "observer_kwargs": {},
@@ -177,16 +158,18 @@ def tensors_config(layout: str, inputs: dict[str, Any] | None = None, **weights:
 
 PACK = "pack-quantized"
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+W4_ZEROS = {"num_bits": 4, "symmetric": False, "group_size": GROUP, "actorder": "weight"}
+BLOCKS = FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "GEMM"}
+ZEROS = gptq_config(4, GROUP, sym=False)
+OF_INPUTS = by_token("float") | {"strategy": "group", "group_size": 128}
 KINDS: dict[str, Kind] = {
     "gptq": Kind(gptq_config(4, GROUP, sym=True), gptq(4, GROUP, zeros=False, less_one=True)),
-    "gptq-zeros": Kind(
-        gptq_config(4, GROUP, sym=False), gptq(4, GROUP, zeros=True, less_one=True, order=False)
-    ),
+    "gptq-zeros": Kind(ZEROS, gptq(4, GROUP, zeros=True, less_one=True, order=False)),
     "gptq-v2-8": Kind(gptq_config(8, -1, False, "gptq_v2"), gptq(8, -1, zeros=True, less_one=False)),
-    "gptq-order": Kind(
-        gptq_config(4, GROUP, sym=False) | {"desc_act": True},
-        gptq(4, GROUP, zeros=True, less_one=True, act_order=True),
-    ),
+    "gptq-order": Kind(ZEROS | {"desc_act": True}, gptq(4, GROUP, zeros=True, less_one=True, act_order=True)),
     "auto-round": Kind(
         auto_round_config(4, "auto_round:auto_gptq", sym=True),
         gptq(4, GROUP, zeros=False, less_one=True, order=False),
@@ -196,42 +179,21 @@ KINDS: dict[str, Kind] = {
         gptq(4, GROUP, zeros=True, less_one=False, order=False),
     ),
     "auto-round-awq": Kind(auto_round_config(4, "auto_round:auto_awq", sym=False), awq),
-    "awq": Kind(
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "GEMM"}, awq
-    ),
-    "w4": Kind(
-        tensors_config(PACK, num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP),
-        packed(4, GROUP, zeros=False),
-    ),
-    "w4-zeros": Kind(
-        tensors_config(PACK, num_bits=4, symmetric=False, group_size=GROUP, actorder="weight"),
-        packed(4, GROUP, zeros=True),
-    ),
+    "awq": Kind(AWQ, awq),
+    "w4": Kind(tensors_config(PACK, **W4), packed(4, GROUP, zeros=False)),
+    "w4-zeros": Kind(tensors_config(PACK, **W4_ZEROS), packed(4, GROUP, zeros=True)),
     "w8-channel": Kind(tensors_config(PACK, num_bits=8, strategy="channel"), packed(8, None, zeros=False)),
     "int8": Kind(tensors_config("int-quantized", num_bits=8, strategy="channel"), int8),
     "fp8-channel": Kind(tensors_config("float-quantized", **FLOAT8), float8),
     "w8a8": Kind(tensors_config("int-quantized", by_token("int"), num_bits=8, strategy="channel"), int8),
-    "fp8-square": Kind(
-        tensors_config("float-quantized", **FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}),
-        float8_square_blocks,
-    ),
+    "fp8-square": Kind(tensors_config("float-quantized", **BLOCKS), float8_square_blocks),
     "fp8-dynamic": Kind(tensors_config("float-quantized", by_token("float"), **FLOAT8), float8),
-    "fp8-blocks": Kind(
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
-        float8_blocks,
-    ),
-}  # fmt: skip
-
+    "fp8-blocks": Kind(FP8, float8_blocks),
+}
 # kinds whose layers need inputs of whole groups of 128 columns
-WIDE: dict[str, Kind] = {
-    "fp8-square-dynamic": Kind(
-        tensors_config(
-            "float-quantized", by_token("float") | {"strategy": "group", "group_size": 128},
-            **FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
-        ),
-        float8_square_blocks,
-    ),
-}  # fmt: skip
+WIDE = {
+    "fp8-square-dynamic": Kind(tensors_config("float-quantized", OF_INPUTS, **BLOCKS), float8_square_blocks)
+}
 
 
 def quantise(
@@ -245,39 +207,32 @@ def quantise(
 ) -> Path:
     """Quantise a checkpoint in place, and return a folder beside it with the same weights, expanded.
 
-    Args:
-        folder: The checkpoint.
-        kind: How its linear layers are quantised.
-        skipped: Modules that stay as they are, as a regular expression.
-        key: The key of config.json.
-        linear: What matches the weights of its linear layers, and their modules as the first group.
-        transposed: These weights are stored as [K, M].
+    Modules that match `skipped` stay as they are. The first group of `linear` matches the modules. `transposed` weights are
+    stored as [K, M].
     """
     twin = folder.with_name(f"{folder.name}-expanded")
     shutil.copytree(folder, twin)
     coded: dict[str, Tensor] = {}
-    expanded: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / SINGLE).items():
         match = linear.fullmatch(name)
         if match is None or re.search(skipped, match[1]):
-            coded[name] = expanded[name] = tensor
+            coded[name] = whole[name] = tensor
             continue
         parts, values = kind.pack(tensor.T if transposed else tensor)
         coded |= {f"{match[1]}.{suffix}": part.contiguous() for suffix, part in parts.items()}
-        expanded[name] = (values.T if transposed else values).to(tensor.dtype).contiguous()
+        whole[name] = (values.T if transposed else values).to(tensor.dtype).contiguous()
     save_file(coded, folder / SINGLE)
-    save_file(expanded, twin / SINGLE)
+    save_file(whole, twin / SINGLE)
     edit_config(folder, {key: dict(kind.config)})
     return twin
 
 
 def edit_config(folder: Path, keys: Mapping[str, Any]) -> None:
-    """Give a checkpoint's config.json other values."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(keys)))
 
 
 def edit_tensors(folder: Path, changes: Mapping[str, Tensor | None]) -> None:
-    """Replace tensors of a checkpoint, or remove those that are None."""
     tensors: dict[str, Any] = load_file(folder / SINGLE) | dict(changes)
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / SINGLE)

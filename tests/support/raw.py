@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
-
-__all__ = ["PING", "TEXT", "RawClient", "frame", "request_bytes", "request_from"]
 
 UPGRADE = (
     b"GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
@@ -19,7 +18,6 @@ TEXT, PING = 0x81, 0x89  # first bytes of frames that are whole
 
 
 def request_bytes(body: Any, path: str = "/v1/completions", **headers: str) -> bytes:
-    """Return a POST request; a body that is bytes is sent as it is."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", f"content-length: {len(data)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -27,23 +25,24 @@ def request_bytes(body: Any, path: str = "/v1/completions", **headers: str) -> b
 
 
 def frame(first: int, payload: bytes) -> bytes:
-    """Return a frame of a WebSocket whose mask is 0."""
     return bytes([first, 0x80 | len(payload)]) + b"\0\0\0\0" + payload
 
 
 def request_from(address: str, url: str, body: Any = None) -> httpx.Response:
-    """Return the reply to a GET, or to a POST of a body, that comes from an address of this machine."""
     with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=20) as client:
         return client.get(url) if body is None else client.post(url, json=body)
 
 
-class RawClient:
-    """One connection that reads as slowly as the test does.
+def opened_from(address: str, url: str, stack: ExitStack) -> socket.socket:
+    made = stack.enter_context(socket.socket())
+    made.settimeout(20)
+    made.bind((address, 0))
+    made.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    return made
 
-    Args:
-        url: Of the server.
-        buffer: Bytes that the kernel takes for it.
-    """
+
+class RawClient:
+    """One connection that reads as slowly as the test does; `buffer` are bytes that the kernel takes for it."""
 
     def __init__(self, url: str, buffer: int = 4096) -> None:
         self.socket = socket.socket()
@@ -62,7 +61,6 @@ class RawClient:
         self.socket.sendall(data)
 
     def upgrade(self) -> None:
-        """Make it a WebSocket."""
         self.send(UPGRADE)
         head = b""
         while b"\r\n\r\n" not in head:
@@ -70,7 +68,6 @@ class RawClient:
         assert head.startswith(b"HTTP/1.1 101 "), head
 
     def keep_sending(self, data: bytes, seconds: float = 20) -> None:
-        """Send data a hundred times a second."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.send(data)

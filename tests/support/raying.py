@@ -23,29 +23,18 @@ MODEL = {"policy": "fixed", "drafter": "draft-model", "max_length": 1024}
 
 @dataclass
 class Cluster:
-    """A running application.
-
-    Attributes:
-        url: Its address.
-        client: Of plain HTTP.
-        driver: The program that runs Ray.
-        model: The options that give the model.
-    """
-
     url: str
     client: httpx.Client
-    driver: subprocess.Popen[str]
-    model: dict[str, Any]
+    driver: subprocess.Popen[str]  # runs Ray
+    model: dict[str, Any]  # the options that give the model
 
     def deploy(self, **options: Any) -> None:
-        """Run the application with these options; return when it is up."""
         given = {"replicas": 2, "cpus": 0.5, "max_batch": 8, "load": MODEL, **self.model, **options}
         assert self.driver.stdin is not None and self.driver.stdout is not None
         print(json.dumps(given), file=self.driver.stdin, flush=True)
         assert "up\n" in self.driver.stdout, "the application did not come up"  # after lines of Ray's
 
     def metric(self, name: str) -> dict[str, float]:
-        """Return a metric's sum over its other labels, by replica."""
         found: dict[str, float] = {}
         for line in self.client.get("/metrics").text.splitlines():
             if line.startswith((name + " ", name + "{")):
@@ -60,7 +49,6 @@ class Cluster:
             time.sleep(0.02)
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Return the processes of the replicas of a deployment."""
         name = f"ray::ServeReplica:default:{name}"
         return [each for each in children(self.driver.pid) if title(each).startswith(name)]
 
@@ -78,12 +66,11 @@ def title(process: psutil.Process) -> str:
 
 @contextmanager
 def cluster(**model: Any) -> Iterator[Cluster]:
-    """Run Ray for a model until the block ends, and check that none of its processes stays."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     # Ray's own ports listen on every address of the machine, so they ask for a token.
     own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    command = [sys.executable, "-m", "tests.support.ray_driver", str(port)]
+    command = [sys.executable, "-m", "tests.support.raying", str(port)]
     with (
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | own,
@@ -101,3 +88,24 @@ def cluster(**model: Any) -> Iterator[Cluster]:
             for process in left:
                 process.kill()
     assert not left, f"processes of Ray are left: {left}"
+
+
+def main(port: int) -> None:
+    import ray
+    from ray import serve
+
+    from foredraft.serve.ray import Options, app
+
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        for line in sys.stdin:
+            serve.run(app(Options(**json.loads(line))))
+            print("up", flush=True)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -8,18 +8,14 @@ import pytest
 
 import foredraft
 
-__all__ = ["check_pickle", "check_refused"]
-
 
 def check_refused(target: Path, head: Path, message: str, drafter: str | None = None) -> None:
-    """Check that a head is refused by one line that holds the message."""
     with pytest.raises(foredraft.CheckpointError) as refusal:
         foredraft.load(target, draft=head, drafter=drafter, device="cpu")
     assert message in str(refusal.value) and "\n" not in str(refusal.value), refusal.value
 
 
 def check_pickle(target: Path, file: Path, remedy: str, drafter: str | None = None) -> None:
-    """Check that a head whose weights are this pickle is refused, and that the pickle does not run."""
     ran = file.parent / "ran"
     file.write_bytes(b"cposix\nsystem\n(S'touch %s'\ntR." % str(ran).encode())
     with pytest.raises(foredraft.CheckpointError, match=f"is a pickle.*{remedy}"):

@@ -1,7 +1,7 @@
 """Run Python on this tree's source in a process of its own.
 
-Importing PyTorch takes longer than most programs of these tests. So `forked` takes its processes from a server that
-has imported the library and computed nothing, a state that a new process reaches too.
+`forked` takes its processes from a server that has imported the library and computed nothing: importing takes longer
+than most programs of these tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ Program = Callable[[list[str]], object]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return an environment with this tree's source, without colour settings, and with these changes."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     # One thread, because the models are tiny and the machine may be busy.
@@ -36,7 +35,6 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def python(*arguments: str, **options: Any) -> str:
-    """Run Python with these arguments, assert that it exits with code 0, and return its standard output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         env=environment(), capture_output=True, encoding="utf-8", timeout=TIMEOUT, **options,
@@ -46,7 +44,6 @@ def python(*arguments: str, **options: Any) -> str:
 
 
 def script(file: Path, *arguments: str, cwd: Path) -> str:
-    """Run a Python file in a forked process, as `python` does."""
     done = forked(run_file, str(file), *arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
@@ -59,17 +56,9 @@ def forked(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Call a function with these arguments in a forked process, to its end.
+    """Call a function with a list of these arguments in a forked process, to its end, or kill it after TIMEOUT.
 
-    Args:
-        program: `run_file`, `run_code`, or another function of a module.
-        *arguments: Its list of arguments.
-        input: Standard input.
-        cwd: Working directory, by default that of the test.
-        env: Environment, by default `environment()`. A module that the server has imported does not read it anew.
-
-    Raises:
-        subprocess.TimeoutExpired: The process did not end within TIMEOUT, and was killed.
+    A module that the server has imported does not read the environment anew.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -87,7 +76,6 @@ def forked(
 
 
 def _call(program: Program, arguments: list[str], folder: Path, cwd: Path, env: dict[str, str]) -> None:
-    """Call the function with files for its streams."""
     import torch
 
     # PyTorch took its number of threads from the server's environment.
@@ -102,13 +90,11 @@ def _call(program: Program, arguments: list[str], folder: Path, cwd: Path, env: 
 
 
 def run_file(arguments: list[str]) -> None:
-    """Run the file that is the first argument as a program."""
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 def run_code(arguments: list[str]) -> None:
-    """Run the code that is the first argument as a program."""
     sys.argv = ["-c", *arguments[1:]]
     exec(compile(arguments[0], "<code>", "exec"), {"__name__": "__main__"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from websockets.sync.client import ClientConnection, connect
 
 import foredraft
 from foredraft import LLM, demo
@@ -28,30 +31,19 @@ TEMPLATE = (
 
 @dataclass
 class Served:
-    """A running server.
-
-    Attributes:
-        url: Its address.
-        llm: Its model.
-        state: Of its app.
-        client: Of plain HTTP.
-    """
-
     url: str
     llm: LLM
     state: App
     client: httpx.Client
 
     def metric(self, name: str) -> float:
-        """Return the sum of a metric over its labels."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((name + " ", name + "{")))
 
     def finished(self, reason: str) -> float:
-        """Return how many samples ended for a reason."""
         return self.metric(f'foredraft_requests_finished_total{{reason="{reason}"}}')
 
-    def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+    def wait(self, holds: Callable[[], bool], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, "it never came true"
@@ -61,9 +53,15 @@ class Served:
         engine = engine_of(self.llm)
         return engine.scheduler.idle and self.state.model is not None and not self.state.model.limits.samples
 
+    def websocket(self, **options: Any) -> ClientConnection:
+        return connect(self.url.replace("http", "ws") + "/v1/stream", **options)
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
 
 def chat_model(folder: Path) -> Path:
-    """Make a copy of the demo target that has a chat template."""
     shutil.copytree(demo.target_path(), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -71,7 +69,7 @@ def chat_model(folder: Path) -> Path:
 
 def load_chat(folder: Path, **options: object) -> LLM:
     options = {"policy": "fixed", "max_batch": 4, "max_length": 512} | options
-    return foredraft.load(chat_model(folder / "demo"), draft=demo.draft_path(), **options)  # type: ignore[arg-type]
+    return foredraft.load(chat_model(folder / "demo"), draft=demo.draft_path(), **options)
 
 
 @contextmanager
@@ -79,7 +77,7 @@ def serving(
     llm: LLM, *, prepare: Callable[[FastAPI], object] = lambda app: None, **settings: object
 ) -> Iterator[Served]:
     """Serve a model until the block ends; `prepare` may add to the app before it starts."""
-    given = Settings(**{"port": 0, "drain_seconds": 10.0, **settings})  # type: ignore[arg-type]
+    given = Settings(**{"port": 0, "drain_seconds": 10.0, **settings})
     app = create_app(lambda: llm, given)
     prepare(app)
     server, listening = make_server(app, given), listen(given)

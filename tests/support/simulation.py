@@ -12,8 +12,6 @@ from foredraft.decode.policy import Candidates, CostTable, Decision, Policy
 from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 
-__all__ = ["Right", "Row", "Simulated", "flat", "right_with", "sequence_of", "simulate"]
-
 Right = Callable[[int], bool]  # does the drafter have the token at this position of the text right?
 
 
@@ -25,12 +23,10 @@ def flat(step: float = 0.2, column: float = 0.02, *, drafters: tuple[str, ...] =
 
 
 def right_with(chance: float, seed: int = 0) -> Right:
-    """Return a drafter that is right at positions of its own, with this probability."""
     return lambda position: random.Random(f"{seed} {position}").random() < chance
 
 
 def sequence_of(policy: Policy, **more: Any) -> Any:
-    """Return what a policy sees of a greedy request of 9 tokens, of which 50 are to come."""
     params = SimpleNamespace(temperature=0)
     fields = {"params": params, "policy_state": policy.start(), "tokens": [0] * 9, "remaining": 50}
     return SimpleNamespace(**fields | more)
@@ -38,48 +34,25 @@ def sequence_of(policy: Policy, **more: Any) -> Any:
 
 @dataclass
 class Row:
-    """One request.
-
-    Attributes:
-        drafters: Name -> where it is right.
-        tokens: New tokens.
-        offered: Name -> tokens that it has to propose, by tokens emitted; a guesser, which reads nothing.
-        prompt: Tokens.
-        confidence: Name -> confidence in its proposal, by tokens emitted.
-        late: Drafters for which the text may begin late.
-        enters: Rounds in which the row is still in prefill.
-        beside: Name -> where the sibling of a wrong token is right; drafters without have no siblings.
-    """
-
     drafters: Mapping[str, Right]
-    tokens: int = 256
+    tokens: int = 256  # new ones
+    # tokens that a drafter, which then reads nothing, has to propose, by tokens emitted
     offered: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     prompt: int = 16
-    confidence: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
-    late: frozenset[str] = frozenset()
-    enters: int = 0
-    beside: Mapping[str, Right] = field(default_factory=dict)
+    confidence: Mapping[str, Callable[[int], float]] = field(default_factory=dict)  # by tokens emitted
+    late: frozenset[str] = frozenset()  # drafters for which the text may begin late
+    enters: int = 0  # rounds in which the row is still in prefill
+    sibling: Mapping[str, Right] = field(default_factory=dict)  # where the sibling of a wrong token is right
 
 
 @dataclass
 class Simulated:
-    """Result of a simulation.
-
-    Attributes:
-        ms: Time taken.
-        plain: Time of plain decoding.
-        rounds: Of every round, (drafter, budget) of the rows that decode.
-        siblings: Of every round, siblings in all.
-        read: Tokens of texts that were new to a drafter and that it read, in order.
-        ended: When each row ended, in ms.
-    """
-
     ms: float
-    plain: float
-    rounds: list[list[tuple[str | None, int]]]
-    siblings: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
-    ended: list[float] = field(default_factory=list)
+    plain: float  # ms of plain decoding
+    rounds: list[list[tuple[str | None, int]]]  # of every round, (drafter, budget) of the rows that decode
+    siblings: list[int] = field(default_factory=list)  # of every round, in all
+    read: list[int] = field(default_factory=list)  # tokens of texts that were new to a drafter, in order
+    ended: list[float] = field(default_factory=list)  # when each row ended, in ms
 
     @property
     def speedup(self) -> float:
@@ -97,30 +70,17 @@ def simulate(
     *,
     slowdown: Slowdown | None = None,
 ) -> Simulated:
-    """Run all rows to their end, side by side.
+    """Run all rows to their end, side by side, with a policy that was told the costs in a table.
 
-    Args:
-        policy: Decides.
-        table: What it was told that rounds cost.
-        rows: The requests.
-        clock: What rounds really cost; the table unless given.
-        slowdown: By the round's number and its drafter, how many times longer it takes. Where it is given, the
-            simulation tells the policy what each round took.
+    The rounds cost what `clock` says, by default the table, and by `slowdown`, of the round's number and its drafter, so
+    many times longer; the policy is then told what each round took.
     """
     clock = clock or table
-    sequences: list[Any] = [
-        SimpleNamespace(
-            id=index,
-            drafters=tuple(row.drafters),
-            prompt=[0] * row.prompt,
-            tokens=[0] * row.prompt,
-            params=SimpleNamespace(temperature=0),
-            constraint=None,
-            policy_state=policy.start(),
-            read={},
-        )
-        for index, row in enumerate(rows)
-    ]
+    sequences: list[Any] = []
+    for index, row in enumerate(rows):
+        texts = {"prompt": [0] * row.prompt, "tokens": [0] * row.prompt}
+        more = {"id": index, "drafters": tuple(row.drafters), "constraint": None, "read": {}}
+        sequences.append(sequence_of(policy, **texts, **more))
     result = Simulated(0.0, 0.0, [], ended=[0.0] * len(rows))
     for step in range(max(row.enters + row.tokens for row in rows)):
         seated = sum(row.enters + row.tokens > step for row in rows)
@@ -149,10 +109,8 @@ def simulate(
             sequence.tokens += [0] * (accepted + 1 + sibling)
             if decision.drafter is not None and decision.budget:
                 sequence.read[decision.drafter] = len(sequence.tokens) - 1 - (accepted == decision.budget)
-            outcome = Round(
-                decision.budget, accepted, accepted + 1 + sibling, decision.drafter,
-                siblings=decision.siblings, sibling=sibling,
-            )  # fmt: skip
+            siblings = {"siblings": decision.siblings, "sibling": sibling}
+            outcome = Round(decision.budget, accepted, accepted + 1 + sibling, decision.drafter, **siblings)
             policy.learn(sequence, outcome, None)
             result.ended[index] = result.ms
         if slowdown is not None:
@@ -164,34 +122,29 @@ def simulate(
 
 def _candidates(row: Row, sequence: Any) -> Candidates:
     done = len(sequence.tokens) - row.prompt
-    limits = {}
-    for name in row.drafters:
-        room = sequence.remaining - 1
-        room = min(room, row.offered[name](done)) if name in row.offered else room
-        if room > 0:
-            limits[name] = room
+    room = sequence.remaining - 1
+    rooms = {name: min(room, row.offered.get(name, lambda done: room)(done)) for name in row.drafters}
+    limits = {name: room for name, room in rooms.items() if room > 0}
     unread = {
         name: 0 if name in row.offered else len(sequence.tokens) - 1 - sequence.read.get(name, 0)
         for name in row.drafters
     }
     confidence = {name: row.confidence[name](done) for name in row.confidence if name in limits}
     late = {name for name in row.late if name not in sequence.read}
-    combs = {name for name in row.beside if name in limits}
-    return Candidates(sequence, limits, unread, confidence, late, combs)
+    trees = {name for name in row.sibling if name in limits}
+    return Candidates(sequence, limits, unread, confidence, late, trees)
 
 
 def _sibling(row: Row, sequence: Any, decision: Decision, accepted: int) -> bool:
-    """Return whether a sibling is written, and a token after it is wanted."""
     if decision.drafter is None or accepted >= min(decision.budget, decision.siblings):
         return False
     done = len(sequence.tokens) - row.prompt + accepted
-    return done + 1 < row.tokens and row.beside[decision.drafter](done)
+    return done + 1 < row.tokens and row.sibling[decision.drafter](done)
 
 
 def _draft(
     row: Row, sequence: Any, options: Candidates, decision: Decision, clock: CostTable, result: Simulated
 ) -> int:
-    """Return how many drafted tokens are accepted, after the drafter has read what it missed."""
     name, budget, context, _ = decision
     if name is None or not budget:
         return 0

@@ -21,7 +21,6 @@ WORDS = 2**23
 
 
 def save_sparse(folder: Path) -> Path:
-    """Save a checkpoint of a tebibyte in one file."""
     save_checkpoint(folder, dtype=torch.bfloat16, tokenizer=True, **KEYS)
     config = json.loads((folder / "config.json").read_text())
     shapes = {}
@@ -35,7 +34,6 @@ def save_sparse(folder: Path) -> Path:
 
 
 def write_sparse(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write a safetensors file of bfloat16 zeros that takes no room on the disk."""
     at, header = 0, {}
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)

@@ -1,15 +1,12 @@
 """Strings on which tokenizers are compared: each kind of text that a rule for words treats in its own way.
 
-Contract: the strings are a function of the count and the seed. They are short, so that a difference is easy to
-read, and every kind comes equally often: alone, and joined with other kinds.
+They are a function of the count and the seed. Every kind comes equally often: alone, and joined with other kinds.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-
-__all__ = ["strings"]
 
 PROSE = (
     "The quick brown fox jumps over the lazy dog.",
@@ -45,117 +42,30 @@ MARKS = (
     "\u1100\u1161\u11a8 \u212b \u2126 \ufb01 \u01c4 \u0958 \uf900",  # texts that a normalisation changes
 )
 EMOJI = ("🚀 😶‍🌫️ ✅ 🦙🦙", "👩🏽‍💻👨‍👩‍👧‍👦", "🇫🇷🇯🇵 1️⃣ ☃️ ♥", "(╯°□°)╯︵ ┻━┻ ツ")
-DIGITS = (
-    "1",
-    "12",
-    "123",
-    "1234",
-    "1234567890",
-    "3.14159",
-    "1,000,000",
-    "½ ² Ⅷ ④ ٣٤ １２３４ ൰",
-    "0x1F 1e-9",
-    "v1.2.3-rc4",
-)
-SPACES = (
-    " ",
-    "  ",
-    "   ",
-    "\t",
-    "\n",
-    "\r",
-    "\r\n",
-    "\v",
-    "\f",
-    "\x85",
-    "\xa0",
-    "\u2003",
-    "\u2028",
-    "\u202f",
-    "\u3000",
-)
-SPACES += ("\u200b", "\ufeff", "\u180e", "\u1680", "\x1c")  # some libraries count these as white space
+DIGITS = ("1", "12", "123", "1234", "1234567890", "3.14159", "1,000,000")
+DIGITS += ("½ ² Ⅷ ④ ٣٤ １２３４ ൰", "0x1F 1e-9", "v1.2.3-rc4")
+SPACES = (" ", "  ", "   ", *"\t\n\r", "\r\n", *"\v\f\x85\xa0\u2003\u2028\u202f\u3000")
+SPACES += (*"\u200b\ufeff\u180e\u1680\x1c",)  # some libraries count these as white space
 CONTRACTIONS = (
-    "I've",
-    "he'LL",
-    "DON'T",
-    "we'Re",
-    "'S",
-    "it's",
-    "you'd",
-    "'m",
-    "o'clock",
-    "l'été",
-    "it’s",
-    "WE’VE",
-    "'ſ",
-    "x'sy",
+    *"I've he'LL DON'T we'Re 'S it's you'd 'm o'clock l'été it’s WE’VE 'ſ x'sy '\u212a ''t".split(),
 )
-CONTRACTIONS += ("'\u212a", "''t", "rock 'n' roll", "türkiye'nin")
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<bos>",
-    "<eos>",
-    "<pad>",
-    "<unk>",
-    "<mask>",
-    "<s>",
-    "</s>",
-)
-SPECIAL += (
-    "<start_of_turn>user\n",
-    "<end_of_turn>\n",
-    "<start_of_image>",
-    "<|eot_id|>",
-    "<|begin_of_text|>",
-    "[INST]",
-)
-SPECIAL += (
-    "<|im_start",
-    "im_end|>",
-    "<|im_end|",
-    "< bos>",
-    "<0x0A>",
-    "<0xE2>",
-    "<unused7>",
-    "[multimodal]",
-    "<table>",
-    "<h1>",
-)
+CONTRACTIONS += ("rock 'n' roll", "türkiye'nin")
+SPECIAL = (*"<|endoftext|> <|im_start|> <|im_end|> <bos> <eos> <pad> <unk> <mask> <s> </s>".split(),)
+SPECIAL += ("<start_of_turn>user\n", "<end_of_turn>\n", "<start_of_image>", "<|eot_id|>", "<|begin_of_text|>")
+SPECIAL += ("[INST]", "<|im_start", "im_end|>", "<|im_end|", "< bos>", "<0x0A>", "<0xE2>", "<unused7>")
+SPECIAL += ("[multimodal]", "<table>", "<h1>")
 BLOCKS = ("\u2581", "\u2581\u2581", "\u2581a", "a\u2581b", " \u2581 ", "\u2581the", "Ġ", "Ċthe", "##ing")
-ODD = (
-    "\x00",
-    "\x07",
-    "\x7f",
-    "\ufffd",
-    "\u200d",
-    "\u2060",
-    "\ue000",
-    "\U000e0041",
-    "\uffff",
-    "\U0010fffd",
-    "\u0378",
-)
+ODD = (*"\x00\x07\x7f\ufffd\u200d\u2060\ue000\U000e0041\uffff\U0010fffd\u0378",)
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~«»¿¡§¶•–—‘’“”…、。！？｡￥€£₿°±×÷≠∞"
 
 
 def strings(count: int, seed: int = 0) -> list[str]:
-    """Return strings of all kinds: code, scripts, marks, emoji, digits, spaces, special tokens, and mixtures.
-
-    Args:
-        count: How many.
-        seed: Another seed gives other strings.
-    """
     draw = random.Random(seed)
     kinds = [*KINDS.values(), _mixture, _glued]
     return [kinds[at % len(kinds)](draw) for at in range(count)]
 
 
 def _words(texts: tuple[str, ...]) -> Callable[[random.Random], str]:
-    """Return a kind that joins pieces of texts, some of them cut in the middle of a word."""
-
     def kind(draw: random.Random) -> str:
         text = draw.choice((" ", "", "\n", "  ")).join(draw.choices(texts, k=draw.randint(1, 3)))
         start = draw.choice((0, draw.randrange(len(text))))
@@ -165,18 +75,14 @@ def _words(texts: tuple[str, ...]) -> Callable[[random.Random], str]:
 
 
 def _runs(draw: random.Random) -> str:
-    """Return runs of white space, long ones too, between words."""
     parts = [draw.choice(SPACES) * draw.choice((1, 1, 2, 3, 5, 31, 40)) for _ in range(draw.randint(1, 4))]
     return "".join(part + draw.choice(("", "a", "word", "1", ".", "é")) for part in parts)
 
 
 def _numbers(draw: random.Random) -> str:
     run = "".join(draw.choices("0123456789", k=draw.randint(1, 12)))
-    return (
-        draw.choice(("", " ", "a", "-", "$", "\n"))
-        + run
-        + draw.choice(("", "a", " ", ".", draw.choice(DIGITS)))
-    )
+    before = draw.choice(("", " ", "a", "-", "$", "\n"))
+    return before + run + draw.choice(("", "a", " ", ".", draw.choice(DIGITS)))
 
 
 def _punctuation(draw: random.Random) -> str:
@@ -184,10 +90,8 @@ def _punctuation(draw: random.Random) -> str:
 
 
 def _characters(draw: random.Random) -> str:
-    """Return characters of all of Unicode but the surrogates."""
-    drawn = [
-        draw.randrange(draw.choice((0x80, 0x800, 0x10000, 0x110000))) for _ in range(draw.randint(1, 12))
-    ]
+    ends = (0x80, 0x800, 0x10000, 0x110000)
+    drawn = [draw.randrange(draw.choice(ends)) for _ in range(draw.randint(1, 12))]
     return "".join(chr(each) for each in drawn if not 0xD800 <= each < 0xE000)
 
 
@@ -210,15 +114,10 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
 
 
 def _mixture(draw: random.Random) -> str:
-    """Return pieces of several kinds with white space between them."""
     kinds = draw.choices([*KINDS.values()], k=draw.randint(2, 4))
     return "".join(kind(draw)[:24] + draw.choice(("", *SPACES)) for kind in kinds)
 
 
 def _glued(draw: random.Random) -> str:
-    """Return special tokens and short pieces without anything between them."""
-    parts = [
-        draw.choice((*SPECIAL, *BLOCKS, *SPACES, *CONTRACTIONS, *DIGITS, "a", "Ab", " x"))
-        for _ in range(draw.randint(2, 6))
-    ]
-    return "".join(parts)
+    pieces = (*SPECIAL, *BLOCKS, *SPACES, *CONTRACTIONS, *DIGITS, "a", "Ab", " x")
+    return "".join(draw.choice(pieces) for _ in range(draw.randint(2, 6)))

@@ -13,31 +13,20 @@ from tests.support.command import COMMAND
 from tests.support.interrupting import handler_of_sigint
 from tests.support.running import environment
 
-__all__ = ["CTRL_C", "CTRL_D", "TerminalSession"]
-
 CTRL_C, CTRL_D = "\x03", "\x04"
 SECONDS = 60
 
 
 class TerminalSession:
-    """A process whose terminal is a pseudo-terminal, with methods that type and wait for its output.
-
-    Args:
-        *arguments: Those of the command.
-        command: The program and its first arguments.
-        all_shown: The terminal shows stderr, too. Otherwise `wait` returns its lines.
-    """
+    """A process on a pseudo-terminal, which shows stderr, too, if `all_shown`; otherwise `wait` returns its lines."""
 
     def __init__(self, *arguments: str, command: list[str] | None = None, all_shown: bool = False) -> None:
         self.shown, terminal = pty.openpty()
         with handler_of_sigint():  # a process in the background would have its own start with SIGINT ignored
-            self.process = subprocess.Popen(
-                ["setsid", "--ctty", *(command or COMMAND), *arguments],
-                stdin=terminal,
-                stdout=terminal,
-                stderr=terminal if all_shown else subprocess.PIPE,
-                env=environment(TERM="xterm", INPUTRC="/dev/null"),
-            )
+            err = terminal if all_shown else subprocess.PIPE
+            command = ["setsid", "--ctty", *(command or COMMAND), *arguments]
+            own = environment(TERM="xterm", INPUTRC="/dev/null")
+            self.process = subprocess.Popen(command, env=own, stdin=terminal, stdout=terminal, stderr=err)
         os.close(terminal)
         self.text_buffer, self.read = "", 0
         while os.tcgetpgrp(self.shown) != self.process.pid:  # until then no key reaches it
@@ -52,13 +41,11 @@ class TerminalSession:
         os.close(self.shown)
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` occurs after the text that earlier calls waited for."""
         while text not in self.text_buffer[self.read :]:
             assert self._read(), f"it ended without {text!r}: {self.text_buffer!r}"
         self.read = self.text_buffer.index(text, self.read) + len(text)
 
     def type(self, line: str) -> None:
-        """Type at the next prompt of a conversation."""
         self.wait_for("> ")
         self.press(line)
 
@@ -69,19 +56,16 @@ class TerminalSession:
         self.press(CTRL_C)
 
     def press(self, keys: str) -> None:
-        """Type at once."""
         with suppress(OSError):  # the process has ended
             os.write(self.shown, keys.encode())
 
     def wait(self) -> tuple[int, list[str]]:
-        """Wait for the exit code, and the lines of a stderr that the terminal does not show."""
         while self._read():
             pass
         _, err = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, (err or b"").decode().splitlines()
 
     def _read(self) -> bool:
-        """Read what the terminal shows next; False at its end."""
         ready, _, _ = select.select([self.shown], [], [], SECONDS)
         assert ready, f"nothing within {SECONDS} s after {self.text_buffer!r}"
         try:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from foredraft.constraints.after_thinking import AfterThinking
-from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
-from foredraft.constraints.grammar import Grammar
-from foredraft.constraints.pace import MaskThreads, Pace
-from foredraft.constraints.thinking_tokens import ThinkingTokens
+from foredraft.constraints.combined import AfterThinking
+from foredraft.constraints.grammar import Grammar, MaskThreads, Pace, compile_grammar, grammar_tokenizer
+from foredraft.constraints.token_table import ThinkingTokens
 from foredraft.decode.constraint import Constraint
+from tests.support.parts import Remembering
 
 BREAKS = 2  # line breaks that may stand between the thinking and the content
 
 
 @dataclass
 class Spelling:
-    """The codec of a small vocabulary."""
-
     texts: tuple[bytes, ...]
 
     def table(self, size: int) -> list[bytes]:
@@ -40,8 +37,6 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Thought:
-    """Texts over a small vocabulary that may think, and then are one of some texts."""
-
     texts: tuple[bytes, ...]
     opens: str
     closes: str
@@ -56,7 +51,7 @@ class Thought:
     @cached_property
     def parts(self) -> tuple[ThinkingTokens, Grammar]:
         size = len(self.texts)
-        tokenizer = grammar_tokenizer(Spelling(self.texts), size, self.ends)  # type: ignore[arg-type]
+        tokenizer = grammar_tokenizer(Spelling(self.texts), size, self.ends)
         pace = Pace(MaskThreads(), small=True)
         matcher = compile_grammar(*self.grammar, tokenizer, pace)
         grammar = Grammar(matcher, self.ends, tokenizer.eos_token, size, self.grammar[0], pace)
@@ -76,7 +71,6 @@ class Thought:
         return b"".join(self.texts[token] for token in tokens)
 
     def is_legal(self, tokens: list[int]) -> bool:
-        """Return whether a text can go on to be thinking and a text of the grammar, or the latter alone."""
         return self._may_think(tokens) or (not self.begun and self._fits(tokens))
 
     def content_of(self, tokens: list[int]) -> list[int] | None:
@@ -117,22 +111,11 @@ class Thought:
         return any(each.startswith(text) for each in self.accepted)
 
 
-@dataclass
-class ByDefinition(Constraint):
-    thought: Thought
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
+class ByDefinition(Remembering):
+    def __init__(self, thought: Thought) -> None:
+        super().__init__()
+        self.thought = thought
 
     def mask(self) -> Tensor:
         size = len(self.thought.texts)
         return torch.tensor([self.thought.is_legal([*self.tokens, id]) for id in range(size)])
-
-    def advance(self, token: int) -> int:
-        self.tokens.append(token)
-        return self.length
-
-    def rewind(self, length: int) -> None:
-        del self.tokens[length:]

@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 
 from foredraft import LLM, SamplingParams
-from foredraft.train.packed_documents import Document
-from foredraft.train.target import FrozenTarget
-from foredraft.train.validation import acceptance, summarise
-from foredraft.tune.expected_rounds import ExpectedRounds
-
-__all__ = ["check_prediction"]
+from foredraft.train.loop import acceptance, summarise
+from foredraft.train.target import Document, FrozenTarget
+from foredraft.tune.teacher_forced import ExpectedRounds
 
 
 def check_prediction(
@@ -27,25 +24,13 @@ def check_prediction(
     new: int,
     windows_of: Callable[[Sequence[Any]], Any],
 ) -> None:
-    """Check on texts that the target wrote: within the interval of a bootstrap over whole texts.
+    """Check on `count` texts of the target's: within the interval of a bootstrap over whole texts.
 
-    Args:
-        llm: Drafts `gamma` tokens in every round.
-        student: What was trained.
-        target: Its target.
-        temperature: Of the texts.
-        gamma: The draft length.
-        count: Texts.
-        new: New tokens of each.
-        windows_of: Returns the acceptance of every draft, [texts, tokens, gamma or more], of the runs of texts.
+    `windows_of` returns the acceptance of every draft, [texts, tokens, gamma or more], of the runs of texts.
     """
     prompts = [[1, 3 + n, 5 + n] for n in range(count)]
-    params = [
-        SamplingParams(
-            temperature=temperature, max_new_tokens=new, ignore_eos=True, seed=n, acceptance="speculative"
-        )
-        for n in range(count)
-    ]
+    common = {"temperature": temperature, "max_new_tokens": new, "ignore_eos": True}
+    params = [SamplingParams(**common, seed=n, acceptance="speculative") for n in range(count)]
     outputs = llm.generate(prompts, params)
     texts = [
         Document((*prompt, *output.token_ids), (False,) * 3 + (True,) * new)

@@ -7,22 +7,15 @@ from typing import Any
 import torch
 import transformers
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+from tests.support.variants_llama_like import ABSENT, FULL, GROUPED, SLIDING, UNTIED
+
 BASE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    **GROUPED,
     "num_hidden_layers": 7,  # so that the sixth has full attention, and the last one must have it
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "global_head_dim": 32,
-    "max_position_embeddings": 2048,
     "sliding_window": 24,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "pad_token_id": 0,
-    "initializer_range": 0.3,
 }
 GEMMA4: dict[str, Any] = {**BASE, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97}
 GEMMA4_UNIFIED: dict[str, Any] = {
@@ -43,16 +36,32 @@ FAMILIES: dict[str, Any] = {
 _ABSENT = """attention_bias attention_k_eq_v final_logit_softcapping global_head_dim head_dim hidden_activation
     layer_types num_global_key_value_heads num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps
     rope_parameters sliding_window tie_word_embeddings use_bidirectional_attention use_double_wide_mlp""".split()
-DEFAULTS: dict[str, list[str]] = {
-    "gemma4": [*_ABSENT, "enable_moe_block"],
-    "gemma4-unified": _ABSENT,
-}
+DEFAULTS: dict[str, list[str]] = {"gemma4": [*_ABSENT, "enable_moe_block"], "gemma4-unified": _ABSENT}
 SHARED: dict[str, Any] = {  # the last three layers read the keys and values of the second and the fourth
     "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
     "num_kv_shared_layers": 3,
     "num_hidden_layers": 7,
 }
 BY_LAYER: dict[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101}
+THETAS = {
+    FULL: {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+}
+PUBLISHED = {"per_layer_config": ABSENT, "num_global_key_value_heads": 4, "global_head_dim": 32}
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {  # as in `variants_llama_like`
+    "gemma4": {
+        "k-eq-v": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        "shared": {**SHARED, **BY_LAYER},
+        "double-wide": {**SHARED, **BY_LAYER, "use_double_wide_mlp": True},
+        "by-layer": {**BY_LAYER, "hidden_activation": "silu"},
+        "published": {**PUBLISHED, "attention_k_eq_v": True},  # as Google writes the heads
+        "equal-heads": {"global_head_dim": 16},
+        "own-heads-ungated": {"num_global_key_value_heads": 1},
+        "untied-biases": {**UNTIED, "attention_bias": True},
+        "thetas": {"rope_parameters": THETAS, "rms_norm_eps": 1e-2},
+    },
+    "gemma4-unified": {"shared": {**SHARED, "use_double_wide_mlp": True}},
+}
 
 
 def fill(model: torch.nn.Module) -> None:
@@ -62,36 +71,3 @@ def fill(model: torch.nn.Module) -> None:
             torch.nn.init.uniform_(tensor, 0.5, 1.5)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             tensor.data.mul_(0.5)
-
-
-def variants(absent: object) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the variants; `absent` is the value of a key that is not in config.json."""
-    return {
-        "gemma4": ("gemma4", {}),
-        "gemma4-k-eq-v": ("gemma4", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
-        "gemma4-shared": ("gemma4", {**SHARED, **BY_LAYER}),
-        "gemma4-double-wide": ("gemma4", {**SHARED, **BY_LAYER, "use_double_wide_mlp": True}),
-        "gemma4-by-layer": ("gemma4", {**BY_LAYER, "hidden_activation": "silu"}),
-        "gemma4-published": (  # as Google writes the heads, without `per_layer_config`
-            "gemma4",
-            {"per_layer_config": absent, "attention_k_eq_v": True, "num_global_key_value_heads": 4}
-            | {"global_head_dim": 32},
-        ),
-        "gemma4-equal-heads": ("gemma4", {"global_head_dim": 16}),
-        "gemma4-own-heads-ungated": ("gemma4", {"num_global_key_value_heads": 1}),
-        "gemma4-untied-biases": ("gemma4", {"tie_word_embeddings": False, "attention_bias": True}),
-        "gemma4-thetas": (
-            "gemma4",
-            {
-                "rope_parameters": {
-                    FULL: {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-                    SLIDING: {"rope_type": "default", "rope_theta": 50.0},
-                },
-                "rms_norm_eps": 1e-2,
-            },
-        ),
-        "gemma4-absent": ("gemma4", {}),
-        "gemma4-unified": ("gemma4-unified", {}),
-        "gemma4-unified-shared": ("gemma4-unified", {**SHARED, "use_double_wide_mlp": True}),
-        "gemma4-unified-absent": ("gemma4-unified", {}),
-    }

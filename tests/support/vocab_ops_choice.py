@@ -10,7 +10,7 @@ from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, TorchVocabOps, VocabOps
 from foredraft.kernels import library
 from foredraft.kernels.vocab import KernelVocabOps
 
-METHODS = [name for name in vars(VocabOps) if not name.startswith("_")]
+METHODS = [name for name in vars(TorchVocabOps) if not name.startswith("_")]
 PRESENT: VocabOps = (
     TORCH_VOCAB_OPS if library() is None else KernelVocabOps()
 )  # the kernels where there is a compiler

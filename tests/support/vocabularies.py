@@ -12,59 +12,29 @@ from tokenizers import models, pre_tokenizers, trainers
 from foredraft.model.gguf.vocabulary import vocabulary_of
 from tests.support.strings import strings
 
-__all__ = ["KEY", "SPACE", "byte_level", "sentencepiece", "tokenizer_of"]
-
 KEY = "tokenizer.ggml."
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-PIECES = [
-    SPACE,
-    *"abcdeht",
-    f"{SPACE}t",
-    "he",
-    f"{SPACE}the",
-    "at",
-    "cat",
-    "ca",
-    "ab",
-    f"{SPACE}a",
-    "abc",
-    "bc",
-]
+PIECES = [SPACE, *"abcdeht", *f"{SPACE}t he {SPACE}the at cat ca ab {SPACE}a abc bc".split()]
 
 
 def sentencepiece(**changes: Any) -> dict[str, Any]:
-    """Return the metadata of a vocabulary with scores, in which some tokens can be joined in two ways."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
     scores = [0.0] * 259 + [-float((rank * 7) % 50) for rank in range(len(PIECES))]
-    found = {
-        "model": "llama",
-        "tokens": tokens,
-        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(PIECES)],
-        "scores": scores,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
-    }
+    found = {"model": "llama", "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    found |= {"tokens": tokens, "token_type": [2, 3, 3, *[6] * 256, *[1] * len(PIECES)], "scores": scores}
     return {KEY + name: value for name, value in (found | changes).items()}
 
 
 def byte_level(pre: Any, **changes: Any) -> dict[str, Any]:
     """Return the metadata of a vocabulary over bytes, whose merges cross every border that a rule may draw."""
     tokens, merges = _spanning()
-    found = {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": [*tokens, "<|end|>", "[PAD]"],
-        "token_type": [*[1] * len(tokens), 3, 5],
-        "merges": [*merges],
-        "eos_token_id": len(tokens),
-        "add_bos_token": False,
-    }
+    found = {"model": "gpt2", "pre": pre, "eos_token_id": len(tokens), "add_bos_token": False}
+    found |= {"tokens": [*tokens, "<|end|>", "[PAD]"], "token_type": [*[1] * len(tokens), 3, 5]}
+    found["merges"] = [*merges]
     return {KEY + name: value for name, value in (found | changes).items()}
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file with these metadata."""
     found = vocabulary_of(metadata)
     assert found is not None
     return tokenizers.Tokenizer.from_str(found.tokenizer)
@@ -72,12 +42,10 @@ def tokenizer_of(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
 
 @functools.cache
 def _spanning() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return tokens and merges that are learnt from whole texts."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=4000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=4000, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator([text for text in strings(2000, seed=1) if "<" not in text], trainer)
     model = json.loads(made.to_str())["model"]
     tokens = tuple(sorted(model["vocab"], key=model["vocab"].__getitem__))

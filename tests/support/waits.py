@@ -1,8 +1,7 @@
 """Count host-device synchronisations on a CPU: places where the host would wait for a GPU.
 
-The host waits where it reads a tensor's values, and where it makes a tensor from values without `upload`. The
-count covers what PyTorch's check on a GPU reports (`torch.cuda.set_sync_debug_mode`), and also `tolist` of small
-tensors, which that check misses. It cannot see copies to the device, which are no copies on a CPU.
+The host waits where it reads a tensor's values, and where it makes a tensor from values without `upload`. The count
+covers what `torch.cuda.set_sync_debug_mode` reports, and also `tolist` of small tensors, which that check misses.
 """
 
 from __future__ import annotations
@@ -19,23 +18,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foredraft.model.transfers import upload
+from foredraft.model.memory import upload
 
 UPLOAD = upload.__code__
 SOURCE = str(Path(UPLOAD.co_filename).parents[1])
 aten = torch.ops.aten
 # operators whose result or shape the host must read
-WAITING = {
-    aten._local_scalar_dense,
-    aten.equal,
-    aten.masked_select,
-    aten.nonzero,
-    aten.bincount,
-    aten._unique2,
-    aten.unique_dim,
-    aten.unique_consecutive,
-    aten.repeat_interleave,
-}
+WAITING = {aten._local_scalar_dense, aten.equal, aten.masked_select, aten.nonzero, aten.bincount}
+WAITING |= {aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 MASKED = {aten.index, aten.index_put, aten.index_put_}  # with a boolean index, they run nonzero first
 READS = {Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 MAKES = {torch.tensor, torch.as_tensor, torch.from_numpy}
@@ -45,17 +35,10 @@ EXCUSED = {torch.nn.functional.one_hot}
 
 
 class Waits:
-    """A context that collects synchronisations.
-
-    Within the block, inference mode is replaced by `no_grad`, because it hides reads of single values from
-    dispatch modes.
-
-    Attributes:
-        found: Each synchronisation, with the line of the library that caused it.
-    """
+    """Collects synchronisations, with `no_grad` for inference mode, which hides reads of single values."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.found: list[str] = []  # each synchronisation, with the line of the library that caused it
         self._modes = (_Functions(self), _Operators(self))
         self._patch = pytest.MonkeyPatch()
         self._host: list[Tensor] = []  # tensors on the host and those made of them: reading these is free
@@ -63,7 +46,7 @@ class Waits:
 
     def __enter__(self) -> Waits:
         for name in ("__enter__", "__exit__"):
-            self._patch.setattr(torch.inference_mode, name, getattr(_NoGrad, name))
+            self._patch.setattr(torch.inference_mode, name, getattr(torch.no_grad, name))
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -74,29 +57,15 @@ class Waits:
         self._patch.undo()
 
     def note(self, what: str) -> None:
-        """Record a synchronisation."""
         if not self._excused:
             self.found.append(f"{what} at {_line()}")
-
-
-class _NoGrad:
-    """The replacement of `torch.inference_mode`."""
-
-    def __enter__(self) -> None:
-        self._inside = torch.no_grad()
-        self._inside.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
 
 
 class _Functions(TorchFunctionMode):
     def __init__(self, waits: Waits) -> None:
         self.waits = waits
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         waits, name = self.waits, getattr(function, "__name__", str(function))
         on_host = bool(args) and any(args[0] is known for known in waits._host)
         if function in READS and not on_host:
@@ -120,15 +89,11 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.waits = waits
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        packet = operator.overloadpacket
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet, masks = operator.overloadpacket, (torch.bool, torch.uint8)
         if packet in WAITING:
             self.waits.note(str(operator))
-        elif packet in MASKED and any(
-            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
-        ):
+        elif packet in MASKED and any(x is not None and x.dtype in masks for x in args[1]):
             self.waits.note(f"{operator} by a mask")
         return operator(*args, **(kwargs or {}))
 
@@ -145,8 +110,6 @@ def _line() -> str:
 
 
 def counted(function: Callable[..., Any], counts: list[list[str]]) -> Callable[..., Any]:
-    """Return the function with its synchronisations counted: each call appends its list to `counts`."""
-
     def calls(*args: Any, **kwargs: Any) -> Any:
         with Waits() as waits:
             result = function(*args, **kwargs)

@@ -10,28 +10,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import GEMMA3, MISTRAL, tiny_tokenizer
+from tests.support.checkpoints import GEMMA3, MISTRAL
 from tests.support.variants_gemma4 import BY_LAYER, GEMMA4, GEMMA4_UNIFIED, SHARED, fill
-from tests.support.variants_llama_like import MINISTRAL3
+from tests.support.variants_llama_like import MINISTRAL3, UNTIED
 
 OLDER, NEWER = "older", "newer"  # spellings
-VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
-PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES: dict[str, Any] = {**VISION, "image_size": 28, "patch_size": 14}
+SIGLIP = {**PATCHES, "model_type": "siglip_vision_model"}
+PIXTRAL = {"vision_config": {**PATCHES, "model_type": "pixtral", "head_dim": 8}, "image_token_index": 95}
 GEMMA_IDS = {"mm_tokens_per_image": 4, "boi_token_index": 93, "eoi_token_index": 94, "image_token_index": 95}
 GEMMA = (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration)
 MISTRAL_3 = (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration)
 GEMMA4_IDS = {"boi_token_id": 90, "eoi_token_id": 91, "image_token_id": 92, "video_token_id": 93}
 GEMMA4_IDS |= {"boa_token_id": 94, "eoa_token_index": 95, "audio_token_id": 96}
-GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
+GEMMA4_VISION = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
 GEMMA4_SOUND = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
 GEMMA4_SOUND |= {"subsampling_conv_channels": [4, 4]}
 UNIFIED_VISION = {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16}
@@ -50,44 +43,23 @@ WRAPPED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {**GEMMA4_UNIFIED, "model_type": "gemma4_unified_text"},
         {"vision_config": UNIFIED_VISION, "audio_config": {"audio_embed_dim": 16}, **GEMMA4_IDS},
     ),
-    "mistral3": (
-        *MISTRAL_3,
-        {**MISTRAL, "model_type": "mistral"},
-        {"vision_config": PIXTRAL, "image_token_index": 95, "tie_word_embeddings": False},
-    ),
-    "mistral3-ministral3": (
-        *MISTRAL_3,
-        {**MINISTRAL3, "model_type": "ministral3"},
-        {"vision_config": PIXTRAL, "image_token_index": 95, "tie_word_embeddings": False},
-    ),
-    "mistral3-tied": (
-        *MISTRAL_3,
-        {**MISTRAL, "model_type": "mistral"},
-        {"vision_config": PIXTRAL, "image_token_index": 95},
-    ),
+    "mistral3": (*MISTRAL_3, {**MISTRAL, "model_type": "mistral"}, {**PIXTRAL, **UNTIED}),
+    "mistral3-ministral3": (*MISTRAL_3, {**MINISTRAL3, "model_type": "ministral3"}, {**PIXTRAL, **UNTIED}),
+    "mistral3-tied": (*MISTRAL_3, {**MISTRAL, "model_type": "mistral"}, PIXTRAL),
 }
 
 
-def save_wrapped(
-    folder: Path, name: str, spelling: str = OLDER, *, seed: int = 0, tokenizer: bool = False, **text: Any
-) -> Path:
-    """Save a tiny multimodal checkpoint of `WRAPPED`; `text` are further keys of its text config."""
+def save_wrapped(folder: Path, name: str, spelling: str = OLDER, **text: Any) -> Path:
     config_class, model_class, base, top = WRAPPED[name]
     folder.mkdir(parents=True, exist_ok=True)
-    text = {**base, **text}
-    if tokenizer:
-        trained = tiny_tokenizer(384)
-        trained.save(str(folder / "tokenizer.json"))
-        text["vocab_size"] = trained.get_vocab_size()
-    config = config_class(text_config=text, **top)
+    config = config_class(text_config={**base, **text}, **top)
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = model_class(config)
         for parameter, tensor in model.named_parameters():
             if "norm" in parameter and tensor.dim() == 1:
-                mean = 0.0 if name == "gemma3" else 1.0
-                torch.nn.init.normal_(tensor, mean=mean, std=0.2)
+                torch.nn.init.normal_(tensor, mean=0.0 if name == "gemma3" else 1.0, std=0.2)
         if name.startswith("gemma4"):
             fill(model)
     model.float().eval().save_pretrained(folder)
@@ -97,7 +69,6 @@ def save_wrapped(
 
 
 def newer(name: str) -> str:
-    """Return the newer spelling of a tensor's name that has the older one."""
     for prefix in ("vision_tower.", "multi_modal_projector."):
         if name.startswith(prefix):
             return f"model.{name}"
@@ -106,7 +77,6 @@ def newer(name: str) -> str:
 
 
 def rename(folder: Path, change: Any) -> None:
-    """Rename the tensors of a checkpoint; None drops one."""
     tensors = load_file(folder / "model.safetensors")
     renamed = {change(name): tensor for name, tensor in tensors.items()}
     kept = {name: tensor.contiguous() for name, tensor in renamed.items() if name is not None}
@@ -114,7 +84,6 @@ def rename(folder: Path, change: Any) -> None:
 
 
 def edit_config(folder: Path, change: Any) -> None:
-    """Let a function change the parsed config.json of a folder in place."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     change(config)

@@ -1,15 +1,18 @@
-"""The sources of a benchmark's prompts, and the files that are refused."""
+"""The sources of a benchmark's prompts, the files that are refused, and the workloads that are shipped."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from foredraft import ConfigError
+from foredraft import ConfigError, demo
 from foredraft.bench import workload
 from foredraft.bench.workload import Workload, load_workloads
+from foredraft.model.tokenizer import Tokenizer
+from recipes.demo.corpus import PACKAGES
 
 GOOD = '{"prompt": "def f():", "kind": "free"}\n'
 
@@ -34,9 +37,7 @@ def test_shipped_workloads_are_found_by_name(package: Path) -> None:
     assert len(load_workloads(("tables", "all", "tables"))) == 2
 
 
-def test_a_checkout_reads_workloads_from_its_benchmarks_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_reads_its_own_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "benchmarks" / "workloads"
     folder.mkdir(parents=True)
     (folder / "tables.jsonl").write_text(GOOD)
@@ -55,11 +56,7 @@ def test_a_file_is_named_by_its_stem_unless_that_is_taken(package: Path) -> None
         (package / folder).mkdir()
         (package / folder / "mine.jsonl").write_text(GOOD)
     (package / "tables.jsonl").write_text("\n" + GOOD + "\n")
-    names = [
-        str(package / "here" / "mine.jsonl"),
-        str(package / "there" / "mine.jsonl"),
-        str(package / "tables.jsonl"),
-    ]
+    names = [str(package / name) for name in ("here/mine.jsonl", "there/mine.jsonl", "tables.jsonl")]
     found = load_workloads((*names, "tables"))
     assert [one.name for one in found] == ["mine", *names[1:], "tables"]
     assert found[2].prompts == ("def f():",) and len(found[3].prompts) == 10
@@ -71,10 +68,7 @@ def test_a_file_is_named_by_its_stem_unless_that_is_taken(package: Path) -> None
         (GOOD + "{", r"line 2 of .*w.jsonl is not JSON \(.*double quotes.*\); give lines like"),
         (GOOD + "\n" + "[1]", r'line 3 of .*w.jsonl has no "prompt"; give'),
         ('{"text": "x"}', r'line 1 of .*w.jsonl has no "prompt"; give'),
-        (
-            "[" * 100_000,
-            r"line 1 of .*w.jsonl is not JSON \(lists and objects are nested more than 50 deep\)",
-        ),
+        ("[" * 100_000, r"line 1 of .*w.jsonl is not JSON \(lists and objects are nested more than 50"),
         ('{"prompt": 3}', r'line 1 of .*w.jsonl has no "prompt"; give'),
         ('{"prompt": ""}', r'line 1 of .*w.jsonl has no "prompt"; give'),
         ("\n \n", "w.jsonl holds no prompts; give"),
@@ -100,3 +94,45 @@ def test_a_package_without_workloads_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(workload, "__file__", str(tmp_path / "a" / "b" / "c" / "workload.py"))
     with pytest.raises(ConfigError, match="no workloads come with this copy"):
         load_workloads(("all",))
+
+
+# --- what is shipped: cut from held-out modules only, and short enough for the demo models ------------------
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FILES = sorted((BENCHMARKS / "workloads").glob("*.jsonl"))
+KINDS = "complete-function write-docstring edit-file fill-table write-tests free".split()
+POSITIONS, NEW_TOKENS = 1024, 128
+LICENCES = {licence for _, licence, _ in PACKAGES}
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+LINES = {file.stem: lines_of(file) for file in FILES}
+
+
+def test_six_workloads_have_at_least_twenty_prompts_each_of_which_no_two_are_equal() -> None:
+    assert sorted(LINES) == sorted(KINDS)
+    assert all(len(several) >= 20 for several in LINES.values())
+    prompts = [line["prompt"] for several in LINES.values() for line in several]
+    assert len(set(prompts)) == len(prompts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_of_held_out_modules_and_end_within_a_line(kind: str) -> None:
+    """The tokenizer would join a line break with the indentation of the next line."""
+    heldout = {line["module"] for line in lines_of(BENCHMARKS / "prompts" / "heldout.jsonl")}
+    for line in LINES[kind]:
+        assert set(line) == {"prompt", "kind", "module", "name", "licence"}
+        assert line["kind"] == kind and line["licence"] in LICENCES and line["module"] in heldout
+        assert not line["prompt"].endswith(("\n", " "))
+    modules = [line["module"] for line in LINES[kind]]
+    assert max(map(modules.count, modules)) <= len(modules) // 3, "a module gives a third at most"
+
+
+def test_a_prompt_and_its_continuation_fit_half_the_positions() -> None:
+    tokenizer = Tokenizer.from_folder(demo.target_path())
+    assert tokenizer is not None
+    longest = max(len(tokenizer.encode(line["prompt"])) for each in LINES.values() for line in each)
+    assert longest + NEW_TOKENS <= POSITIONS // 2

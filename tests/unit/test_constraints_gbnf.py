@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from llguidance import LLMatcher
 
-from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
 from foredraft.constraints.gbnf import is_gbnf, lark_of
-from foredraft.constraints.pace import MaskThreads, Pace
+from foredraft.constraints.grammar import MaskThreads, Pace, compile_grammar, grammar_tokenizer
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
@@ -49,6 +48,10 @@ ws ::= | " " | "\n" [ \t]{0,20}
 """
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "words": ('root ::= "yes" | "no"', ["yes", "no"], ["", "yesno", "Yes"]),
+    "JSON": (
+        JSON, ["{}", '{"a": 1}', '{"a": [true, -2.5, "x\\n"], "b": {}}'],
+        ["[]", '{"a"}', '{"a": 01x}', '{"a\x01": 1}'],
+    ),
     "list": (LIST, ["[]", '["a",\n-12]', "[7, 123]"], ["[", "[1234]", '["1"]', "[,]"]),
     "any character": ("root ::= .{2}", ["ab", "a\n", "\n\n"], ["a", "abc"]),
     "numbered characters": (
@@ -85,13 +88,6 @@ def test_a_grammar_allows_what_llama_cpp_s_does(case: str, codec: ByteCodec) -> 
         assert allows(grammar, text, codec), text
     for text in wrong:
         assert not allows(grammar, text, codec), text
-
-
-def test_the_json_grammar_of_llama_cpp_is_converted(codec: ByteCodec) -> None:
-    for text in ("{}", '{"a": 1}', '{"a": [true, -2.5, "x\\n"], "b": {}}'):
-        assert allows(JSON, text, codec), text
-    for text in ("[]", '{"a"}', '{"a": 01x}', '{"a\x01": 1}'):
-        assert not allows(JSON, text, codec), text
 
 
 @pytest.mark.parametrize(

@@ -10,41 +10,38 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
 
 from foredraft import demo
-from foredraft.constraints import pace
-from foredraft.constraints.compiling import check_grammar, compile_grammar, grammar_tokenizer, with_slices
-from foredraft.constraints.grammar import Grammar
-from foredraft.constraints.pace import PATIENCE, SECONDS_PER_MASK, MaskThreads, Pace
+from foredraft.constraints import grammar
+from foredraft.constraints.grammar import (
+    PATIENCE,
+    SECONDS_PER_MASK,
+    Grammar,
+    MaskThreads,
+    Pace,
+    check_grammar,
+    compile_grammar,
+    grammar_tokenizer,
+    with_slices,
+)
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
-from tests.support.panics import panic
+from tests.support.panics import panic, raising
 
 
 class Masks:
-    """A matcher whose mask is made by a function."""
-
     def __init__(self, compute: Callable[[], bytes]) -> None:
         self.compute_bitmask = compute
 
 
 def of(compute: Callable[[], bytes]) -> Any:
     return Masks(compute)
-
-
-class Clocked:
-    """Threads whose masks take as many seconds as they are told."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def compute(self, matcher: Any) -> tuple[bytes, float]:
-        return b"", self.seconds
 
 
 def running() -> int:
@@ -74,11 +71,7 @@ def test_a_thread_serves_one_mask_after_the_other(threads: MaskThreads) -> None:
 
 
 def test_an_idle_thread_keeps_no_grammar_alive(threads: MaskThreads) -> None:
-    class Large:
-        def compute_bitmask(self) -> bytes:
-            return b""
-
-    matcher: Any = Large()
+    matcher = of(lambda: b"")
     gone = weakref.ref(matcher)
     threads.compute(matcher)
     del matcher
@@ -95,19 +88,14 @@ def test_threads_end_with_their_owner() -> None:
 
 @pytest.mark.parametrize("error", [panic(), RuntimeError("planted")], ids=["panic", "error"])
 def test_an_error_is_raised_where_the_mask_is_asked_for(threads: MaskThreads, error: BaseException) -> None:
-    def fail() -> bytes:
-        raise error
-
     with pytest.raises(type(error)):
-        threads.compute(of(fail))
+        threads.compute(of(raising(error)))
     error.__traceback__ = None  # it keeps the frames
     assert threads.compute(of(lambda: b"x"))[0] == b"x" and threads.overdue == 0
 
 
-def test_a_late_mask_is_left_behind_and_counted(
-    threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pace, "OVERDUE", 0.05)
+def test_a_late_mask_is_left_and_counted(threads: MaskThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "OVERDUE", 0.05)
     ends = threading.Event()
     request = Pace(threads)
     with pytest.raises(TimeoutError, match=r"^is too slow for this machine: a mask took more than 0.05 s$"):
@@ -120,27 +108,18 @@ def test_a_late_mask_is_left_behind_and_counted(
     wait(lambda: not threads.overdue)
 
 
-def test_fast_masks_earn_no_credit_for_slow_ones() -> None:
-    clocked = Clocked()
-    request = Pace(clocked)  # type: ignore[arg-type]
-    for _ in range(10_000):
-        request.mask(None)  # type: ignore[arg-type]
+def test_masks_that_keep_the_pace_may_go_on_and_earn_no_credit_for_slow_ones() -> None:
+    clocked: Any = SimpleNamespace(compute=lambda matcher: (b"", clocked.seconds))
+    request: Any = Pace(clocked)
+    for clocked.seconds in (0.0, SECONDS_PER_MASK):
+        for _ in range(10_000):
+            request.mask(None)
     clocked.seconds = 0.1
     for _ in range(int(PATIENCE / (0.1 - SECONDS_PER_MASK))):
-        request.mask(None)  # type: ignore[arg-type]
+        request.mask(None)
     with pytest.raises(TimeoutError, match=r"its masks took 0.6 s of a processor more than 20 ms each$"):
-        request.mask(None)  # type: ignore[arg-type]
+        request.mask(None)
 
-
-def test_masks_that_keep_the_pace_may_go_on() -> None:
-    clocked = Clocked()
-    clocked.seconds = SECONDS_PER_MASK
-    request = Pace(clocked)  # type: ignore[arg-type]
-    for _ in range(10_000):
-        request.mask(None)  # type: ignore[arg-type]
-
-
-# --- honest schemas ----------------------------------------------------------------------------------------
 
 DICE = random.Random(5)
 TEXT: dict[str, Any] = {"type": "string"}

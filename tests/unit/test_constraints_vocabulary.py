@@ -12,11 +12,17 @@ from torch import Tensor
 
 import foredraft.constraints as constraints
 from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer, with_slices
-from foredraft.constraints.grammar import KEPT, Grammar
-from foredraft.constraints.open_characters import BLOCK, LAST, is_word, words_within
-from foredraft.constraints.pace import MaskThreads, Pace
-from foredraft.constraints.phrases import BOUNDARY, ROOT, PhraseAutomaton, Symbols
+from foredraft.constraints import grammar as grammars
+from foredraft.constraints.phrases import (
+    BLOCK,
+    BOUNDARY,
+    LAST,
+    ROOT,
+    PhraseAutomaton,
+    Symbols,
+    is_word,
+    words_within,
+)
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
 from foredraft.decode.params import SamplingParams
@@ -78,18 +84,18 @@ SCHEMA = (
 TEXT = '{"a": "The target checks", "b": "all to"}'
 
 
-def made(option: str, text: str, tokenizer: LLTokenizer, ends: frozenset[int], size: int) -> Grammar:
-    pace = Pace(MaskThreads())
-    matcher = compile_grammar(option, text, tokenizer, pace)
-    return Grammar(matcher, ends, tokenizer.eos_token, size, option, pace)
+def made(option: str, text: str, tokenizer: LLTokenizer, ends: frozenset[int], size: int) -> grammars.Grammar:
+    pace = grammars.Pace(grammars.MaskThreads())
+    matcher = grammars.compile_grammar(option, text, tokenizer, pace)
+    return grammars.Grammar(matcher, ends, tokenizer.eos_token, size, option, pace)
 
 
 @pytest.mark.parametrize("name", alphabets.KINDS)
 def test_masks_with_slices_are_those_without(name: str) -> None:
     codec, size, ends = ByteCodec(alphabets.make(name)), 600, frozenset([2])
-    plain = grammar_tokenizer(codec, size, ends)
+    plain = grammars.grammar_tokenizer(codec, size, ends)
     for option, text in (("json_schema", SCHEMA), ("regex", '.*"b": "[a-z ]{1,30}"}')):
-        one, other = (made(option, text, each, ends, size) for each in (plain, with_slices(plain)))
+        one, other = (made(option, text, each, ends, size) for each in (plain, grammars.with_slices(plain)))
         for token in codec.spell(TEXT):
             masks = one.mask(), other.mask()
             assert masks[0] is not None and masks[1] is not None and torch.equal(*masks)
@@ -99,13 +105,13 @@ def test_masks_with_slices_are_those_without(name: str) -> None:
 
 def test_a_long_text_keeps_few_masks_and_can_be_rewound_to_all() -> None:
     codec, size, ends = ByteCodec(alphabets.make("byte-level")), 600, frozenset([2])
-    tokenizer = grammar_tokenizer(codec, size, ends)
+    tokenizer = grammars.grammar_tokenizer(codec, size, ends)
     grammar = made("regex", "[a-z ]{1,400}", tokenizer, ends, size)
     tokens, masks = codec.spell("the target checks all " * 16), list[Tensor | None]()
     for token in tokens:
         masks.append(grammar.mask())
         grammar.advance(token)
-    assert len(tokens) > 2 * KEPT >= 2 * len(grammar._masks)
+    assert len(tokens) > 2 * grammars.KEPT >= 2 * len(grammar._masks)
     for length in range(len(tokens) - 1, -1, -1):
         grammar.rewind(length)
         found, before = grammar.mask(), masks[length]
@@ -116,7 +122,7 @@ def test_a_long_text_keeps_few_masks_and_can_be_rewound_to_all() -> None:
 def test_a_whole_text_of_a_model_without_an_end_can_only_stop(name: str) -> None:
     """The library needs an end of text, and gets an id that shows no text; it must not be drawn."""
     codec, size, ends = ByteCodec(alphabets.make(name)), 600, frozenset[int]()
-    tokenizer = grammar_tokenizer(codec, size, ends)
+    tokenizer = grammars.grammar_tokenizer(codec, size, ends)
     grammar = made("regex", "ab", tokenizer, ends, size)
     for token in codec.spell("ab"):
         assert not grammar.at_dead_end
@@ -126,12 +132,11 @@ def test_a_whole_text_of_a_model_without_an_end_can_only_stop(name: str) -> None
 
 
 def test_slices_are_made_for_the_second_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request of a process does not wait for them."""
     tokenizer, made = alphabets.make("byte-level"), []
 
     def note(tables: LLTokenizer) -> LLTokenizer:
         made.append(tables)
-        return with_slices(tables)
+        return grammars.with_slices(tables)
 
     monkeypatch.setattr(constraints, "with_slices", note)
     factory = ConstraintFactory(tokenizer, 384, frozenset([2]))

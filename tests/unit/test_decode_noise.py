@@ -20,11 +20,7 @@ def keys(
     seeds: Any, positions: Any = 0, *, sample: int = 0, attempt: int | None = None, turn: int = 0
 ) -> NoiseKeys:
     base = torch.tensor([seed_key(seed, sample) for seed in seeds])
-    position = (
-        torch.as_tensor(positions).expand(len(base), -1)
-        if torch.as_tensor(positions).dim()
-        else torch.full((len(base), 1), positions)
-    )
+    position = torch.as_tensor(positions).expand(len(base), -1 if hasattr(positions, "__len__") else 1)
     tries = None if attempt is None else torch.full_like(position, attempt)
     return NoiseKeys(base, position, tries, torch.full((len(base),), turn))
 
@@ -54,7 +50,6 @@ def test_picks_are_distributed_as_their_weights(weights: list[float]) -> None:
 
 def test_every_field_of_a_key_matters() -> None:
     changed = {
-        "seed": (keys(range(1, 501)), DRAFT),
         "sample": (keys(range(500), sample=1), DRAFT),
         "position": (keys(range(500), 1), DRAFT),
         "attempt": (keys(range(500), attempt=1), DRAFT),
@@ -66,21 +61,13 @@ def test_every_field_of_a_key_matters() -> None:
     }
     coins = {name: NOISE.coin(k, purpose).flatten() for name, (k, purpose) in changed.items()}
     for one, other in itertools.combinations(changed, 2):
-        if one == "seed":  # shifted by one against the others
-            assert torch.equal(coins["seed"][:-1], coins["nothing"][1:])
         correlation = float(torch.corrcoef(torch.stack([coins[one], coins[other]]))[0, 1])
         assert abs(correlation) < 0.18, (one, other)
         assert not (coins[one] == coins[other]).any()
-
-
-def test_coupled_noise_depends_on_the_position() -> None:
-    w = torch.ones(50, 1, 4)
-    assert torch.equal(
-        NOISE.pick(w, keys(range(50)), COUPLED), NOISE.pick(w, keys(range(50), turn=9), COUPLED)
-    )
-    assert not torch.equal(
-        NOISE.pick(w, keys(range(50)), DRAFT), NOISE.pick(w, keys(range(50), turn=9), DRAFT)
-    )
+    assert len(coins["nothing"].unique()) == 500, "every seed has its own"
+    same = {"attempt 0": keys(range(500), attempt=0), "coupled, round 9": keys(range(500), turn=9)}
+    assert torch.equal(NOISE.coin(same["attempt 0"], DRAFT).flatten(), coins["nothing"])
+    assert torch.equal(NOISE.coin(same["coupled, round 9"], COUPLED).flatten(), coins["coupled"])
 
 
 def test_each_row_drafts_by_its_own_noise_or_by_what_it_shares() -> None:
@@ -95,10 +82,6 @@ def test_each_row_drafts_by_its_own_noise_or_by_what_it_shares() -> None:
         assert torch.equal(found.column(3).bits(DRAFT), want[:, 3:4])
 
 
-def test_a_missing_attempt_is_attempt_zero() -> None:
-    assert torch.equal(NOISE.coin(keys(range(9)), ACCEPT), NOISE.coin(keys(range(9), attempt=0), ACCEPT))
-
-
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     w = torch.rand(8, 5, 33, generator=torch.Generator().manual_seed(0))
     whole = NOISE.pick(w, keys(range(8), range(5)), COUPLED)
@@ -109,12 +92,6 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
         assert strided.item() == whole[b, t]
 
 
-def test_a_column_has_the_keys_of_its_positions() -> None:
-    k = keys(range(3), range(10, 15), attempt=2)
-    some = k.columns(torch.tensor([0, 4, 2]))
-    assert torch.equal(NOISE.coin(some, ACCEPT)[:, 0], NOISE.coin(k, ACCEPT)[range(3), [0, 4, 2]])
-
-
 def test_a_zero_uniform_wins_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """unit = 0 makes an infinite race: that token is drawn if it is possible at all."""
     monkeypatch.setattr(TorchVocabOps, "uniform", lambda _, key: torch.zeros_like(key, dtype=torch.float64))
@@ -123,21 +100,15 @@ def test_a_zero_uniform_wins_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_keys_of_known_seeds() -> None:
     """The text of a seed is part of the interface: these numbers must not change."""
-    assert seed_key(0, 0) == KNOWN["key"]
-    assert NOISE.coin(keys([7], [0, 1, 100]), ACCEPT)[0].tolist() == KNOWN["coins"]
-    assert NOISE.pick(torch.ones(1, 6, 1000), keys([7], range(6)), COUPLED)[0].tolist() == KNOWN["picks"]
+    assert seed_key(0, 0) == -6411193824288604561
+    coins = NOISE.coin(keys([7], [0, 1, 100]), ACCEPT)[0].tolist()
+    assert coins == [0.811505937459727, 0.5867669364816912, 0.015670368793155087]
+    picks = NOISE.pick(torch.ones(1, 6, 1000), keys([7], range(6)), COUPLED)[0].tolist()
+    assert picks == [689, 880, 728, 252, 31, 250]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**53 + 1, 2**63 - 1])
 def test_seed_keys_are_signed_words(seed: int) -> None:
     found = {seed_key(seed, sample) for sample in range(100)}
-    assert len(found) == 100
-    assert all(-(2**63) <= key < 2**63 for key in found)
-    assert seed_key(seed, 1) != seed_key(seed + 1, 0)
-
-
-KNOWN: dict[str, Any] = {
-    "key": -6411193824288604561,
-    "coins": [0.811505937459727, 0.5867669364816912, 0.015670368793155087],
-    "picks": [689, 880, 728, 252, 31, 250],
-}
+    assert len(found) == 100 and all(-(2**63) <= key < 2**63 for key in found)
+    assert seed_key(seed + 1, 0) not in found

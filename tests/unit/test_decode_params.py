@@ -63,23 +63,31 @@ def test_every_option_has_a_value_that_is_refused() -> None:
     assert set(WRONG) == set(SamplingParams.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("name", ["num_beams", "top_q", "max_tokens", "n", "do_sample"])
-def test_an_unknown_option_is_refused_by_name(name: str) -> None:
-    with pytest.raises(RequestError, match=f"unknown sampling option '{name}'; "):
-        SamplingParams(**{name: 1})
-
-
-def test_options_of_other_programs_are_refused_with_a_reason() -> None:
-    with pytest.raises(RequestError, match="beam search is not supported"):
-        SamplingParams(num_beams=4)
-    with pytest.raises(RequestError, match="max_new_tokens"):
-        SamplingParams(max_tokens=4)
-
-
-def test_options_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(RequestError, match="min_new_tokens is 5, but max_new_tokens is 4"):
-        SamplingParams(min_new_tokens=5, max_new_tokens=4)
-    assert SamplingParams(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[
+            ({name: 1}, f"unknown sampling option '{name}'; ")
+            for name in ("num_beams", "top_q", "max_tokens")
+        ],
+        ({"num_beams": 4}, "beam search is not supported"),
+        ({"max_tokens": 4}, "max_new_tokens"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens is 5, but max_new_tokens is 4"),
+        ({"ban": ["a"], "ban_rollbacks": 10_001}, r"^ban_rollbacks is 10001; .*from 0 to 10000$"),
+        (
+            {"regex": "a", "json_object": True},
+            "regex cannot hold together with json_object; give one of them",
+        ),
+        (
+            {"regex": "a", "ignore_eos": True},
+            "regex needs an end of the text, but ignore_eos is on; leave out",
+        ),
+        ({"json_schema": "{"}, r"json_schema is not JSON \(Expecting property name .*; correct it"),
+    ],
+)
+def test_unknown_and_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**options)
 
 
 def test_an_omitted_bound_follows_the_given_one() -> None:
@@ -106,23 +114,20 @@ def test_accepted_parameters() -> None:
 
 def test_acceptance_follows_the_seed() -> None:
     assert not SamplingParams().is_coupled
-    assert SamplingParams(seed=1).is_coupled
-    assert SamplingParams(acceptance="coupled").is_coupled
-    assert not SamplingParams(seed=1, acceptance="speculative").is_coupled
-    assert not SamplingParams(seed=1, acceptance="block").is_coupled
-    assert not SamplingParams(seed=1, acceptance="bild").is_coupled
+    assert SamplingParams(seed=1).is_coupled and SamplingParams(acceptance="coupled").is_coupled
+    rules: tuple[RuleName, ...] = ("speculative", "block", "bild")
+    assert not any(SamplingParams(seed=1, acceptance=rule).is_coupled for rule in rules)
 
 
 def test_only_the_lossy_rule_has_a_bound() -> None:
     lossless: tuple[RuleName | None, ...] = (None, "speculative", "block", "coupled")
     assert [SamplingParams(acceptance=rule).bound for rule in lossless] == [None] * 4
     assert SamplingParams(acceptance="bild").bound == 5.0
-    assert SamplingParams(acceptance="bild", rollback=0).bound == 0
-    assert SamplingParams(acceptance="bild", rollback=math.inf).bound == math.inf
+    for bound in (0, math.inf):
+        assert SamplingParams(acceptance="bild", rollback=bound).bound == bound
+    says = r"rollback is 3\.0, which applies only to the lossy acceptance rule; give"
     for rule in lossless:
-        with pytest.raises(
-            RequestError, match=r"rollback is 3\.0, which applies only to the lossy acceptance rule; give"
-        ):
+        with pytest.raises(RequestError, match=says):
             SamplingParams(acceptance=rule, rollback=3.0)
 
 

@@ -14,7 +14,8 @@ from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Sequence, State
 from foredraft.model.cache import KVCache
 from tests.support.loaded import engine_of
-from tests.support.planting import assert_caught, defect
+from tests.support.mutation import assert_caught, defect
+from tests.support.mutations import around, before
 
 PROMPTS = [f"def f{place}(x):\n" for place in range(5)]
 OPTIONS: list[dict[str, Any]] = [
@@ -22,6 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"drafter": "draft-model", "seed": 3, "acceptance": "speculative"},
     {"drafter": "lookup", "temperature": 0, "repetition_penalty": 1.2},
     {"drafter": "draft-model", "temperature": 0, "ban": "return", "ban_mode": "rollback"},
+    {"drafter": "none", "seed": 5, "n": 3},
 ]
 
 
@@ -31,7 +33,7 @@ def llm() -> LLM:
 
 
 def sequences(llm: LLM, n: int = 1, **options: Any) -> list[Sequence]:
-    params = llm.params(**{"max_new_tokens": 24, "ignore_eos": True, **options})
+    params = llm.params(**{"max_new_tokens": 16, "ignore_eos": True, **options})
     return [each for ids in llm.encode(PROMPTS) for each in llm.requests.sequences(ids, params, n)]
 
 
@@ -50,11 +52,11 @@ def finish(engine: Engine, given: list[Sequence], dice: random.Random) -> int:
     return parked
 
 
-def check(llm: LLM, options: dict[str, Any], n: int = 1) -> None:
-    given, engine = sequences(llm, n, **options), engine_of(llm)
+def check(llm: LLM, options: dict[str, Any]) -> None:
+    given, engine = sequences(llm, **options), engine_of(llm)
     parked = finish(engine, given, random.Random(0))
     assert parked > 5, "no row was ever given to another sequence"
-    want = llm.generate(PROMPTS, n=n, max_new_tokens=24, ignore_eos=True, **options)
+    want = llm.generate(PROMPTS, max_new_tokens=16, ignore_eos=True, **options)
     assert [each.new_ids for each in given] == [output.token_ids for output in want]
     assert not engine.rows.sequences and not any(cache.lengths[0] for cache in engine.rows.caches)
     assert not any(each.parked for each in given)
@@ -65,41 +67,31 @@ def test_pauses_change_no_text(llm: LLM, options: dict[str, Any]) -> None:
     check(llm, options)
 
 
-def test_pauses_of_siblings_change_no_text(llm: LLM) -> None:
-    check(llm, {"seed": 5, "drafter": "none"}, n=3)
+@around
+def unrestored(put_back: Any, cache: KVCache, span: Any) -> None:
+    if span.start or span.stop % 2:
+        put_back(cache, span)
 
 
-def unrestored(put_back: Any) -> Any:
-    def spoilt(cache: KVCache, span: Any) -> None:
-        if span.start or span.stop % 2:
-            put_back(cache, span)
-
-    return spoilt
-
-
-def passed_on(leave: Any) -> Any:
-    """Let a parked sibling take a row over as if it held its prompt alone."""
-
-    def spoilt(scheduler: Scheduler, sequence: Sequence, *rest: Any) -> Any:
-        for each in scheduler.waiting:
-            if each.paused_at is None and each.parked is not None:
-                each.parked = None
-        return leave(scheduler, sequence, *rest)
-
-    return spoilt
+def pass_on(scheduler: Scheduler, *_: Any) -> None:
+    """Let a parked choice take a row over as if it held its prompt alone."""
+    for each in scheduler.waiting:
+        if each.paused_at is None and each.parked is not None:
+            each.parked = None
 
 
-def test_a_row_that_is_not_restored_is_caught(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(
-        defect("not restored", KVCache.put_back, unrestored, lambda: check(llm, OPTIONS[0])), monkeypatch
-    )
+DEFECTS = [
+    ("a row not restored", KVCache.put_back, unrestored, OPTIONS[0]),
+    ("a row taken over by a parked choice", Scheduler.leave, before(pass_on), OPTIONS[-1]),
+]
 
 
-def test_a_parked_sibling_that_takes_a_row_over_is_caught(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(
-        defect("row taken over", Scheduler.leave, passed_on, lambda: check(llm, {"seed": 5, "drafter": "none"}, n=3)),
-        monkeypatch,
-    )  # fmt: skip
+@pytest.mark.heavy
+@pytest.mark.parametrize(("name", "point", "mutation", "options"), DEFECTS, ids=[each[0] for each in DEFECTS])
+def test_defects_are_caught(
+    llm: LLM, name: str, point: Any, mutation: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_caught(defect(name, point, mutation, lambda: check(llm, options)), monkeypatch)
 
 
 def test_a_paused_sequence_takes_no_step_and_the_others_do(llm: LLM) -> None:
@@ -138,9 +130,8 @@ def test_no_more_rows_are_parked_than_there_are(llm: LLM) -> None:
             if each.new_ids:
                 engine.pause(each)
     assert engine.scheduler.stalled
-    assert (
-        sum(each.parked is not None for each in given) == engine.rows.capacity == len(engine.rows.sequences)
-    )
+    parked = sum(each.parked is not None for each in given)
+    assert parked == engine.rows.capacity == len(engine.rows.sequences)
     back = next(each for each in given if each.parked is not None)
     engine.resume(back)  # a row of a paused one is its own again, though as many as may be are parked
     assert not engine.scheduler.stalled

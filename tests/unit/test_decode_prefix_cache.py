@@ -12,20 +12,23 @@ import foredraft
 from foredraft import LLM
 from foredraft.decode import prefix_cache
 from foredraft.decode.prefix_cache import Prefix, PrefixCache
+from tests.support.checkpoints import save_pair
 from tests.support.loaded import engine_of
-from tests.support.planting import assert_caught, defect
+from tests.support.mutation import assert_caught, defect
 
 CHUNK = 256
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return foredraft.load(policy="fixed", max_batch=4, max_length=1024)
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    pair = save_pair(tmp_path_factory.mktemp("models"))
+    sizes: Any = {"max_batch": 4, "max_length": 1024}
+    return foredraft.load(pair / "big", draft=pair / "small", policy="fixed", device="cpu", **sizes)
 
 
 @pytest.fixture(scope="module")
 def ids(llm: LLM) -> list[int]:
-    return llm.encode(Path(prefix_cache.__file__).read_text() * 2)[0][: 3 * CHUNK]
+    return llm.encode(Path(prefix_cache.__file__).read_text())[0][: 3 * CHUNK]
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +38,11 @@ def off(llm: LLM) -> Iterator[None]:
 
 
 def run(llm: LLM, prompts: list[list[int]], **options: Any) -> list[Any]:
-    outputs = llm.generate(prompts, **{"temperature": 0, "max_new_tokens": 24, "logprobs": 2, **options})
+    outputs = llm.generate(prompts, **{"temperature": 0, "max_new_tokens": 6, "logprobs": 2, **options})
     return [(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs]
 
 
 def prompts_of(ids: list[int]) -> list[list[int]]:
-    """Return prompts that share beginnings: whole chunks and parts of them, and the ends of chunks."""
     own = [5, 6, 7]
     return [
         ids[:700], ids[:700], [*ids[:600], *own], [*ids[:300], *own], [*ids[:100], *own],
@@ -67,6 +69,7 @@ def check(llm: LLM, ids: list[int], options: dict[str, Any]) -> None:
     engine_of(llm).prefix_cache = None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_texts_and_scores_are_the_same_to_the_bit(llm: LLM, ids: list[int], options: dict[str, Any]) -> None:
     check(llm, ids, options)
@@ -85,25 +88,19 @@ def test_the_memory_is_bounded_and_the_oldest_chunks_go(llm: LLM, ids: list[int]
     for first in range(5, 10):
         llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)
         assert 0 < small.bytes <= small.most_bytes
-    cached = [
-        llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)[0].cached_tokens for first in (9, 8, 5)
-    ]
-    assert cached == [CHUNK, CHUNK, 0]
+    again = [llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)[0] for first in (9, 8, 5)]
+    assert [output.cached_tokens for output in again] == [CHUNK, CHUNK, 0]
     none = engine_of(llm).prefix_cache = PrefixCache(1)
     llm.generate([ids[:700]], max_new_tokens=1)
     assert none.bytes == 0
 
 
-def test_a_digest_of_one_chunk_alone_is_caught(
-    llm: LLM, ids: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the tokens before it, the chunk of another prompt is taken."""
-
+def test_a_digest_of_a_chunk_is_caught(llm: LLM, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(longer: Any) -> Any:
-        def spoilt(before: Prefix, chunk: list[int]) -> Prefix:
+        def mutated(before: Prefix, chunk: list[int]) -> Prefix:
             return Prefix(before.end + len(chunk), longer(Prefix(), chunk).digest)
 
-        return spoilt
+        return mutated
 
     def check_swapped() -> None:
         swapped = [*ids[CHUNK : 2 * CHUNK], *ids[:CHUNK], 5, 6]

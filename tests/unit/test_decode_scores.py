@@ -15,7 +15,7 @@ from foredraft import SamplingParams
 from foredraft.decode import scores
 from foredraft.decode.scores import likeliest
 from tests.support import checkpoints
-from tests.support.planting import Spoiler, assert_caught, defect
+from tests.support.mutation import Mutation, assert_caught, defect
 
 KINDS = 8  # different logits of the model with ties
 
@@ -56,22 +56,15 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> foredraft.LLM:
     return foredraft.load(folder, dtype="float32", device="cpu", max_batch=4, max_length=128, policy="fixed")
 
 
-def check_batches(llm: foredraft.LLM) -> None:
-    """Compare a request alone and beside requests that ask for more alternatives."""
+def test_alternatives_do_not_depend_on_the_batch(tied: foredraft.LLM) -> None:
     prompt = [5, 6, 7, 8] * 8
-    for options in (
-        {"temperature": 0.0},
-        {"temperature": 0.8, "seed": 3},
-        {"temperature": 0.8, "top_k": 20, "seed": 3},
-    ):
+    seeded: dict[str, Any] = {"temperature": 0.8, "seed": 3}
+    for options in ({"temperature": 0.0}, seeded, {**seeded, "top_k": 20}):
         own = SamplingParams(max_new_tokens=6, logprobs=3, prompt_logprobs=2, **options)  # type: ignore[arg-type]
-        others = [
-            own.replace(logprobs=50),
-            own.replace(logprobs=97, prompt_logprobs=30),
-            own.replace(logprobs=None),
-        ]
-        [alone] = llm.generate([prompt], own)
-        together = llm.generate([prompt] * 4, [own, *others])
+        other: Any = ({"logprobs": 50}, {"logprobs": 97, "prompt_logprobs": 30}, {"logprobs": None})
+        others = [own.replace(**more) for more in other]
+        [alone] = tied.generate([prompt], own)
+        together = tied.generate([prompt] * 4, [own, *others])
         assert (together[0].logprobs, together[0].prompt_logprobs) == (alone.logprobs, alone.prompt_logprobs)
         for score in alone.logprobs or []:
             assert score.top[0][0] == min(score.top)[0] < KINDS, "the smallest id of the likeliest kind"
@@ -81,19 +74,13 @@ def check_batches(llm: foredraft.LLM) -> None:
             assert (mine and mine.top) == (theirs and theirs.top[:2])
 
 
-def test_alternatives_do_not_depend_on_the_batch(tied: foredraft.LLM) -> None:
-    check_batches(tied)
-
-
-# (name, seam, spoiler)
-DEFECTS: list[tuple[str, Any, Spoiler]] = [
+# (name, point, mutation)
+DEFECTS: list[tuple[str, Any, Mutation]] = [
     ("ties in the order of topk", likeliest, lambda sound: lambda x, count: x.topk(count, dim=-1).indices),
     ("the largest id first", scores._likeliest, lambda sound: lambda x, count: x.shape[-1] - 1 - sound(x.flip(-1), count)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", DEFECTS, ids=lambda row: str(row[0]))
-def test_defects_are_caught(
-    row: tuple[str, Any, Spoiler], tied: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_caught(defect(*row, lambda: check_batches(tied)), monkeypatch)
+def test_defects_are_caught(row: Any, tied: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(defect(*row, lambda: test_alternatives_do_not_depend_on_the_batch(tied)), monkeypatch)

@@ -1,23 +1,20 @@
-"""Shares of clients: counted steps of the engine, with a tabular model, and no clock.
-
-One step reads a chunk of a prompt and runs one round. A prompt of `LONG` tokens has 32 chunks, as one of 8,000
-has with chunks of 256.
-"""
+"""Shares of clients in counted steps of the engine, of which each reads a chunk of a prompt and runs one round."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from foredraft.decode.policy import Fixed
-from foredraft.decode.rows import Rows
-from foredraft.decode.scheduler import TURNS, Scheduler
+from foredraft.decode.scheduler import TURNS, Rows, Scheduler, Shares
 from foredraft.decode.sequence import Sequence
-from foredraft.decode.shares import Shares
 from tests.support.harness import CheckedEngine, make_engine, request
-from tests.support.planting import assert_caught, defect
+from tests.support.mutation import assert_caught, defect
+from tests.support.mutations import around, before, instead
 from tests.support.tabular import Table, Tabular
 
 CHUNK, CHUNKS = 4, 32
@@ -40,7 +37,6 @@ def steps(
     meanwhile: Callable[[], object] = lambda: None,
     most: int = 1000,
 ) -> int:
-    """Step until something holds; return the number of steps."""
     for number in range(most):
         if holds():
             return number
@@ -61,17 +57,14 @@ def finish(engine: CheckedEngine) -> None:
 
 
 def alone(sequence: Sequence) -> list[int]:
-    """Return the text of a request that nothing else runs beside."""
     own = engine(1)
     [copy] = submit(own, [prompt(len(sequence.prompt), new=sequence.params.max_new_tokens)])
     finish(own)
     return copy.new_ids
 
 
-# --- chunks of prompts ------------------------------------------------------------------------------
-
-
-def check_short_prompt_waits_for_a_chunk(client: str = "") -> None:
+@pytest.mark.parametrize("client", ["", "other"])
+def test_a_short_prompt_waits_for_one_chunk_of_long_ones(client: str) -> None:
     one = engine()
     long = submit(one, [prompt(LONG), prompt(LONG), prompt(LONG)])
     steps(one, lambda: one.cache.lengths[0] >= 2 * CHUNK)
@@ -82,11 +75,7 @@ def check_short_prompt_waits_for_a_chunk(client: str = "") -> None:
 
 
 @pytest.mark.parametrize("client", ["", "other"])
-def test_a_short_prompt_waits_for_one_chunk_of_long_ones(client: str) -> None:
-    check_short_prompt_waits_for_a_chunk(client)
-
-
-def check_long_prompt_is_not_starved(client: str = "") -> None:
+def test_a_long_prompt_under_a_stream_of_short_ones_is_read_in_four_times_its_chunks(client: str) -> None:
     one = engine(4)
     [long] = submit(one, [prompt(LONG)])
 
@@ -94,12 +83,7 @@ def check_long_prompt_is_not_starved(client: str = "") -> None:
         while len(one.scheduler.waiting) < 4:
             submit(one, [prompt(3, client)])
 
-    assert CHUNKS < steps(one, lambda: long.new_ids, short_ones) <= TURNS * (CHUNKS + 1)
-
-
-@pytest.mark.parametrize("client", ["", "other"])
-def test_a_long_prompt_under_a_stream_of_short_ones_is_read_in_four_times_its_chunks(client: str) -> None:
-    check_long_prompt_is_not_starved(client)
+    assert steps(one, lambda: long.new_ids, short_ones, most=TURNS * (CHUNKS + 1) + 1) > CHUNKS
 
 
 def test_equal_prompts_are_read_one_after_the_other() -> None:
@@ -114,8 +98,7 @@ def test_equal_prompts_are_read_one_after_the_other() -> None:
     assert found == [[min(9, max(0, step - 9 * row)) for row in range(4)] for step in range(1, 37)]
 
 
-def check_prompts_of_clients_take_turns() -> None:
-    """A client with several long prompts does not keep another one's waiting for all of them."""
+def test_prompts_of_clients_take_turns() -> None:
     one = engine(6)
     submit(one, [prompt(LONG, "many") for _ in range(3)])
     one.step()
@@ -123,14 +106,8 @@ def check_prompts_of_clients_take_turns() -> None:
     assert steps(one, lambda: victim.new_ids) <= TURNS * 2 * (CHUNKS + 1) / (TURNS - 1)
 
 
-def test_prompts_of_clients_take_turns() -> None:
-    check_prompts_of_clients_take_turns()
-
-
-# --- rows -------------------------------------------------------------------------------------------
-
-
-def check_a_hundred_requests_delay_another_client_by_a_step(tokens: int = 3, new: int = 90) -> None:
+@pytest.mark.parametrize(("tokens", "new"), [(3, 90), (LONG, 2)], ids=["that decode", "that are being read"])
+def test_a_hundred_requests_of_one_client_delay_another_by_a_step(tokens: int, new: int) -> None:
     one = engine(4)
     many = submit(one, [prompt(tokens, "many", new) for _ in range(100)])
     for _ in range(6):
@@ -146,21 +123,13 @@ def check_a_hundred_requests_delay_another_client_by_a_step(tokens: int = 3, new
     assert {tuple(each.new_ids) for each in many[:8]} == {tuple(alone(many[0]))}
 
 
-@pytest.mark.parametrize(("tokens", "new"), [(3, 90), (LONG, 2)], ids=["that decode", "that are being read"])
-def test_a_hundred_requests_of_one_client_delay_another_by_a_step(tokens: int, new: int) -> None:
-    check_a_hundred_requests_delay_another_client_by_a_step(tokens, new)
-
-
 def test_rows_are_equal_and_samples_count_for_their_client() -> None:
     one = engine(6)
     submit(one, [prompt(3, "samples", 90, group=7, sample=sample) for sample in range(12)])
     submit(one, [prompt(3, client, 90) for client in "ab" for _ in range(5)])
     for _ in range(12):
         one.step()
-    clients = [each.client for each in one.rows.sequences]
-    assert {client: clients.count(client) for client in ("samples", "a", "b")} == dict.fromkeys(
-        ("samples", "a", "b"), 2
-    )
+    assert Counter(each.client for each in one.rows.sequences) == {"samples": 2, "a": 2, "b": 2}
 
 
 def test_a_client_alone_gets_every_row_first_come_first_served() -> None:
@@ -174,27 +143,23 @@ def test_a_client_alone_gets_every_row_first_come_first_served() -> None:
     assert all(each.new_ids for each in several)
 
 
-def check_tokens_decide_among_clients_with_as_many_rows() -> None:
+def test_tokens_decide_among_clients_with_as_many_rows() -> None:
     """With one row, a client of long texts gets as many tokens as one of short texts, not as many turns."""
     one = engine(1)
     pairs = [(prompt(2, "long", 60), prompt(2, "short", 5)) for _ in range(40)]
     submit(one, [each for pair in pairs for each in pair])
     long, short = zip(*pairs, strict=True)
-    for _ in range(900):
+    for _ in range(500):
         one.step()
     tokens = [sum(len(each.new_ids) for each in of) for of in (short, long)]
     assert abs(tokens[0] - tokens[1]) < 2 * 60 or tokens[0] == 40 * 5, tokens
 
 
-def test_tokens_decide_among_clients_with_as_many_rows() -> None:
-    check_tokens_decide_among_clients_with_as_many_rows()
-
-
-def check_no_client_starves_under_ever_new_ones() -> None:
+def test_no_client_starves_under_ever_new_ones() -> None:
     """One row; a client that is ahead of the clock meets clients that come fresh, without end."""
     one = engine(1)
-    submit(one, [prompt(2, "ahead", 60), prompt(2, "other", 2)])
-    steps(one, lambda: one.rows.sequences and len(one.rows.sequences[0].new_ids) > 50)
+    submit(one, [prompt(2, "ahead", 30), prompt(2, "other", 2)])
+    steps(one, lambda: one.rows.sequences and len(one.rows.sequences[0].new_ids) > 25)
     [second] = submit(one, [prompt(2, "ahead", 2)])
     number = iter(range(10**6))
 
@@ -202,65 +167,43 @@ def check_no_client_starves_under_ever_new_ones() -> None:
         while len(one.scheduler.waiting) < 4:
             submit(one, [prompt(2, f"fresh {next(number)}", 2)])
 
-    ahead, wait = 60, 7  # clients that wait at a time
+    ahead, wait = 30, 7  # clients that wait at a time
     assert steps(one, lambda: second.finish, fresh, 2 * ahead * wait)  # a step may give no token
 
 
-def test_no_client_starves_under_ever_new_ones() -> None:
-    check_no_client_starves_under_ever_new_ones()
+@around
+def clock_at_the_least(advance: Any, self: Shares, waiting: frozenset[str]) -> None:
+    advance(self, waiting)
+    least = min((self.lead(client) for client in waiting if client in self._leads), default=0)
+    self._leads = {client: lead - least for client, lead in self._leads.items()}
 
 
-# --- planted defects --------------------------------------------------------------------------------
+nothing = instead(lambda *given: None)
+unled = instead(lambda self, client: 0)
 
-
-def oldest_first(_: Any) -> Any:
-    return lambda self, sequence: sequence.id
-
-
-def never_oldest(prefilling: Any) -> Any:
-    def spoilt(self: Scheduler) -> Any:
-        self._read = 0
-        return prefilling(self)
-
-    return spoilt
-
-
-def clock_at_the_least(advance: Any) -> Any:
-    def spoilt(self: Shares, waiting: frozenset[str]) -> None:
-        advance(self, waiting)
-        least = min((self.lead(client) for client in waiting if client in self._leads), default=0)
-        self._leads = {client: lead - least for client, lead in self._leads.items()}
-
-    return spoilt
-
-
-def nothing(_: Any) -> Any:
-    return lambda *given: None
-
-
-def unled(_: Any) -> Any:
-    return lambda self, client: 0
-
-
+short_prompt = partial(test_a_short_prompt_waits_for_one_chunk_of_long_ones, "")
+long_prompt = partial(test_a_long_prompt_under_a_stream_of_short_ones_is_read_in_four_times_its_chunks, "")
+starving = test_no_client_starves_under_ever_new_ones
+hundred = partial(test_a_hundred_requests_of_one_client_delay_another_by_a_step, 3, 90)
 DEFECTS = [
-    ("prompts by age", Scheduler._length, oldest_first, check_short_prompt_waits_for_a_chunk),
-    ("no turn of the oldest", Scheduler.prefilling, never_oldest, check_long_prompt_is_not_starved),
-    ("rows are kept", Scheduler._above_share, nothing, check_a_hundred_requests_delay_another_client_by_a_step),
-    ("tokens count nothing", Shares.lead, unled, check_tokens_decide_among_clients_with_as_many_rows),
-    ("tokens of prompts count nothing", Shares.lead, unled, check_prompts_of_clients_take_turns),
-    ("the clock at the least", Shares.advance, clock_at_the_least, check_no_client_starves_under_ever_new_ones),
-    ("tokens are not charged", Shares.charge, nothing, check_tokens_decide_among_clients_with_as_many_rows),
-]  # fmt: skip
+    ("prompts by age", Scheduler._length, lambda _: lambda self, sequence: sequence.id, short_prompt),
+    (
+        "never the oldest",
+        Scheduler.prefilling,
+        before(lambda plan: setattr(plan, "_read", 0)),
+        long_prompt,
+    ),
+    ("rows are kept", Scheduler._above_share, nothing, hundred),
+    ("tokens count nothing", Shares.lead, unled, test_tokens_decide_among_clients_with_as_many_rows),
+    ("tokens of prompts count nothing", Shares.lead, unled, test_prompts_of_clients_take_turns),
+    ("the clock at the least", Shares.advance, clock_at_the_least, starving),
+    ("tokens are not charged", Shares.charge, nothing, test_tokens_decide_among_clients_with_as_many_rows),
+]
 
 
-@pytest.mark.parametrize(("name", "seam", "spoiler", "check"), DEFECTS, ids=[each[0] for each in DEFECTS])
-def test_a_planted_defect_is_caught(
-    name: str, seam: Any, spoiler: Any, check: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_caught(defect(name, seam, spoiler, check), monkeypatch)
-
-
-# --- the clock --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("row", DEFECTS, ids=lambda row: str(row[0]))
+def test_a_planted_defect_is_caught(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(defect(*row), monkeypatch)
 
 
 def test_the_clock_moves_by_an_equal_part_of_what_those_that_wait_get() -> None:

@@ -11,18 +11,16 @@ import pytest
 
 import foredraft
 from foredraft import LLM, Output, SamplingParams
-from foredraft.decode.guarded import fault_of
+from foredraft.decode.constraint import fault_of
 from foredraft.decode.text_buffer import TextBuffer
-from foredraft.llm.service import News, Service
+from foredraft.llm.service import Service, StreamEvent
 from foredraft.model.tokenizer import Detokenizer, Tokenizer
 from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.panics import panic, stripping
 
 SAYS = "the model's tokenizer cannot decode token ids (index out of bounds"
-STOPS: list[dict[str, Any]] = [
-    {},
-    {"stop": ["zz"]},
-]  # without a stop string a text is decoded only when asked for
+# without a stop string a text is decoded only when asked for
+STOPS: list[dict[str, Any]] = [{}, {"stop": ["zz"]}]
 # The draw is a letter at a time. The decoder panics on the last one.
 BROKEN = SamplingParams(temperature=0, regex="[a-h]{9}q[a-h]{60}", max_new_tokens=60)
 SOUND = SamplingParams(temperature=0, regex="[a-h ]{90}", max_new_tokens=40)
@@ -30,7 +28,6 @@ SOUND = SamplingParams(temperature=0, regex="[a-h ]{90}", max_new_tokens=40)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A model whose tokenizer panics on the token q."""
     folder = save_checkpoint(tmp_path_factory.mktemp("model") / "big", tokenizer=True, eos_token_id=None)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -41,7 +38,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def check(output: Output) -> None:
-    """Check the output of a text that ends with its tokenizer's error, after nine letters."""
     assert output.finish_reason == "error" and (output.error or "").startswith(SAYS)
     assert len(output.text or "") == 9 and set(output.text or "") <= set("abcdefgh")
     assert "".join(output.pieces or []) == output.text
@@ -50,31 +46,25 @@ def check(output: Output) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 @pytest.mark.parametrize("stops", STOPS, ids=["as it is shown", "in the round"])
-def test_a_panic_ends_its_own_text(llm: LLM, stops: dict[str, Any], drafter: str) -> None:
-    sound, broken = (each.replace(drafter=drafter, **stops) for each in (SOUND, BROKEN))
-    [alone] = llm.generate("x", sound)
-    beside, output = llm.generate(["x", "x"], [sound, broken])
-    check(output)
-    assert beside.token_ids == alone.token_ids and beside.error is None
-    assert (len(output.token_ids) <= 12) is bool(stops), "a stop string is looked for in every round"
-
-
-@pytest.mark.parametrize("stops", STOPS, ids=["as it is shown", "in the round"])
-def test_a_panic_ends_its_own_stream_soon(llm: LLM, stops: dict[str, Any]) -> None:
-    news = list[News]()
-    service = Service(llm, news.extend)
-    tickets = [service.submit("x", each.replace(drafter="none", **stops)) for each in (BROKEN, SOUND)]
+def test_a_panic_ends_its_own_text_soon(llm: LLM, stops: dict[str, Any], drafter: str) -> None:
+    params, events = [each.replace(drafter=drafter, **stops) for each in (BROKEN, SOUND)], list[StreamEvent]()
+    wanted = llm.generate(["x", "x"], params)
+    check(wanted[0])
+    assert (len(wanted[0].token_ids) <= 12) is bool(stops), "a stop string is looked for in every round"
+    service = Service(llm, events.extend)
+    handles = [service.submit("x", each) for each in params]
     end = time.monotonic() + 20
-    while not all(ticket.over for ticket in tickets):
+    while not all(handle.over for handle in handles):
         assert service.alive and time.monotonic() < end
         time.sleep(0.01)
     service.stop()
-    broken, sound = ([each.piece for each in news if each.ticket is ticket] for ticket in tickets)
+    broken, sound = ([each.piece for each in events if each.handle is handle] for handle in handles)
     assert broken[-1].output is not None and sound[-1].output is not None
     check(broken[-1].output)
     assert "".join(piece.text or "" for piece in broken) == broken[-1].output.text
     assert len(broken[-1].output.token_ids) <= 12
-    assert sound[-1].output.finish_reason == "length" and len(sound[-1].output.token_ids) == 40
+    alone = llm.generate("x", params[1])[0].token_ids
+    assert wanted[1].token_ids == sound[-1].output.token_ids == alone and len(alone) == 40
 
 
 class Failing(Detokenizer):
@@ -112,7 +102,6 @@ def test_a_text_that_failed_stays_what_it_was(error: BaseException, stops: list[
 
 
 def test_a_text_that_fails_as_it_is_rewound_keeps_what_was_decoded() -> None:
-    """It is decoded anew then, and what was shown stays."""
     made: Iterator[Callable[[], Detokenizer]] = iter([
         lambda: Tokenizer(tiny_tokenizer()).detokenizer(), lambda: Failing(1, panic()),
     ])  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,14 +16,14 @@ from tokenizers import decoders, models
 
 from foredraft.decode import thinking as module
 from foredraft.decode.text_buffer import TextBuffer
-from foredraft.decode.thinking import Part, Thinking, ThinkingReader
+from foredraft.decode.thinking import Part, ThinkingMarkers, ThinkingReader
 from foredraft.model.tokenizer import Tokenizer
-from tests.support.planting import Mutant, assert_caught, defect
+from tests.support.mutation import Mutant, assert_caught, defect
 
 Function = Callable[..., Any]
-THINK = Thinking("<think>", "</think>")
-BEGUN = Thinking("<think>", "</think>", begun=True)
-GRANITE = Thinking("<think>", "</think>", answer=("<response>", "</response>"))
+THINK = ThinkingMarkers("<think>", "</think>")
+BEGUN = ThinkingMarkers("<think>", "</think>", begun=True)
+GRANITE = ThinkingMarkers("<think>", "</think>", answer=("<response>", "</response>"))
 # How thinking is marked, a text, its thinking and its content.
 TEXTS = {
     "Qwen 3": (THINK, "<think>\nso\n\nit is\n</think>\n\nYes.\n", "so\n\nit is", "Yes.\n"),
@@ -41,45 +42,33 @@ TEXTS = {
 }
 
 
-def joined(parts: list[Part], kind: str) -> str:
-    return "".join(text for each, text in parts if each == kind)
-
-
-def read(thinking: Thinking, pieces: list[str], *, cut: bool = False) -> tuple[str, str, ThinkingReader]:
+def read(
+    thinking: ThinkingMarkers, pieces: list[str], *, cut: bool = False
+) -> tuple[str, str, ThinkingReader]:
     reader, parts = ThinkingReader(thinking), list[Part]()
     for piece in pieces:
         parts += reader.read(piece)
     parts += reader.end(cut=cut)
     assert all(text for _, text in parts)
-    return joined(parts, "thinking"), joined(parts, "content"), reader
+    thought, content = ("".join(x for each, x in parts if each == kind) for kind in ("thinking", "content"))
+    return thought, content, reader
 
 
-def check(name: str) -> None:
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_has_the_same_parts_wherever_it_is_cut_into_pieces(name: str) -> None:
     thinking, text, thought, content = TEXTS[name]
-    for size in (1, 2, 3, 7, 1000):
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        assert read(thinking, pieces)[:2] == (thought, content), size
+    assert read(thinking, list(text))[:2] == (thought, content)
     for at in range(len(text) + 1):
         assert read(thinking, [text[:at], text[at:]])[:2] == (thought, content), at
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_has_the_same_parts_wherever_it_is_cut_into_pieces(name: str) -> None:
-    check(name)
-
-
-def check_limits(name: str) -> None:
-    """A text that a limit cuts shows the beginning of each part, and nothing of a marker that has only begun."""
+def test_a_limit_shows_nothing_of_a_marker(name: str) -> None:
     thinking, text, thought, content = TEXTS[name]
     for end in range(len(text) + 1):
         whole = read(thinking, [text[:end]], cut=True)[:2]
         assert read(thinking, list(text[:end]), cut=True)[:2] == whole
         assert thought.startswith(whole[0]) and content.startswith(whole[1]), text[:end]
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_limit_shows_nothing_of_a_marker(name: str) -> None:
-    check_limits(name)
 
 
 @given(st.text(st.sampled_from("<>/think ab\n"), max_size=30), st.data())
@@ -102,8 +91,6 @@ def test_the_places_of_the_parts_are_known(name: str) -> None:
         assert reader.content_at is not None and text[reader.content_at :] == content
 
 
-# --- stop strings ---------------------------------------------------------------------------------------
-
 WORDS = ("<", "think", ">", "/", "a", "b", "\n", "</", ">b", "\nab", "é")
 
 
@@ -115,11 +102,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(inner)
 
 
-def stopped(thinking: Thinking | None, tokens: list[int], stops: list[str]) -> tuple[int, str, str | None]:
-    buffer = TextBuffer(
-        tokenizer().detokenizer, stops, thinking=thinking,
-        marks={} if thinking is None else tokenizer().special_ids(thinking.markers),
-    )  # fmt: skip
+def stopped(
+    thinking: ThinkingMarkers | None, tokens: list[int], stops: list[str]
+) -> tuple[int, str, str | None]:
+    marks = {} if thinking is None else tokenizer().special_ids(thinking.markers)
+    buffer = TextBuffer(tokenizer().detokenizer, stops, thinking=thinking, marks=marks)
     count = buffer.push(tokens)
     released = "".join(text for _, text in buffer.release(count))
     assert buffer.text.startswith(released)
@@ -128,88 +115,69 @@ def stopped(thinking: Thinking | None, tokens: list[int], stops: list[str]) -> t
 
 
 def brute(tokens: list[int], stops: list[str], *, begun: bool) -> tuple[int, str, str | None]:
-    """Return the same by a search of the whole text after every token."""
-    ends = list(accumulate(len(WORDS[id]) for id in tokens))
-    text = "".join(WORDS[id] for id in tokens)
-    for count in range(1, len(tokens) + 1):
-        _, content, reader = read(Thinking("<think>", "</think>", begun), [text[: ends[count - 1]]], cut=True)
-        if reader.content_at is None:
-            continue
-        found = sorted(
-            (content.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in content
-        )
-        if found:
-            end, _, stop = found[0]
+    markers, text = ThinkingMarkers("<think>", "</think>", begun), "".join(WORDS[id] for id in tokens)
+    for count, length in enumerate(accumulate(len(WORDS[id]) for id in tokens), 1):
+        _, content, reader = read(markers, [text[:length]], cut=True)
+        found = [(content.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in content]
+        if reader.content_at is not None and found:
+            end, _, stop = min(found)
             return count, text[: reader.content_at + end - len(stop)], stop
     return len(tokens), text, None
 
 
 TOKENS = st.lists(st.sampled_from(range(len(WORDS))), max_size=12)
 MARKED = st.sampled_from([[0, 1, 2], [0, 1, 8], [7, 1, 2], [7, 1, 8], [0, 3, 1, 2]])
-STOPS = ["ab", "b", "\n", ">b", "k>", "</think>", "<"]
+STOPS = st.lists(st.sampled_from(["ab", "b", "\n", ">b", "k>", "</think>", "<"]), min_size=1, max_size=2)
 
 
 @given(
-    st.lists(TOKENS | MARKED, max_size=4), st.lists(st.sampled_from(STOPS), min_size=1, max_size=2), st.booleans()
-)  # fmt: skip
+    st.lists(TOKENS | MARKED, max_size=4),
+    STOPS,
+    st.booleans(),
+)
 def test_stop_strings_act_behind_the_thinking(parts: list[list[int]], stops: list[str], begun: bool) -> None:
     tokens = [id for part in parts for id in part]
-    thinking = Thinking("<think>", "</think>", begun)
-    count, text, stop = stopped(thinking, tokens, stops)
-    assert (count, text, stop) == brute(tokens, stops, begun=begun)
-
-
-def check_stops() -> None:
-    tokens = [0, 1, 2, 4, 5, 7, 1, 2, 6, 6, 4, 5, 4]  # <think>ab</think>\n\naba
-    thinking = Thinking("<think>", "</think>")
-    assert stopped(thinking, tokens, ["ab"]) == (12, "<think>ab</think>\n\n", "ab")
-    assert stopped(thinking, tokens, ["\n"]) == (13, "<think>ab</think>\n\naba", None)
-    assert stopped(thinking, tokens, ["think"])[2] is None
-    asked = Thinking("<think>", "</think>", stops=True)
-    assert stopped(asked, tokens, ["ab"]) == (5, "<think>", "ab")
-    assert stopped(None, tokens, ["ab"]) == (5, "<think>", "ab")
+    found = stopped(ThinkingMarkers("<think>", "</think>", begun), tokens, stops)
+    assert found == brute(tokens, stops, begun=begun)
 
 
 def test_stop_strings_act_in_the_thinking_where_that_is_asked() -> None:
-    check_stops()
+    tokens = [0, 1, 2, 4, 5, 7, 1, 2, 6, 6, 4, 5, 4]  # <think>ab</think>\n\naba
+    thinking = ThinkingMarkers("<think>", "</think>")
+    assert stopped(thinking, tokens, ["ab"]) == (12, "<think>ab</think>\n\n", "ab")
+    assert stopped(thinking, tokens, ["\n"]) == (13, "<think>ab</think>\n\naba", None)
+    assert stopped(thinking, tokens, ["think"])[2] is None
+    asked = ThinkingMarkers("<think>", "</think>", stops=True)
+    assert stopped(asked, tokens, ["ab"]) == (5, "<think>", "ab")
+    assert stopped(None, tokens, ["ab"]) == (5, "<think>", "ab")
 
 
 def test_markers_that_are_special_tokens_are_shown() -> None:
     opens, closes = len(WORDS), len(WORDS) + 1
     tokens = [opens, 4, 5, closes, 4, 5]
     assert stopped(None, tokens, [])[1] == "abab"
-    assert stopped(Thinking("[THINK]", "[/THINK]"), tokens, []) == (6, "[THINK]ab[/THINK]ab", None)
-    assert stopped(Thinking("[THINK]", "[/THINK]"), tokens, ["ab"]) == (6, "[THINK]ab[/THINK]", "ab")
+    assert stopped(ThinkingMarkers("[THINK]", "[/THINK]"), tokens, []) == (6, "[THINK]ab[/THINK]ab", None)
+    assert stopped(ThinkingMarkers("[THINK]", "[/THINK]"), tokens, ["ab"]) == (6, "[THINK]ab[/THINK]", "ab")
 
 
-def text_before_the_marker_alone(think: Function) -> Function:
-    """Count the marker's last character as content."""
-
-    def spoilt(reader: ThinkingReader, parts: list[Part]) -> None:
+def text_before_the_marker(think: Function) -> Function:
+    def mutated(reader: ThinkingReader, parts: list[Part]) -> None:
         think(reader, parts)
         if reader._phase == "after":
             reader._text, reader.thought = ">" + reader._text, reader.thought - 1
 
-    return spoilt
+    return mutated
 
 
+pieces = partial(test_a_text_has_the_same_parts_wherever_it_is_cut_into_pieces, "Qwen 3")
+limits = partial(test_a_limit_shows_nothing_of_a_marker, "Qwen 3")
+stops = test_stop_strings_act_in_the_thinking_where_that_is_asked
 MUTANTS = [
-    defect(
-        "the marker's last character is content", ThinkingReader._think, text_before_the_marker_alone,
-        lambda: check("Qwen 3"),
-    ),
-    defect(
-        "a marker is shown while it begins", module.overlap, lambda _: lambda text, marker: 0,
-        lambda: check("Qwen 3"),
-    ),
-    defect(
-        "a marker that a limit cuts is shown", ThinkingReader.end,
-        lambda end: lambda reader, cut=False: end(reader), lambda: check_limits("Qwen 3"),
-    ),
-    defect(
-        "stop strings act in the thinking", TextBuffer._content, lambda _: lambda buffer, piece: piece, check_stops
-    ),
-]  # fmt: skip
+    defect("the marker's last character is content", ThinkingReader._think, text_before_the_marker, pieces),
+    defect("a marker is shown while it begins", module.overlap, lambda _: lambda text, marker: 0, pieces),
+    defect("a cut marker is shown", ThinkingReader.end, lambda end: lambda own, cut=False: end(own), limits),
+    defect("stop strings act in the thinking", TextBuffer._content, lambda _: lambda _, piece: piece, stops),
+]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -7,10 +7,9 @@ always accepted, and the files that the doctor reads say something else.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,36 @@ import torch
 import foredraft
 from foredraft.cli import main
 from foredraft.doctor import Diagnosis, diagnose, examination, teacher_forced
-from foredraft.doctor.head_trials import changes
-from foredraft.doctor.teacher_forced import Acceptance, ReadText, head_drafts, read_text
+from foredraft.doctor.examination import changes
+from foredraft.doctor.teacher_forced import DraftAcceptance, ReadText, block_drafts, head_drafts, read_text
+from foredraft.drafters.block_drafter import BlockDrafter
 from foredraft.drafters.eagle3 import Eagle3
-from foredraft.drafters.heads import settings
+from foredraft.drafters.heads import head_asset
+from foredraft.drafters.heads.block_files import read_block
+from foredraft.drafters.heads.block_head import load_block
 from foredraft.drafters.heads.eagle3_files import read_eagle3
 from foredraft.drafters.heads.eagle3_head import Eagle3Head, load_eagle3
-from foredraft.drafters.heads.settings import SETTINGS, HeadSettings, read_settings, write_settings
+from foredraft.drafters.heads.head_asset import SETTINGS, HeadSettings, read_settings, write_settings
 from foredraft.loading.inspection import inspect_models
 from tests.parity.test_heads import KEYS, V
+from tests.support.blocks import BLOCK, FORMATS, save_block
 from tests.support.checkpoints import reference_model, save_checkpoint
+from tests.support.head_formats import FILE_FORMATS
 from tests.support.heads import save_head
 from tests.support.loaded import engine_of
 from tests.support.medusa import defined_medusa, save_medusa
-from tests.support.planting import Mutant, assert_caught, defect
-from tests.support.spelled_heads import SPELLED
+from tests.support.mutation import Mutation, assert_caught, defect
+from tests.support.mutations import argument
+from tests.support.panics import raising
 
 LONG = 150
-# true setting -> spelling of the head whose files say otherwise
+BLOCK_OF = "block "  # begins the format of a block
+SLOTS = BLOCK - 1  # tokens of a draft of a block, from the anchor or not
+LOAD: dict[str, Any] = {"policy": "fixed", "device": "cpu", "max_batch": 1, "max_length": 64}
+# true setting -> format of the head whose files say otherwise
 PLANTED: dict[str, tuple[HeadSettings, str]] = {
-    "a tap late": (HeadSettings(tap_shift=1), "specforge"),
-    "a tap early": (HeadSettings(tap_shift=-1), "speculators"),
+    "a layer late": (HeadSettings(tap_shift=1), "specforge"),
+    "a layer early": (HeadSettings(tap_shift=-1), "speculators"),
     "rotary base": (HeadSettings(rope_theta=10_000.0), "far"),
     "residual": (HeadSettings(norm_before_residual=True), "safeailab"),
     "raw residual": (HeadSettings(norm_before_residual=False), "residual"),
@@ -51,6 +59,10 @@ PLANTED: dict[str, tuple[HeadSettings, str]] = {
     "window": (HeadSettings(window=32), "short"),
     "before the final norm": (HeadSettings(final_norm=False), "eagle-1"),
     "two at once": (HeadSettings(tap_shift=1, norm_before_residual=True), "specforge"),
+    "slots from the anchor": (HeadSettings(from_anchor=True), "block z-lab"),
+    "slots after the anchor": (HeadSettings(from_anchor=False), "block deepspec"),
+    "causal slots": (HeadSettings(causal=True), "block gated"),
+    "nothing of a block": (HeadSettings(), "block speculators"),
 }
 
 
@@ -61,14 +73,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save(folder: Path, spelling: str) -> Path:
-    """Save the head of one of the cases."""
-    config: dict[str, Any] = {}
-    if spelling == "far":
-        spelling, config = "safeailab", {"rope_theta": 100.0}
-    if spelling == "short":
-        spelling, config = "safeailab", {"max_position_embeddings": 32}
-    return SPELLED[spelling].save(folder, spelling, V, config=config)
+def save(folder: Path, format: str) -> Path:
+    if format.startswith(BLOCK_OF):
+        return save_block(folder, format.removeprefix(BLOCK_OF), V)
+    config = {"far": {"rope_theta": 100.0}, "short": {"max_position_embeddings": 32}}.get(format)
+    format = format if config is None else "safeailab"
+    return FILE_FORMATS[format].save(folder, format, V, config=config or {})
 
 
 def texts() -> list[list[int]]:
@@ -77,35 +87,42 @@ def texts() -> list[list[int]]:
 
 
 def examined(place: Path, head: Path, true: HeadSettings) -> Diagnosis:
-    """Examine a head whose true setting is given."""
-    llm = foredraft.load(
-        place / "llama", draft=head, policy="fixed", dtype="float32", device="cpu", max_batch=1, max_length=64
-    )
+    llm = foredraft.load(place / "llama", draft=head, dtype="float32", **LOAD)
     runner, spec = llm.loaded.runner, llm.loaded.spec
-    [drafter] = [each for each in engine_of(llm).drafters.values() if isinstance(each, Eagle3)]
-    files = drafter.read_files(head)
-    record = files.record.for_target(spec, "the head")
-    right: Eagle3Head = load_eagle3(replace(files, record=true.applied(record, spec)), runner)
+    [drafter] = [each for each in engine_of(llm).drafters.values() if isinstance(each, Eagle3 | BlockDrafter)]
+    blocks = isinstance(drafter, BlockDrafter)
+    files: Any = read_block(head) if blocks else drafter.read_files(head)
+    record = true.applied(files.record.for_target(spec, "the head"), spec)
+    right: Any = (load_block if blocks else load_eagle3)(replace(files, record=record), runner)
+    drafts, length, most = (head_drafts, examination.LENGTH, examination.MOST)
+    if blocks:
+        drafts, length, most = block_drafts, SLOTS, 10
 
-    def as_the_head_says(runner: Any, tokens: list[int], taps: Any) -> ReadText:
-        text = read_text(runner, tokens, taps)
+    def as_the_head_says(runner: Any, tokens: list[int], layers: Any) -> ReadText:
+        text = read_text(runner, tokens, layers)
         logits = text.logits.clone()
-        for anchor, drafted in head_drafts(right, text, examination.LENGTH, examination.MOST).items():
-            logits[anchor : anchor + examination.LENGTH] = drafted
+        for anchor, drafted in drafts(right, text, length, most).items():
+            logits[anchor : anchor + length] = drafted
         return ReadText(text.tokens, logits, text.states)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examination, "read_text", as_the_head_says)
+        patch.setattr(examination, "MOST", most)
         return diagnose(llm.loaded, head, texts())
 
 
 def check_found(place: Path, folder: Path, name: str) -> None:
-    true, spelling = PLANTED[name]
-    head = save(folder, spelling)
+    true, format = PLANTED[name]
+    head = save(folder, format)
     found = examined(place, head, true)
     assert found.best.settings == true.given, found.best
-    assert found.improved and found.best.tau > found.own.tau + 0.1
-    assert found.best.sampled == pytest.approx((1.0,) * examination.LENGTH, abs=1e-3)
+    assert found.improved == bool(true.given) == (head / SETTINGS).exists()
+    assert found.best.sampled == pytest.approx((1.0,) * len(found.best.sampled), abs=1e-3)
+    if format.startswith(BLOCK_OF):
+        assert found.drafter == FORMATS[format.removeprefix(BLOCK_OF)]["of"]
+        assert len(found.best.sampled) == SLOTS
+        return
+    assert found.best.tau > found.own.tau + 0.1
     assert found.best.greedy == pytest.approx((1.0,) * examination.LENGTH)
     assert found.written == str(head / SETTINGS)
     assert read_settings(head) == true
@@ -127,8 +144,7 @@ def test_a_head_that_is_read_right_is_as_good_as_it_gets(place: Path, tmp_path: 
 
 def test_every_kind_of_setting_is_planted(place: Path, tmp_path: Path) -> None:
     planted = {name for settings, _ in PLANTED.values() for name in settings.given}
-    of_blocks = {"from_anchor", "causal"}
-    assert planted | of_blocks == set(HeadSettings.__dataclass_fields__)
+    assert planted == set(HeadSettings.__dataclass_fields__)
     head = read_eagle3(save(tmp_path / "head", "speculators"))
     llm = foredraft.load(place / "llama", device="cpu", max_length=64, max_batch=1)
     record = head.record.for_target(llm.loaded.spec, "the head")
@@ -136,86 +152,81 @@ def test_every_kind_of_setting_is_planted(place: Path, tmp_path: Path) -> None:
     assert {"tap_shift", "norm_before_residual", "norm_output", "own_head", "own_embedding"} <= {*tried}
 
 
-def test_loading_honours_a_setting_and_says_so(place: Path, tmp_path: Path) -> None:
-    head = save(tmp_path / "head", "specforge")
-    options: dict[str, Any] = {"draft": head, "drafter": "eagle3", "device": "cpu", "policy": "fixed"}
-    llm = foredraft.load(place / "llama", max_length=64, max_batch=1, **options)
-    assert engine_of(llm).drafters["eagle3"].taps == (2, 3, 5)
-    write_settings(head, HeadSettings(tap_shift=-1, rope_theta=500.0))
-    llm = foredraft.load(place / "llama", max_length=64, max_batch=1, **options)
-    drafter: Any = engine_of(llm).drafters["eagle3"]
-    assert drafter.taps == (1, 2, 4) and drafter.head.record.spec.rope.theta == 500.0
-    seen = inspect_models(place / "llama", draft=head, device="cpu")
-    [note] = [each.note for each in seen.drafters if each.name == "eagle3"]
-    assert "`foredraft doctor` set tap_shift = -1, rope_theta = 500.0" in str(note)
+EAGLE = HeadSettings(tap_shift=-1, rope_theta=500.0)
+ANCHORED = HeadSettings(tap_shift=-1, from_anchor=True, window=32)
+HONOURED = [  # format, settings, drafter, its layers, and what `foredraft info` says
+    ("specforge", HeadSettings(), "eagle3", (2, 3, 5), ""),
+    ("specforge", EAGLE, "eagle3", (1, 2, 4), "`foredraft doctor` set tap_shift = -1, rope_theta = 500.0"),
+    ("block z-lab", ANCHORED, "dflash", (0, 2, 5), "set tap_shift = -1, window = 32, from_anchor = true"),
+]
+
+
+@pytest.mark.parametrize(("format", "settings", "drafter", "layers", "told"), HONOURED)
+def test_loading_honours_a_setting_and_says_so(
+    place: Path, tmp_path: Path, format: str, settings: HeadSettings, drafter: str, layers: Any, told: str
+) -> None:
+    head = save(tmp_path / "head", format)
+    write_settings(head, settings)
+    llm = foredraft.load(place / "llama", draft=head, drafter=drafter, **LOAD)
+    found: Any = engine_of(llm).drafters[drafter]
+    record = found.head.record
+    assert found.aux_layers == layers and record.spec.rope.theta == settings.given.get("rope_theta", 10_000.0)
+    if settings.window:
+        assert found.max_draft == 4 and record.spec.windows == (32, 32) and not record.causal_windows
+    seen = inspect_models(place / "llama", draft=head, device="cpu").drafters
+    [note] = [str(each.note) for each in seen if each.name == drafter]
+    assert told in note
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("format", "content", "message"),
     [
-        ('{"tap_shift": 9}', "moves taps"),
-        ('{"mystery": 1}', "mystery = 1 is no setting of a head"),
-        ('{"norm_output": 1}', "norm_output = 1 is no setting of a head"),
-        ('{"own_embedding": true}', "own_embedding = true is not possible"),
-        ("[", "not readable JSON"),
+        ("safeailab", '{"tap_shift": 9}', "out of the target"),
+        ("safeailab", '{"mystery": 1}', "mystery = 1 is no setting of a head"),
+        ("safeailab", '{"norm_output": 1}', "norm_output = 1 is no setting of a head"),
+        ("safeailab", '{"own_embedding": true}', "own_embedding = true is not possible"),
+        ("block z-lab", '{"norm_output": true}', "norm_output = true is not possible with this head"),
+        ("safeailab", "[", "not readable JSON"),
     ],
 )
-def test_a_broken_setting_is_refused(place: Path, tmp_path: Path, content: str, message: str) -> None:
-    head = save(tmp_path / "head", "safeailab")
+def test_a_broken_setting_is_refused(
+    place: Path, tmp_path: Path, format: str, content: str, message: str
+) -> None:
+    head = save(tmp_path / "head", format)
     (head / SETTINGS).write_text(content)
     with pytest.raises(foredraft.CheckpointError, match=message):
-        foredraft.load(place / "llama", draft=head, drafter="eagle3", device="cpu")
+        foredraft.load(place / "llama", draft=head, device="cpu")
 
 
 def test_a_setting_is_kept_elsewhere_for_a_head_that_cannot_be_written_to(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-
-    @contextmanager
-    def refused(file: Path) -> Iterator[Path]:
-        raise PermissionError(13, "Permission denied", str(file))
-        yield file
-
     head, other = save(tmp_path / "head", "specforge"), save(tmp_path / "other", "specforge")
     wanted = HeadSettings(tap_shift=-1)
     with monkeypatch.context() as patch:
-        patch.setattr(settings, "replacing", refused)
+        patch.setattr(head_asset, "replacing", raising(PermissionError(13, "Permission denied")))
         kept = write_settings(head, wanted)
         assert kept.is_relative_to(tmp_path / "cache") and not (head / SETTINGS).exists()
         patch.setenv("FOREDRAFT_CACHE", "")
         with pytest.raises(PermissionError):
             write_settings(head, wanted)
     assert read_settings(head) == wanted and read_settings(other) == HeadSettings()
-    options: dict[str, Any] = {"device": "cpu", "policy": "fixed", "max_length": 64, "max_batch": 1}
-    assert engine_of(foredraft.load(place / "llama", draft=head, **options)).drafters["eagle3"].taps == (
-        1,
-        2,
-        4,
-    )
+    llm = foredraft.load(place / "llama", draft=head, **LOAD)
+    assert engine_of(llm).drafters["eagle3"].aux_layers == (1, 2, 4)
     (head / "config.json").write_text((head / "config.json").read_text() + " ")  # another head
     assert read_settings(head) == HeadSettings()
 
 
 def test_medusa_heads_are_measured_as_they_draft(place: Path, tmp_path: Path) -> None:
-    """Against the definition of the logits, at every anchor."""
-    heads = save_medusa(tmp_path / "heads", "fasterdecoding", V)
-    llm = foredraft.load(
-        place / "llama",
-        draft=heads,
-        policy="fixed",
-        device="cpu",
-        max_batch=1,
-        max_length=64,
-        dtype="float32",
-    )
+    heads, target = save_medusa(tmp_path / "heads", "fasterdecoding", V), reference_model(**KEYS)
+    llm = foredraft.load(place / "llama", draft=heads, dtype="float32", **LOAD)
     found, [text, _] = diagnose(llm.loaded, heads, texts()[:1]), texts()
     read = read_text(llm.loaded.runner, text, ())
     want = []
     for anchor in read.anchors(examination.LENGTH, examination.MOST):
-        q = defined_medusa(
-            heads, reference_model(**KEYS), text[: anchor + 1], text[anchor + 1 : anchor + 4]
-        ).softmax(-1)
+        given, drafted = text[: anchor + 1], text[anchor + 1 : anchor + 4]
+        q = defined_medusa(heads, target, given, drafted).softmax(-1)
         p = read.logits[anchor : anchor + 4].double().softmax(-1)
         want.append(torch.minimum(p, q).sum(-1))
     first = torch.stack(want)[:, 0].mean()
@@ -227,7 +238,8 @@ def test_medusa_heads_are_measured_as_they_draft(place: Path, tmp_path: Path) ->
 # --- draft models ---------------------------------------------------------------------------------------------
 
 
-def with_template(folder: Path, template: str | None) -> Path:
+def saved(folder: Path, template: str | None, **keys: Any) -> Path:
+    save_checkpoint(folder, tokenizer=True, **keys)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder
@@ -254,20 +266,15 @@ TEMPLATE, OTHER = "{% for m in messages %}<{{ m.content }}>{% endfor %}", "{{ me
 def test_mismatches_of_a_draft_model(
     tmp_path: Path, target: str | None, draft: str | None, keys: dict[str, Any], notes: list[str]
 ) -> None:
-    big = with_template(save_checkpoint(tmp_path / "big", tokenizer=True), target)
-    small = with_template(save_checkpoint(tmp_path / "small", tokenizer=True, seed=1, **keys), draft)
-    llm = foredraft.load(big, draft=small, device="cpu", policy="fixed", max_length=64, max_batch=1)
-    found = diagnose(llm.loaded, small)
+    big, small = saved(tmp_path / "big", target), saved(tmp_path / "small", draft, seed=1, **keys)
+    found = diagnose(foredraft.load(big, draft=small, **LOAD).loaded, small)
     assert found.drafter == "draft-model" and not found.improved
-    assert len(found.notes) == len(notes)
-    for note, wanted in zip(found.notes, notes, strict=True):
-        assert wanted in note
+    assert all(wanted in note for note, wanted in zip(found.notes, notes, strict=True))
 
 
 def test_the_target_as_its_own_draft_model_is_always_accepted(tmp_path: Path) -> None:
-    big = save_checkpoint(tmp_path / "big", tokenizer=True)
-    llm = foredraft.load(big, draft=big, device="cpu", policy="fixed", max_length=64, max_batch=1)
-    found = diagnose(llm.loaded, big)
+    big = saved(tmp_path, None)
+    found = diagnose(foredraft.load(big, draft=big, **LOAD).loaded, big)
     assert found.own.greedy == (1.0,) * examination.LENGTH
     assert found.own.sampled == pytest.approx((1.0,) * examination.LENGTH, abs=1e-4)
 
@@ -293,42 +300,27 @@ def test_the_command_shows_a_diagnosis(tmp_path: Path, capsys: pytest.CaptureFix
 # --- planted defects ------------------------------------------------------------------------------------------
 
 
-def positions_late(accepted: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda target, draft: accepted(target.roll(1, 0), draft)
-
-
 def states_not_normed(joined: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda head, taps: taps if head.record.pair_fc else joined(head, taps)
+    return lambda head, states: states if head.record.pair_fc else joined(head, states)
 
 
-def settings_ignored(applied: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda settings, record, target: applied(HeadSettings(), record, target)
+def first_token_alone(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda accepted: 1 + accepted.sampled[:, 0]  # which no recurrence touches
 
 
-def first_one_is_best(better: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda one, other: False
+NO_SETTINGS = argument(0, lambda _: HeadSettings())
+DEFECTS: dict[str, tuple[Any, Mutation, str]] = {
+    "positions late": (teacher_forced._accepted, argument(0, lambda target: target.roll(1, 0)), "residual"),
+    "states not normed": (Eagle3Head.joined, states_not_normed, "before the final norm"),
+    "settings ignored": (HeadSettings.applied, NO_SETTINGS, "a layer late"),
+    "the first is best": (examination._is_better, lambda better: lambda one, other: False, "a layer late"),
+    "rounds of the first token": (DraftAcceptance.rounds, first_token_alone, "recurrence"),
+    "settings of a block ignored": (HeadSettings.applied, NO_SETTINGS, "slots from the anchor"),
+}
 
 
-def rounds_of_the_first_token(rounds: Callable[..., Any]) -> Callable[..., Any]:
-    """Judge a setting by the first token alone, which no recurrence touches."""
-    return lambda accepted: 1 + accepted.sampled[:, 0]
-
-
-@pytest.fixture
-def found(place: Path, tmp_path: Path) -> Callable[[str], Callable[[], None]]:
-    return lambda name: lambda: check_found(place, tmp_path / "head", name)
-
-
-def test_defects_of_the_doctor_are_caught(found: Callable[[str], Callable[[], None]], tmp_path: Path) -> None:
-    planted: list[tuple[Any, Any, str]] = [
-        (teacher_forced._accepted, positions_late, "residual"),
-        (Eagle3Head.joined, states_not_normed, "before the final norm"),
-        (HeadSettings.applied, settings_ignored, "a tap late"),
-        (examination._is_better, first_one_is_best, "a tap late"),
-        (Acceptance.rounds, rounds_of_the_first_token, "recurrence"),
-    ]
-    for seam, spoiler, name in planted:
-        mutant: Mutant = defect(name, seam, spoiler, found(name))
-        with pytest.MonkeyPatch.context() as patch:
-            assert_caught(mutant, patch)
-        shutil.rmtree(tmp_path / "head", ignore_errors=True)
+@pytest.mark.parametrize("name", DEFECTS)
+def test_planted_defects_die(name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point, mutation, case = DEFECTS[name]
+    check = partial(check_found, place, tmp_path / "head", case)
+    assert_caught(defect(name, point, mutation, check), monkeypatch)

@@ -12,9 +12,9 @@ from hypothesis import given
 
 import foredraft
 from foredraft import demo
-from foredraft.drafters.prediction import LONGEST, Alignment
+from foredraft.cli import main
+from foredraft.drafters.lookup import LONGEST, Alignment
 from foredraft.errors import RequestError
-from tests.support.command import foredraft as command
 
 tokens = st.lists(st.integers(0, 3), max_size=20)
 
@@ -52,9 +52,7 @@ def test_a_longer_run_wins_over_a_nearer_one_and_of_equals_the_nearest() -> None
 
 
 @given(tokens, tokens, st.data())
-def test_an_alignment_depends_on_the_output_alone(
-    predicted: list[int], output: list[int], data: st.DataObject
-) -> None:
+def test_alignment_follows_the_output(predicted: list[int], output: list[int], data: st.DataObject) -> None:
     alignment = Alignment(predicted)
     for _ in range(3):  # forward and, as after a ban's rollback, back
         end = data.draw(st.integers(0, len(output)))
@@ -72,39 +70,30 @@ def test_a_run_that_was_looked_up_stands_before_the_place(predicted: list[int], 
         assert predicted[alignment.place - run : alignment.place] == output[-run:]
 
 
-# --- requests ---------------------------------------------------------------------------------------------
-
 PROMPT = "def area(width, height):\n"
 
 
 @pytest.fixture(scope="module")
 def llm() -> foredraft.LLM:
-    return foredraft.load(draft=demo.draft_path(), max_length=256)
+    return foredraft.load(draft=demo.draft_path(), max_length=256, policy="fixed")
 
 
 def request(llm: foredraft.LLM, **options: Any) -> foredraft.Output:
-    [output] = llm.generate([PROMPT], temperature=0, max_new_tokens=60, ignore_eos=True, **options)
+    [output] = llm.generate([PROMPT], temperature=0, max_new_tokens=40, ignore_eos=True, **options)
     return output
 
 
-def test_a_right_prediction_is_accepted_and_changes_nothing(llm: foredraft.LLM) -> None:
+def test_a_right_prediction_is_accepted_and_no_prediction_changes_the_text(llm: foredraft.LLM) -> None:
     plain = request(llm, drafter="none")
     assert plain.text is not None
-    for prediction in (plain.text, plain.token_ids):
-        for drafter in ("prediction", None):
-            found = request(llm, prediction=prediction, drafter=drafter)
-            assert found.token_ids == plain.token_ids
-            assert found.stats.drafts["prediction"] > 0
-    only = request(llm, prediction=plain.token_ids, drafter="prediction")
-    assert only.stats.accepted_by["prediction"] == only.stats.accepted == only.stats.drafted > 40
-
-
-def test_a_wrong_prediction_changes_nothing(llm: foredraft.LLM) -> None:
-    plain = request(llm, drafter="none")
-    for wrong in ("x" * 400, "def area(a):\n    pass\n" * 9, plain.token_ids[::-1], [5] * 1000):
-        found = request(llm, prediction=wrong, drafter="prediction")
+    for prediction, drafter in ((plain.text, "prediction"), (plain.token_ids, None)):
+        found = request(llm, prediction=prediction, drafter=drafter)
         assert found.token_ids == plain.token_ids
-        assert found.stats.accepted < found.stats.drafted
+        assert found.stats.drafts["prediction"] > 0
+    only = request(llm, prediction=plain.token_ids, drafter="prediction")
+    assert only.stats.accepted_by["prediction"] == only.stats.accepted == only.stats.drafted > 25
+    wrong = request(llm, prediction=plain.token_ids[::-1], drafter="prediction")
+    assert wrong.token_ids == plain.token_ids and wrong.stats.accepted < wrong.stats.drafted
 
 
 def test_a_prediction_is_no_longer_than_a_text_can_be(llm: foredraft.LLM) -> None:
@@ -140,12 +129,13 @@ def test_what_cannot_be_predicted_is_refused(llm: foredraft.LLM, options: dict[s
         request(llm, **options)
 
 
-def test_the_command_line_reads_a_prediction_from_a_file(tmp_path: Path) -> None:
+def test_the_command_reads_a_prediction_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "before.py"
     file.write_text("    return width * height\n")
-    options = ("--temperature", "0", "--max-new-tokens", "20", "--json")
-    plain = json.loads(command("generate", PROMPT, "--drafter", "none", *options).stdout)
-    found = json.loads(command("generate", PROMPT, "--prediction", str(file), *options).stdout)
-    assert plain["outputs"][0]["token_ids"] == found["outputs"][0]["token_ids"]
-    missing = command("generate", PROMPT, "--prediction", str(tmp_path / "absent"))
-    assert missing.returncode == 2 and missing.stderr.startswith("foredraft: error: --prediction is ")
+    found = []
+    for more in (["--prediction", str(file)], ["--drafter", "none"]):
+        assert main(["generate", PROMPT, *"--temperature 0 --max-new-tokens 20 --json".split(), *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"])
+    assert found[0] == found[1]
+    assert main(["generate", PROMPT, "--prediction", str(tmp_path / "absent")]) == 2
+    assert capsys.readouterr().err.startswith("foredraft: error: --prediction is ")

@@ -1,29 +1,34 @@
-"""Drafts by recent texts: their lengths, whose texts they copy, the bound of memory, and the file of the texts."""
+"""Drafts by recent texts: their lengths, whose texts they copy, their index, the bound of memory, and their file."""
 
 from __future__ import annotations
 
-import signal
 import stat
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 import foredraft
 from foredraft.decode.sequence import Finish
 from foredraft.drafters import suffix as module
-from foredraft.drafters.recent_texts import RecentTexts, Text
+from foredraft.drafters.recent_texts import (
+    LONGEST_MATCH,
+    OCCURRENCES,
+    Matches,
+    RecentText,
+    RecentTexts,
+    TextIndex,
+    TextsFile,
+)
 from foredraft.drafters.suffix import CONTEXT, LONGEST_DRAFT, Suffix, agreed
-from foredraft.drafters.texts_file import TextsFile
 from foredraft.errors import ConfigError, RequestError
 from tests.support import checkpoints
 from tests.support.harness import request
-from tests.support.planting import Mutant, assert_caught, defect
-from tests.support.running import environment
+from tests.support.mutation import Mutant, assert_caught, defect
 
 Function = Callable[..., Any]
 MIB = 1 << 20
@@ -34,19 +39,19 @@ def drafter(most_bytes: int = MIB) -> Suffix:
     return Suffix(RecentTexts(most_bytes), TextsFile(None, None, SIZE))
 
 
-def written(suffix: Suffix, prompt: list[int], output: list[int], scope: bytes = b"", **more: Any) -> None:
-    """Let a request write a text to its end."""
+def written(
+    suffix: Suffix, prompt: list[int], output: list[int], scope: bytes = b"", finish: Any = Finish.EOS
+) -> None:
     sequence = request(prompt, "suffix")
     sequence.text_scope = scope
     suffix.join(sequence)
     sequence.tokens += output
     suffix.rewind(sequence)
-    sequence.finish = more.get("finish", Finish.EOS)
+    sequence.finish = finish
     suffix.leave(sequence)
 
 
 def draft(suffix: Suffix, tokens: list[int], scope: bytes = b"", most: int = 99) -> list[int]:
-    """Return the draft of a request that begins with a text."""
     sequence = request(tokens, "suffix")
     sequence.text_scope = scope
     suffix.join(sequence)
@@ -54,9 +59,6 @@ def draft(suffix: Suffix, tokens: list[int], scope: bytes = b"", most: int = 99)
     assert suffix.peek(sequence, most).length == len(made)
     suffix.leave(sequence)
     return made
-
-
-# --- drafts -----------------------------------------------------------------------------------------
 
 
 def test_a_draft_copies_what_an_earlier_request_wrote() -> None:
@@ -83,18 +85,13 @@ def test_a_draft_is_as_long_as_its_match_allows(length: int, most: int) -> None:
     assert draft(drafter(), [*text, 500, *text[40 : 40 + length]]) == text[40 + length : 40 + length + most]
 
 
-def check_counts() -> None:
-    """A draft goes on as far as the counts make it likely, and by the way that most texts went."""
+def test_a_draft_ends_where_its_counts_say() -> None:
     assert agreed([[1, 2, 3], [1, 2, 4], [1, 5, 6]], 9) == ([1, 2, 3], 1.0)
     assert agreed([[1, 2], [2, 3], [3, 4], [4, 5], [5, 6]], 9) == ([], 1.0)
     assert agreed([[1, 2, 3], [1, 2, 4], [1, 3, 5], [1, 4, 6], [1, 5, 7]], 9) == ([1, 2], 1.0)
     assert agreed([[7, 1], [8, 2], [8, 3]], 9) == ([8, 2], 2 / 3)
     assert agreed([[7, 1], [8, 2]], 9) == ([7, 1], 0.5)  # of equally many, the latest decides
     assert agreed([[7], [7, 8, 9]], 2) == ([7, 8], 1.0)  # a text that ends counts no further
-
-
-def test_a_draft_ends_where_its_counts_say() -> None:
-    check_counts()
 
 
 def test_confidence_follows_the_match_and_the_counts() -> None:
@@ -112,24 +109,16 @@ def test_confidence_follows_the_match_and_the_counts() -> None:
     assert confidence([500]) == 0.2 and draft(suffix, [500]) == []
 
 
-@pytest.mark.parametrize("finish", [None, Finish.CANCELLED, Finish.ERROR])
-def test_texts_that_did_not_end_by_themselves_are_not_kept(finish: Finish | None) -> None:
-    suffix = drafter()
+@pytest.mark.parametrize(
+    ("finish", "memory"), [(None, MIB), (Finish.CANCELLED, MIB), (Finish.ERROR, MIB), (Finish.EOS, 0)]
+)
+def test_texts_that_did_not_end_or_do_not_fit_are_not_kept(finish: Finish | None, memory: int) -> None:
+    suffix = drafter(memory)
     written(suffix, [1], [*range(10, 30)], finish=finish)
-    assert len(suffix.texts) == 0 and draft(suffix, [10, 11, 12, 13]) == []
+    assert len(suffix.texts) == suffix.texts.bytes == 0 and draft(suffix, [10, 11, 12, 13]) == []
 
 
-def test_without_memory_nothing_is_kept() -> None:
-    suffix = drafter(0)
-    written(suffix, [1], [*range(10, 30)])
-    assert len(suffix.texts) == suffix.texts.bytes == 0
-
-
-# --- scopes and memory ------------------------------------------------------------------------------
-
-
-def check_scopes() -> None:
-    """Texts that were planted in one scope are drafted there, and nowhere else."""
+def test_texts_of_two_scopes_never_meet() -> None:
     suffix = drafter()
     one, other = [*range(100, 140)], [*range(100, 110), *range(200, 230)]
     written(suffix, [1], one, b"one")
@@ -138,10 +127,6 @@ def check_scopes() -> None:
     assert draft(suffix, one[:10], b"other") == other[10 : 10 + LONGEST_DRAFT]
     assert draft(suffix, one[:10]) == []
     assert draft(suffix, one[12:20], b"other") == []
-
-
-def test_texts_of_two_scopes_never_meet() -> None:
-    check_scopes()
 
 
 def test_the_oldest_texts_go_first_whoever_wrote_them() -> None:
@@ -164,18 +149,6 @@ def test_of_a_text_that_never_fits_the_end_is_kept() -> None:
     assert 50 < len(kept.tokens) < 200 and kept.tokens[-1] == 4999 and recent.bytes <= recent.most_bytes
 
 
-def test_memory_is_bounded_under_a_hundred_thousand_requests() -> None:
-    """Each of three new tokens; every tenth has a scope of its own, as a salt of a request gives it."""
-    suffix = drafter(MIB)
-    most = 0
-    for number in range(100_000):
-        scope = b"%d" % number if number % 10 == 0 else b""
-        suffix.texts.add(scope, [number % 997, number % 31, number % 89, number % 53])
-        most = max(most, suffix.texts.bytes)
-    assert MIB // 2 < most <= MIB
-    assert len(suffix.texts._indices) < 300 and not suffix._own
-
-
 @pytest.mark.parametrize(("tokens", "scopes"), [(400, 1), (4, 1), (4, 10**6), (40, 7)])
 def test_memory_is_no_more_than_is_counted(tokens: int, scopes: int) -> None:
     """All runs differ, which takes the most memory; twice as many texts come as there is room for."""
@@ -194,9 +167,6 @@ def test_memory_is_no_more_than_is_counted(tokens: int, scopes: int) -> None:
         tracemalloc.stop()
 
 
-# --- the file ---------------------------------------------------------------------------------------
-
-
 def test_saved_texts_are_drafted_by_a_later_process(tmp_path: Path) -> None:
     file, suffix = TextsFile(tmp_path / "texts", "digest", SIZE), drafter()
     written(suffix, [1], [*range(10, 40)], b"\x01key")
@@ -213,13 +183,14 @@ def test_saved_texts_are_drafted_by_a_later_process(tmp_path: Path) -> None:
 
 
 def test_there_may_be_no_file_yet(tmp_path: Path) -> None:
-    assert TextsFile(tmp_path / "texts", None, SIZE).read() == TextsFile(None, None, SIZE).read() == []
-    TextsFile(tmp_path / "texts", None, SIZE).write([])
-    assert TextsFile(tmp_path / "texts", None, SIZE).read() == []
+    file, nowhere = TextsFile(tmp_path / "texts", None, SIZE), TextsFile(None, None, SIZE)
+    assert file.read() == nowhere.read() == []
+    file.write([])
+    assert file.read() == []
     with pytest.raises(ConfigError, match="in a folder that exists"):
         TextsFile(tmp_path / "missing/texts", None, SIZE).read()
     with pytest.raises(ConfigError, match="have no file"):
-        TextsFile(None, None, SIZE).write([])
+        nowhere.write([])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +206,7 @@ def test_there_may_be_no_file_yet(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_one_line(spoil: Callable[[bytes], bytes], says: str, tmp_path: Path) -> None:
     file = TextsFile(tmp_path / "texts", None, SIZE)
-    file.write([Text(b"key", [1, 2, 3, 4])])
+    file.write([RecentText(b"key", [1, 2, 3, 4])])
     whole = (tmp_path / "texts").read_bytes()
     assert spoil(whole) != whole
     (tmp_path / "texts").write_bytes(spoil(whole))
@@ -245,44 +216,10 @@ def test_a_damaged_file_is_one_line(spoil: Callable[[bytes], bytes], says: str, 
 
 
 def test_texts_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    TextsFile(tmp_path / "texts", "one", SIZE).write([Text(b"", [1, 2, 3, 4])])
+    TextsFile(tmp_path / "texts", "one", SIZE).write([RecentText(b"", [1, 2, 3, 4])])
     for other in (TextsFile(tmp_path / "texts", "two", SIZE), TextsFile(tmp_path / "texts", "one", SIZE + 1)):
         with pytest.raises(ConfigError, match="whose texts are of another tokenizer"):
             other.read()
-
-
-HALF_WRITTEN = """
-import sys, time
-from pathlib import Path
-from foredraft.drafters.recent_texts import Text
-from foredraft.drafters.texts_file import TextsFile
-written = Path.write_bytes
-def half(path, content):
-    written(path, content[: len(content) // 2])
-    print("half", flush=True)
-    time.sleep(600)
-Path.write_bytes = half
-TextsFile(Path(sys.argv[1]), None, 1000).write([Text(b"", [9, 9, 9, 9, 9])])
-"""
-
-
-def test_a_process_that_is_killed_while_it_saves_loses_nothing_older(tmp_path: Path) -> None:
-    file, texts = TextsFile(tmp_path / "texts", None, SIZE), [Text(b"a", [1, 2, 3, 4]), Text(b"", [5, 6, 7])]
-    file.write(texts)
-    with subprocess.Popen(
-        [sys.executable, "-c", HALF_WRITTEN, str(tmp_path / "texts")],
-        env=environment(),
-        stdout=subprocess.PIPE,
-    ) as saving:
-        assert saving.stdout is not None
-        assert saving.stdout.readline() == b"half\n"
-        saving.send_signal(signal.SIGKILL)
-    assert file.read() == texts
-    file.write(texts[:1])
-    assert file.read() == texts[:1]
-
-
-# --- through load -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +228,8 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(big: Path, **options: Any) -> foredraft.LLM:
-    return foredraft.load(big, device="cpu", max_batch=2, max_length=128, policy="fixed", **options)
+    common = {"device": "cpu", "max_batch": 2, "max_length": 128, "policy": "fixed"}
+    return foredraft.load(big, **common | options)
 
 
 def test_it_drafts_only_where_it_is_asked_for(big: Path, tmp_path: Path) -> None:
@@ -301,48 +239,121 @@ def test_it_drafts_only_where_it_is_asked_for(big: Path, tmp_path: Path) -> None
             llm.generate("a", drafter="suffix")
         with pytest.raises(RequestError, match="suffix is not loaded; load with recent_texts"):
             llm.save_texts(tmp_path / "texts")
-    for options, mib in (
-        ({"drafter": "suffix"}, 0),
-        ({"recent_texts": 3}, 3),
-        ({"texts_file": tmp_path / "texts"}, module.DEFAULT_MIB),
-        ({"texts_file": str(tmp_path / "texts"), "recent_texts": 0}, 0),
+        with pytest.raises(ConfigError, match="recent_texts"):
+            load(big, recent_texts="many")
+    for options, mib, longest in (
+        ({"drafter": "suffix"}, 0, LONGEST_DRAFT),
+        ({"recent_texts": 3}, 3, 5),  # the default drafter is another one
+        ({"recent_texts": 1, "policy": "auto"}, 1, LONGEST_DRAFT),
+        ({"texts_file": tmp_path / "texts"}, module.DEFAULT_MIB, 5),
+        ({"texts_file": str(tmp_path / "texts"), "recent_texts": 0}, 0, 5),
     ):
         with load(big, **options) as llm:
-            found = llm.loaded.engine.drafters["suffix"]
+            found, policy = llm.loaded.engine.drafters["suffix"], llm.loaded.engine.policy
             assert isinstance(found, Suffix) and found.texts.most_bytes == mib << 20
+            assert policy.max_draft == longest, "longer where it drafts"
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "many"])
-def test_memory_is_a_whole_number(value: Any) -> None:
-    with pytest.raises(ConfigError, match="recent_texts"):
-        foredraft.load(recent_texts=value)
+RUNS, MOST = (3, 1), 4
+tokens = st.lists(st.integers(0, 2), max_size=4)
+texts = st.lists(tokens, min_size=1, max_size=2)  # so few that a search looks at every occurrence
 
 
-def test_the_longest_drafts_are_longer_with_it(big: Path) -> None:
-    with load(big, drafter="suffix") as llm:
-        assert llm.loaded.engine.policy.max_draft == LONGEST_DRAFT
-    with load(big, recent_texts=1) as llm:  # the default drafter is another one
-        assert llm.loaded.engine.policy.max_draft == 5
-    for options, longest in (({"recent_texts": 1}, LONGEST_DRAFT), ({}, 10)):
-        with foredraft.load(big, device="cpu", max_batch=1, max_length=64, **options) as llm:
-            assert llm.default_drafter == "auto" and llm.loaded.engine.policy.max_draft == longest
+def made(several: list[list[int]]) -> TextIndex:
+    index = TextIndex(RUNS)
+    for text in several:
+        index.begin_text()
+        index.extend(text)
+    return index
 
 
-def test_later_requests_copy_what_was_written_and_saved(big: Path, tmp_path: Path) -> None:
-    greedy = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
-    with load(big, drafter="none") as llm:
-        [plain] = llm.generate("one text", **greedy)  # type: ignore[arg-type]
-    with load(big, drafter="suffix", recent_texts=1, texts_file=tmp_path / "texts") as llm:
-        first, again = (llm.generate("one text", **greedy)[0] for _ in range(2))  # type: ignore[arg-type]
-        assert llm.save_texts() == 2
-    with load(big, drafter="suffix", recent_texts=1, texts_file=tmp_path / "texts") as llm:
-        [later] = llm.generate("one text", **greedy)  # type: ignore[arg-type]
-    assert first.token_ids == again.token_ids == later.token_ids == plain.token_ids
-    assert len({later.stats.rounds, again.stats.rounds}) == 1 and again.stats.rounds <= 4
-    assert again.stats.rounds < first.stats.rounds
+def expected(several: list[list[int]], tail: list[int]) -> Matches:
+    for length in range(len(tail), 0, -1):
+        suffix = tail[-length:]
+        found = [
+            text[start + length : start + length + MOST]
+            for text in several
+            for start in range(len(text) - length)
+            if text[start : start + length] == suffix
+        ]
+        if found:
+            return Matches(length, found[::-1][:OCCURRENCES])
+    return Matches(0, [])
 
 
-# --- defects ----------------------------------------------------------------------------------------
+def same(index: TextIndex, several: list[list[int]], tail: list[int]) -> None:
+    found, want = index.search(tail, MOST), expected(several, tail)
+    assert found == want
+    fresh = made(several)
+    assert [len(table.latest) for table in index._tables] == [len(table.latest) for table in fresh._tables]
+
+
+@given(texts, tokens)
+def test_a_search_finds_the_longest_match(several: list[list[int]], tail: list[int]) -> None:
+    same(made(several), several, tail)
+
+
+@given(texts, tokens, st.data())
+def test_a_text_that_shrank_and_grew_is_as_a_fresh_one(
+    several: list[list[int]], tail: list[int], data: st.DataObject
+) -> None:
+    index = made(several)
+    for _ in range(3):
+        *before, last = several
+        kept = data.draw(st.integers(0, len(last)))
+        index.rewind(index.end - len(last) + kept)
+        more = data.draw(st.lists(st.integers(0, 2), max_size=4 - kept))
+        for token in more:
+            index.extend([token])
+        several = [*before, [*last[:kept], *more]]
+        same(index, several, tail)
+        fresh = made(several)
+        tables = [[(each.latest, each.earlier) for each in own._tables] for own in (index, fresh)]
+        assert tables[0] == tables[1]
+
+
+@given(st.lists(tokens, min_size=1, max_size=12), tokens)
+def test_dropped_texts_are_as_if_they_had_never_been(several: list[list[int]], tail: list[int]) -> None:
+    index, held = TextIndex(RUNS), list[list[int]]()
+    for text in several:
+        index.begin_text()
+        index.extend(text)
+        held.append(text)
+        while len(held) > 2:
+            index.drop_oldest(len(held.pop(0)))
+        same(index, held, tail)
+        assert index.oldest([len(each) for each in held]) == held
+        assert len(index._tokens) <= 2 * sum(len(each) + 1 for each in held) + 1
+
+
+def test_a_text_without_a_boundary_is_an_index_too() -> None:
+    index = TextIndex(RUNS)
+    index.extend([7, 8, 9, 7, 8])
+    assert index.search([7, 8], 9) == Matches(2, [[9, 7, 8]])
+    assert index.search([5], 9) == index.search([], 9) == Matches(0, [])
+
+
+def test_the_latest_occurrences_are_looked_at_and_long_matches_are_equally_long() -> None:
+    index = made([[1, each] for each in range(2, 60)])
+    assert [first for [first] in index.search([1], 1).continuations] == [*range(59, 59 - OCCURRENCES, -1)]
+    long = [*range(100)]
+    assert made([long]).search(long[20:50][-LONGEST_MATCH:], 1) == Matches(30, [[50]])
+
+
+def check_index() -> None:
+    """Neither a match nor a continuation reaches from one text into the next, a dropped one, or what was taken back."""
+    index = made([[9, 4], [4, 5, 1], [2, 6, 7, 8]])
+    assert index.search([5, 1], MOST) == Matches(0, [])
+    assert index.search([1, 2], MOST) == Matches(1, [[6, 7, 8]])
+    index.drop_oldest(2)
+    assert index.search([9], MOST) == Matches(0, [])
+    index.rewind(index.end - 1)
+    index.extend([3])
+    assert index.search([6, 7], MOST) == Matches(2, [[3]])
+
+
+def nothing(_: Function) -> Function:
+    return lambda *given: None
 
 
 def without_counts(_: Function) -> Function:
@@ -353,16 +364,17 @@ def scope_ignored(sound: Function) -> Function:
     return lambda recent, scope, *rest: sound(recent, b"", *rest)
 
 
+SCOPES = ((RecentTexts.add, scope_ignored), (RecentTexts.search, scope_ignored))
 DEFECTS = [
-    defect("a draft is longer than its counts allow", agreed, without_counts, check_counts),
-    Mutant(
-        "another key's text is drafted",
-        ((RecentTexts.add, scope_ignored), (RecentTexts.search, scope_ignored)),
-        check_scopes,
-    ),
+    defect("drafts longer than counts allow", agreed, without_counts, test_a_draft_ends_where_its_counts_say),
+    Mutant("another key's text is drafted", SCOPES, test_texts_of_two_scopes_never_meet),
+    defect("a match crosses two texts", TextIndex.begin_text, nothing, check_index),
+    defect("a dropped text is still matched", TextIndex.drop_oldest, nothing, check_index),
+    defect("tokens are not taken back", TextIndex.rewind, nothing, check_index),
 ]
 
 
 @pytest.mark.parametrize("mutant", DEFECTS, ids=lambda mutant: mutant.name)
 def test_the_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.check()
     assert_caught(mutant, monkeypatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
-from foredraft.drafters import vocabulary_map as vocabulary
-from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.vocabulary_map import VocabularyMap, same_tokenizer
+from foredraft.drafters import draft_model as vocabulary
+from foredraft.drafters.draft_model import DraftModel, VocabularyMap, same_tokenizer
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets, checkpoints
 from tests.support.loaded import engine_of
-from tests.support.planting import Mutant, Spoiler, assert_caught, replaced
+from tests.support.mutation import Mutant, Mutation, assert_caught
+from tests.support.mutations import argument, changed, holding
 
 Function = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -51,7 +52,6 @@ def set_in(*path: str, to: Any) -> Any:
 
 
 def without_tokens(count: int) -> Any:
-    """Remove the last tokens and their merges."""
 
     def change(content: dict[str, Any]) -> None:
         model = content["model"]
@@ -63,7 +63,6 @@ def without_tokens(count: int) -> Any:
 
 
 def without_merges(content: dict[str, Any]) -> None:
-    """Remove the last merges, so that their tokens never occur."""
     content["model"]["merges"] = content["model"]["merges"][:-20]
 
 
@@ -73,7 +72,6 @@ def swapped_merges(content: dict[str, Any]) -> None:
 
 
 def sequence_of_one(content: dict[str, Any]) -> None:
-    """Write the same steps as a nested sequence."""
     step = content["pre_tokenizer"]
     step["trim_offsets"] = not step["trim_offsets"]
     inner = {"type": "Sequence", "pretokenizers": [step, {"type": "Sequence", "pretokenizers": []}]}
@@ -114,28 +112,22 @@ def test_related_tokenizers_are_the_same_and_others_are_not(name: str) -> None:
 
 
 def test_an_empty_sequence_of_steps_counts_as_no_steps() -> None:
-    nothing = alphabets.changed(SPECIAL, set_in("normalizer", to={"type": "Sequence", "normalizers": []}))
-    one = alphabets.changed(INNER, set_in("normalizer", to={"type": "NFC"}))
-    two = alphabets.changed(SPECIAL, set_in("normalizer", to={"type": "NFKC"}))
-    for other in (one, two):
-        assert same_tokenizer(Tokenizer(nothing), Tokenizer(other))
-    assert not same_tokenizer(Tokenizer(one), Tokenizer(two))
-
-
-def test_vocabularies_of_other_sizes_are_told_apart_without_a_look_at_their_tokens() -> None:
-    small, large = Tokenizer(alphabets.byte_level()), Tokenizer(alphabets.byte_level(600))
-    assert not same_tokenizer(small, large) and not same_tokenizer(large, small)
-    assert "fingerprint" not in {*vars(small), *vars(large)}
-    assert vocabulary._may_share(small, small)
+    nothing, one, two = (
+        Tokenizer(alphabets.changed(inner, set_in("normalizer", to={"type": kind, "normalizers": []})))
+        for inner, kind in ((SPECIAL, "Sequence"), (INNER, "NFC"), (SPECIAL, "NFKC"))
+    )
+    assert same_tokenizer(nothing, one) and same_tokenizer(nothing, two) and not same_tokenizer(one, two)
 
 
 @pytest.mark.parametrize(("more", "may"), [(2, True), (10, False)])
-def test_added_tokens_do_not_count_as_a_difference_of_sizes(more: int, may: bool) -> None:
+def test_vocabularies_are_told_apart_by_size_without_a_look_at_tokens(more: int, may: bool) -> None:
     """Only the ordinary tokens have to be shared; 1 % of them may not be."""
-    small, added, large = (alphabets.byte_level(size) for size in (384, 384, 384 + more))
+    added, *inner = (alphabets.byte_level(size) for size in (384, 384, 384 + more))
     added.add_special_tokens([f"<{number}>" for number in range(100)])
-    assert vocabulary._may_share(Tokenizer(small), Tokenizer(added))
-    assert vocabulary._may_share(Tokenizer(large), Tokenizer(small)) == may
+    small, large = map(Tokenizer, inner)
+    assert vocabulary._may_share(small, Tokenizer(added)) and vocabulary._may_share(large, small) == may
+    assert may or not same_tokenizer(small, large)
+    assert may or "fingerprint" not in {*vars(small), *vars(large)}
 
 
 def test_both_file_forms_of_sentencepiece_are_the_same_tokenizer() -> None:
@@ -160,9 +152,7 @@ def test_q_is_a_distribution_over_the_shared_ids() -> None:
         if params.top_k == 0 and params.top_p == 1:
             torch.testing.assert_close(q[[0, 2, 3, 4]], torch.tensor([2.0, 1.0, 0.5, -1.0]).softmax(0))
         if params.top_k:
-            assert (q > 0).tolist() == [True, False, True, *[False] * 4], (
-                "ids that only the draft has do not count for top-k"
-            )
+            assert (q > 0).tolist() == [True, False, True, *[False] * 4], "only shared ids count"
     assert vocabulary.read(torch.arange(7)).tolist() == [4, 5, 1, 3, 2, 5, 5]
     assert vocabulary.draft_ids == [4, 5, 1, 3, 2, 5, 5]
 
@@ -184,15 +174,13 @@ def test_tokens_are_matched_by_their_text() -> None:
 
 def test_the_unknown_token_is_the_stand_in() -> None:
     inner = alphabets.sentencepiece()
-    vocabulary = VocabularyMap.between(
-        Tokenizer(with_specials(inner, "<x>")), Tokenizer(inner), (421, 420), CPU
-    )
+    mine = Tokenizer(with_specials(inner, "<x>"))
+    vocabulary = VocabularyMap.between(mine, Tokenizer(inner), (421, 420), CPU)
     assert vocabulary is not None
     assert vocabulary.draft_ids[420] == inner.token_to_id("<unk>") == 0
 
 
 def test_the_stand_in_is_within_the_drafts_vocabulary() -> None:
-    """Special tokens and the unknown token may lie beyond it."""
     bare = alphabets.changed(INNER, set_in("added_tokens", to=[]))
     for change in (set_in("model", "unk_token", to=None), set_in("model", "unk_token", to="<tool>")):
         draft = Tokenizer(alphabets.changed(with_specials(bare, "<tool>"), change))
@@ -208,9 +196,6 @@ def test_equal_vocabularies_need_no_map() -> None:
     mine = Tokenizer(INNER)
     assert VocabularyMap.between(mine, Tokenizer(INNER), (384, 384), CPU) is None
     assert VocabularyMap.between(mine, Tokenizer(INNER), (384, 400), CPU) is not None
-
-
-# --- whole models ---------------------------------------------------------------------------------------
 
 
 def relative_of(folder: Path, target: Path, seed: int, padding: int, specials: tuple[str, ...]) -> Path:
@@ -246,102 +231,46 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_full_acceptance(models: Path) -> None:
+def test_a_relative_with_the_targets_weights_is_fully_accepted(models: Path) -> None:
     """The draft model is the target under other ids, so a wrong id or probability mass outside would show."""
-    llm = foredraft.load(
-        models / "target", draft=models / "relative", device="cpu", max_batch=3, policy="fixed"
-    )
+    relative = models / "relative"
+    llm = foredraft.load(models / "target", draft=relative, device="cpu", max_batch=3, policy="fixed")
     assert llm.default_drafter == "draft-model"
     assert isinstance(engine_of(llm).drafters["draft-model"], DraftModel)
-    for params in (
-        SamplingParams(temperature=0, max_new_tokens=24),
-        SamplingParams(max_new_tokens=24, seed=3),
-    ):
-        for output in llm.generate(PROMPTS, params):
+    for more in ({"temperature": 0}, {"seed": 3}):
+        for output in llm.generate(PROMPTS, max_new_tokens=24, **more):
             assert output.stats.drafted > 0
             assert output.stats.accepted == output.stats.drafted
 
 
-def test_a_relative_with_the_targets_weights_is_fully_accepted(models: Path) -> None:
-    check_full_acceptance(models)
+full = test_a_relative_with_the_targets_weights_is_fully_accepted
+q, matching = test_q_is_a_distribution_over_the_shared_ids, test_tokens_are_matched_by_their_text
 
 
-def test_text_drafted_by_a_relative_is_the_targets(models: Path, tmp_path: Path) -> None:
-    """The draft model is weak, and the target emits padding ids that the draft model lacks."""
-    target = checkpoints.save_checkpoint(tmp_path / "padded", seed=1, vocab_size=450)
-    alphabets.save(INNER, target)
-    for params in (
-        SamplingParams(temperature=0, max_new_tokens=40),
-        SamplingParams(max_new_tokens=40, seed=8),
-    ):
-        plain = foredraft.load(target, device="cpu").generate(PROMPTS, params)
-        assert any(id >= 384 for output in plain for id in output.token_ids), "the target emits padding ids"
-        drafted = foredraft.load(target, draft=models / "relative", device="cpu", policy="fixed").generate(
-            PROMPTS, params
-        )
-        assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
-        assert sum(output.stats.drafted for output in drafted) > 0
-
-
-def check_q(*_: object) -> None:
-    test_q_is_a_distribution_over_the_shared_ids()
-
-
-def check_matching(*_: object) -> None:
-    test_tokens_are_matched_by_their_text()
-
-
-def paired(change: Callable[[int, int], tuple[int, int]]) -> Spoiler:
+def paired(change: Callable[[int, int], tuple[int, int]]) -> Mutation:
     """Map other pairs: `change` gets the target's id and the draft's."""
-
-    def spoiler(init: Function) -> Function:
-        def spoilt(vocabulary: VocabularyMap, pairs: Any, *rest: Any) -> None:
-            init(vocabulary, [change(*pair) for pair in pairs], *rest)
-
-        return spoilt
-
-    return spoiler
+    return argument(1, lambda pairs: [change(*pair) for pair in pairs])
 
 
-def ids_beyond_the_draft(init: Function) -> Function:
-    return lambda vocabulary, pairs, sizes, *rest: init(vocabulary, pairs, (sizes[0], sys.maxsize), *rest)
-
-
-def missing_ids_at_zero(columns: Function) -> Function:
-    def spoilt(vocabulary: VocabularyMap, logits: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = columns(vocabulary, logits)
-        return made.masked_fill(made.isneginf(), 0.0)
-
-    return spoilt
-
-
-def read_without_map(read: Function) -> Function:
-    def spoilt(drafter: DraftModel, *rest: Any) -> None:
-        with replaced(drafter, "vocabulary", None):
-            read(drafter, *rest)
-
-    return spoilt
+def with_missing_at_zero(columns: torch.Tensor) -> torch.Tensor:
+    return columns.masked_fill(columns.isneginf(), 0.0)
 
 
 MAP = VocabularyMap.__init__
-DEFECTS: list[tuple[str, Any, Spoiler, Any]] = [
-    ("the map is inverted", MAP, paired(lambda target, draft: (draft, target)), check_q),
-    ("missing ids get probability", VocabularyMap.columns, lambda _: lambda vocabulary, logits: logits[:, vocabulary.draft_ids], check_q),
-    ("missing ids get logit 0", VocabularyMap.columns, missing_ids_at_zero, check_q),
-    ("special tokens are off by one", MAP, paired(lambda target, draft: (target, draft + (target >= 384))), check_matching),
-    ("tokens are matched by id", MAP, paired(lambda target, draft: (target, target)), check_matching),
-    ("steps read target ids", VocabularyMap.read, lambda _: lambda vocabulary, tokens: tokens, check_full_acceptance),
-    ("prompts read target ids", DraftModel.read, read_without_map, check_full_acceptance),
-    ("ids beyond the draft are kept", MAP, ids_beyond_the_draft, check_q),
+DEFECTS: list[tuple[str, Any, Mutation, Any]] = [
+    ("the map is inverted", MAP, paired(lambda target, draft: (draft, target)), q),
+    ("missing ids get probability", VocabularyMap.columns, lambda _: lambda vocabulary, logits: logits[:, vocabulary.draft_ids], q),
+    ("missing ids get logit 0", VocabularyMap.columns, changed(with_missing_at_zero), q),
+    ("special tokens are off by one", MAP, paired(lambda target, draft: (target, draft + (target >= 384))), matching),
+    ("tokens are matched by id", MAP, paired(lambda target, draft: (target, target)), matching),
+    ("steps read target ids", VocabularyMap.read, lambda _: lambda vocabulary, tokens: tokens, full),
+    ("prompts read target ids", DraftModel.read, holding(lambda drafter, *_: (drafter, "vocabulary", None)), full),
+    ("ids beyond the draft are kept", MAP, argument(2, lambda sizes: (sizes[0], sys.maxsize)), q),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect[0]))
-def test_defects_are_caught(
-    defect: tuple[str, Any, Spoiler, Any], models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, seam, spoiler, check = defect
-    assert_caught(
-        Mutant(name, ((seam, spoiler),), lambda: check(models), (AssertionError, IndexError)),
-        monkeypatch,
-    )
+def test_defects_are_caught(defect: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, point, mutation, check = defect
+    found = partial(check, *[models] * (check is full))
+    assert_caught(Mutant(name, ((point, mutation),), found, (AssertionError, IndexError)), monkeypatch)

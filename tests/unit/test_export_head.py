@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,20 +16,21 @@ from torch import Tensor
 import foredraft
 from foredraft.cli import main
 from foredraft.doctor.teacher_forced import head_drafts, read_text
-from foredraft.drafters.heads import eagle3_writing
+from foredraft.drafters.heads import writing
 from foredraft.drafters.heads.eagle3_files import read_eagle3
-from foredraft.drafters.heads.eagle3_gguf import read_head
 from foredraft.drafters.heads.eagle3_head import load_eagle3
-from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
-from foredraft.export import gguf_head
+from foredraft.drafters.heads.gguf_files import read_head
+from foredraft.drafters.heads.head_asset import HeadSettings, read_settings, write_settings
+from foredraft.export import command
 from foredraft.export.command import export_head
 from foredraft.model.gguf.file import GGUFFile
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.parity.test_heads import KEYS
 from tests.support.checkpoints import save_checkpoint
-from tests.support.heads import SPELLINGS, save_head
-from tests.support.planting import assert_caught, defect
+from tests.support.heads import FORMATS, save_head
+from tests.support.mutation import assert_caught, defect
+from tests.support.mutations import argument
 
 V = 259
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]
@@ -41,12 +41,7 @@ LAYER = {
 # what the loaders know: sglang 0.5.23 (models/llama_eagle3.py), speculators 0.9.0 (models/eagle3/core.py), and
 # llama.cpp (src/models/eagle3.cpp)
 SGLANG = {f"midlayer.{name}.weight" for name in LAYER}
-SGLANG |= {
-    "fc.weight",
-    "norm.weight",
-    "lm_head.weight",
-    "embed_tokens.weight",
-    "input_norm.weight",
+SGLANG |= {f"{name}.weight" for name in ("fc", "norm", "lm_head", "embed_tokens", "input_norm")} | {
     "d2t",
     "t2d",
 }
@@ -70,58 +65,55 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafts(target: Path, head: Path) -> dict[int, Tensor]:
-    """Return the logits of drafts with a head, by its files and the settings beside it."""
     runner = Runner(load_decoder(target, dtype=torch.float32))
     files = read_head(head)
-    record = read_settings(head).applied(
-        files.record.for_target(runner.decoder.spec, str(head)), runner.decoder.spec
-    )
-    files = replace(files, record=record)
-    assert record.taps is not None
-    return head_drafts(load_eagle3(files, runner), read_text(runner, TEXT, record.taps), 3, 9)
+    spec = runner.decoder.spec
+    record = read_settings(head).applied(files.record.for_target(spec, str(head)), spec)
+    assert record.aux_layers is not None
+    right = load_eagle3(replace(files, record=record), runner)
+    return head_drafts(right, read_text(runner, TEXT, record.aux_layers), 3, 9)
 
 
-def saved(target: Path, folder: Path, spelling: str) -> Path:
-    size = load_decoder(target, dtype=torch.float32).spec.hidden_size
-    return save_head(folder / "head", spelling, V, target_size=size)
-
-
-def check_same(target: Path, folder: Path, spelling: str, format: str) -> dict[str, Any]:
-    """Export a head, and check that what is written drafts with the same bits; return its config."""
-    head = saved(target, folder, spelling)
-    export_head(head, format, folder / "out", str(target))
-    want, found = drafts(target, head), drafts(target, folder / "out")
+def check_drafts(target: Path, head: Path, other: Path) -> None:
+    want, found = drafts(target, head), drafts(target, other)
     assert want.keys() == found.keys() and len(want) > 5
     assert all(torch.equal(want[anchor], found[anchor]) for anchor in want)
+
+
+def saved(target: Path, folder: Path, source: str) -> Path:
+    size = load_decoder(target, dtype=torch.float32).spec.hidden_size
+    return save_head(folder / "head", source, V, target_size=size)
+
+
+def check_same(target: Path, folder: Path, source: str, format: str) -> dict[str, Any]:
+    """Export a head, and check that what is written drafts with the same bits; return its config."""
+    head = saved(target, folder, source)
+    export_head(head, format, folder / "out", str(target))
+    check_drafts(target, head, folder / "out")
     known = SGLANG if format == "specforge" else SPECULATORS
     stored = load_file(folder / "out" / "model.safetensors").keys()
-    layers = (
-        {name for name in stored if "norm" not in name or "layernorm" in name}
-        if spelling == "qwen3"
-        else stored
-    )
-    assert spelling == "deep" or layers <= known, layers - known
+    own = known | {name for name in stored if source == "qwen3" and "norm" in name}
+    assert source == "deep" or stored <= own, stored - own
     config: dict[str, Any] = json.loads((folder / "out" / "config.json").read_text())
     return config
 
 
 @pytest.mark.parametrize("format", ["speculators", "specforge"])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_folder_drafts_with_the_same_bits(target: Path, tmp_path: Path, spelling: str, format: str) -> None:
-    if format == "specforge" and spelling in ("qwen3", "speculators"):
+@pytest.mark.parametrize("source", FORMATS)
+def test_a_folder_drafts_with_the_same_bits(target: Path, tmp_path: Path, source: str, format: str) -> None:
+    if format == "specforge" and source in ("qwen3", "speculators"):
         with pytest.raises(foredraft.ConfigError, match="is none that SGLang computes"):
-            check_same(target, tmp_path, spelling, format)
+            check_same(target, tmp_path, source, format)
         return
-    config = check_same(target, tmp_path, spelling, format)
+    config = check_same(target, tmp_path, source, format)
     flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size"}
     assert flags <= config.keys(), "every flag is written"
     layer = config.get("transformer_layer_config", config)
     assert layer["rope_theta"] == 10000.0 and layer["model_type"] in ("llama", "qwen3")
 
 
-def check_gguf(target: Path, folder: Path, spelling: str) -> None:
-    """Check names, keys and all values of a GGUF file against the head's own."""
-    head = saved(target, folder, spelling)
+def check_gguf(target: Path, folder: Path, source: str) -> None:
+    head = saved(target, folder, source)
     export_head(head, "gguf", folder / "head.gguf", str(target))
     file, stored = GGUFFile(folder / "head.gguf"), load_file(head / "model.safetensors")
     assert file.metadata["general.architecture"] == "eagle3"
@@ -129,20 +121,15 @@ def check_gguf(target: Path, folder: Path, spelling: str) -> None:
     assert own == LLAMA_CPP_KEYS
     assert len(file.metadata["tokenizer.ggml.tokens"]) == V
     values = {name: file.bytes_of(info) for name, info in file.tensors.items()}
+    needed = LLAMA_CPP | {"fc.weight", "output_norm.weight"}
     optional = {"d2t", "output.weight", "token_embd.weight", "enc.output_norm.weight"}
-    assert LLAMA_CPP | {"fc.weight", "output_norm.weight"} <= values.keys() <= LLAMA_CPP | optional | {
-        "fc.weight", "output_norm.weight",
-    }  # fmt: skip
-
-    def matrix(name: str, like: Tensor) -> Tensor:
-        return values[name].view(torch.float32).view(like.shape)
-
+    assert needed <= values.keys() <= needed | optional
     record = read_eagle3(head).record
-    for name, spelled in gguf_head.NAMES.items():
+    for name, spelled in command.NAMES.items():
         tensor = stored.get(name.replace("midlayer", record.layer))
         if tensor is None:
             continue
-        found = matrix(spelled, tensor)
+        found = values[spelled].view(torch.float32).view(tensor.shape)
         if spelled.startswith(("blk.0.attn_q", "blk.0.attn_k")):
             heads = record.spec.heads if "attn_q" in spelled else record.spec.kv_heads
             # llama.cpp pairs neighbouring rows of a head; this puts the pairs half a head apart again
@@ -152,25 +139,20 @@ def check_gguf(target: Path, folder: Path, spelling: str) -> None:
         ids = values["d2t"].view(torch.int64)
         assert file.tensors["d2t"].kind == "I64"
         assert torch.equal(ids, stored["d2t"] + torch.arange(len(ids))), "the ids themselves"
-    assert file.metadata["eagle3.target_layers"] == list(record.taps or (2, 3, 4))
+    assert file.metadata["eagle3.target_layers"] == list(record.aux_layers or (2, 3, 4))
     assert file.metadata["eagle3.norm_before_residual"] == record.norm_before_residual
-    want, again = drafts(target, head), drafts(target, folder / "head.gguf")
-    assert all(torch.equal(want[anchor], again[anchor]) for anchor in want), "read here again"
+    check_drafts(target, head, folder / "head.gguf")
 
 
-@pytest.mark.parametrize("spelling", ["safeailab", "residual", "whole"])
-def test_a_gguf_file_has_the_values_and_the_keys_of_the_loader(
-    target: Path, tmp_path: Path, spelling: str
-) -> None:
-    check_gguf(target, tmp_path, spelling)
+@pytest.mark.parametrize("source", ["safeailab", "residual", "whole"])
+def test_a_gguf_file_has_the_loaders_values_and_keys(target: Path, tmp_path: Path, source: str) -> None:
+    check_gguf(target, tmp_path, source)
 
 
-@pytest.mark.parametrize(("spelling", "feature"), [("qwen3", "4 taps"), ("deep", "2 layers")])
-def test_what_llama_cpp_computes_differently_is_refused(
-    target: Path, tmp_path: Path, spelling: str, feature: str
-) -> None:
+@pytest.mark.parametrize(("source", "feature"), [("qwen3", "4 auxiliary layers"), ("deep", "2 layers")])
+def test_what_llama_cpp_lacks_is_refused(target: Path, tmp_path: Path, source: str, feature: str) -> None:
     with pytest.raises(foredraft.ConfigError, match=f"a head with {feature} is none that llama.cpp computes"):
-        check_gguf(target, tmp_path, spelling)
+        check_gguf(target, tmp_path, source)
     assert not (tmp_path / "head.gguf").exists()
 
 
@@ -180,19 +162,16 @@ def test_the_doctors_settings_go_into_the_file(target: Path, tmp_path: Path) -> 
     write_settings(head, settings)
     for format in ("speculators", "specforge"):
         export_head(head, format, tmp_path / format, str(target))
-        record = read_eagle3(tmp_path / format).record
-        assert record.taps == (3, 4, 5) and record.norm_before_residual and record.spec.rope.theta == 500.0
-        want, found = drafts(target, head), drafts(target, tmp_path / format)
-        assert all(torch.equal(want[anchor], found[anchor]) for anchor in want)
+        read = read_eagle3(tmp_path / format).record
+        assert read.aux_layers == (3, 4, 5) and read.norm_before_residual and read.spec.rope.theta == 500.0
+        check_drafts(target, head, tmp_path / format)
 
 
-def test_the_command_says_what_it_wrote(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_and_its_errors(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = saved(target, tmp_path, "safeailab")
     words = ["export", "--model", str(target), "--draft", str(head), "--format", "gguf", "--out"]
     assert main([*words, str(tmp_path / "a.gguf")]) == 0
-    assert "6 words, over the states after layers 2, 3, 4" in capsys.readouterr().out
+    assert "draft vocabulary 6, over the states after layers 2, 3, 4" in capsys.readouterr().out
     assert main([*words, str(tmp_path)]) == 2
     assert "which is a folder; give a file" in capsys.readouterr().err
     words[4] = str(target)
@@ -203,28 +182,22 @@ def test_the_command_says_what_it_wrote(
 # --- planted defects ------------------------------------------------------------------------------------------
 
 
-def unpermuted(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda name, tensor, record: tensor
-
-
-def offsets_by_one(maps: Callable[..., Any]) -> Callable[..., Any]:
-    def spoilt(words: Tensor, record: Any) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = maps((words + 1).clamp(max=V - 1), record)
-        return found
-
-    return spoilt
-
-
-def without_flags(config: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda body, record, *more: config(body, replace(record, norm_before_residual=False), *more)
-
-
 DEFECTS = {
-    "q and k in the order of other files": (gguf_head._in_order, unpermuted, check_gguf, ("safeailab",)),
-    "other words": (eagle3_writing.maps_of, offsets_by_one, check_same, ("safeailab", "speculators")),
+    "q and k in the order of other files": (
+        command._in_order,
+        lambda _: lambda name, tensor, record: tensor,
+        check_gguf,
+        ("safeailab",),
+    ),
+    "other ids": (
+        writing.maps_of,
+        argument(0, lambda ids: (ids + 1).clamp(max=V - 1)),
+        check_same,
+        ("safeailab", "speculators"),
+    ),
     "a flag left out": (
-        eagle3_writing.specforge_config,
-        without_flags,
+        writing.specforge_config,
+        argument(1, partial(replace, norm_before_residual=False)),
         check_same,
         ("residual", "specforge"),
     ),
@@ -233,5 +206,5 @@ DEFECTS = {
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_caught(name: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seam, spoiler, check, more = DEFECTS[name]
-    assert_caught(defect(name, seam, spoiler, partial(check, target, tmp_path, *more)), monkeypatch)
+    point, mutation, check, more = DEFECTS[name]
+    assert_caught(defect(name, point, mutation, partial(check, target, tmp_path, *more)), monkeypatch)

@@ -50,9 +50,7 @@ def test_an_unwritable_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="html is .*; give a file in a folder that exists"):
             check_place(file, "html")
     for length in (254, 300):  # at 254 only the temporary file's name is too long
-        with pytest.raises(
-            ConfigError, match=r"html is 'x+\.\.\., which cannot be written \(File name too long\)"
-        ):
+        with pytest.raises(ConfigError, match=r"html is 'x+\.\.\., which cannot be .* \(File name too"):
             check_place(Path("x" * length), "html")
     (tmp_path / "file").write_text("kept")
     check_place(tmp_path / "file", "html")
@@ -88,7 +86,6 @@ def replace_again_and_again(barrier: Any, folder: Path, own: str, errors: Any) -
 
 
 def test_processes_that_replace_a_folder_at_once_do_not_fail(tmp_path: Path) -> None:
-    """The last one stays, whole, and nothing lies beside it."""
     context = multiprocessing.get_context("spawn")
     barrier, errors, folder = context.Barrier(3), context.Queue(), tmp_path / "folder"
     writers = [
@@ -103,9 +100,7 @@ def test_processes_that_replace_a_folder_at_once_do_not_fail(tmp_path: Path) -> 
     assert (folder / "file").read_text().startswith("writer") and list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_replacement_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, rename = tmp_path / "folder", Path.rename
     with replacing_folder(folder) as new:
         (new / "file").write_text("old")
@@ -121,9 +116,7 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(
     assert (folder / "file").read_text() == "old" and list(tmp_path.iterdir()) == [folder]
 
 
-def test_the_content_is_on_the_disk_before_the_name_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_content_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, fsync, replace = list[str](), os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: (done.append("fsync"), fsync(descriptor)))
     monkeypatch.setattr(Path, "replace", lambda *paths: (done.append("rename"), replace(*paths)))

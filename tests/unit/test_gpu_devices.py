@@ -11,16 +11,17 @@ import torch
 from foredraft.drafters.asset import Found
 from foredraft.errors import ConfigError
 from foredraft.loading import capacity
-from foredraft.loading import device as devices
+from foredraft.loading import runners as devices
 from foredraft.loading.capacity import CacheLimits, cache_size
-from foredraft.loading.device import check_dtype, find_device
-from foredraft.model import attention_choice
-from foredraft.model.attention_choice import pinned_attention
+from foredraft.loading.runners import check_dtype, find_device
+from foredraft.model import attention
+from foredraft.model.attention import pinned_attention
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import compiled, shape_cache
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from foredraft.train.processes import dist, joined
+from tests.support.panics import raising
 
 CUDA, GIB = torch.device("cuda"), 2**30
 LLAMA_8B: dict[str, Any] = {
@@ -29,6 +30,8 @@ LLAMA_8B: dict[str, Any] = {
     "hidden_act": "silu", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
     "tie_word_embeddings": False,
 }  # fmt: skip
+TARGET: Any = SimpleNamespace(spec=ModelSpec.from_hf(LLAMA_8B), dtype=torch.bfloat16, bits=None)
+GRAPHS = (128 + 10 * 8) * 2**20  # inputs and results, and ten tensors of 8 MiB; of passes and of decisions
 # bytes of a row: what a sampled round makes of nine columns of logits, and a layer of sixteen tokens
 IN_A_ROUND = 11 * 9 * 4 * 128_256 + 16 * (4 * 4096 + 3 * 14_336) * 2
 
@@ -113,27 +116,21 @@ def test_an_error_of_the_device_is_not_blamed_on_the_dtype(
 def test_a_missing_c_compiler_is_not_blamed_on_triton(
     monkeypatch: pytest.MonkeyPatch, found: object, needed: str
 ) -> None:
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(torch, "compile", raising(RuntimeError("Failed to find C compiler")))
     monkeypatch.setattr(compiled, "find_spec", lambda name: found)
     with pytest.raises(ConfigError, match=needed):
         compiled.check_compiler(CUDA)
 
 
 def test_newer_settings_of_precision_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused() -> str:
-        raise RuntimeError("PyTorch is checking whether allow_tf32 is enabled ...")
-
     assert torch.get_float32_matmul_precision() in shape_cache._float32_precision()
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", refused)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", raising(RuntimeError("allow_tf32 is enabled")))
     assert shape_cache._float32_precision()
 
 
 def test_attention_is_pinned_while_any_thread_is_within() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled
-    assert enabled() and pinned_attention(torch.device("cpu")) is attention_choice.FREE
+    assert enabled() and pinned_attention(torch.device("cpu")) is attention.FREE
     first, second = pinned_attention(CUDA), pinned_attention(CUDA)
     with first:
         with second:
@@ -145,20 +142,15 @@ def test_attention_is_pinned_while_any_thread_is_within() -> None:
 @pytest.mark.parametrize("kept", [0, 512 * 2**20], ids=["library", "server"])
 @pytest.mark.parametrize("gib", [20, 24, 80])
 def test_an_8b_model_leaves_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int, kept: int) -> None:
-    """A fifth is free beside weights, caches, kept prompts, a sampled round of all rows, and graphs.
-
-    Graphs: of passes and of decisions, each with 128 MiB of inputs and results, ten tensors of 8 MiB, and for
-    each row what 16 tokens make in a layer.
-    """
-    spec, dtype = ModelSpec.from_hf(LLAMA_8B), torch.bfloat16
-    target: Any = SimpleNamespace(spec=spec, dtype=dtype, bits=None)
+    """A fifth is free beside weights, caches, kept prompts, a sampled round of all rows, and GRAPHS."""
+    spec, dtype = TARGET.spec, TARGET.dtype
     memory = int(0.97 * gib * GIB)  # what CUDA itself leaves
     monkeypatch.setattr(capacity, "free_memory", lambda device: memory)
-    default = cache_size(target, (), CUDA, CacheLimits(reserved=kept), kernels=False)
+    default = cache_size(TARGET, (), CUDA, CacheLimits(reserved=kept), kernels=False)
     assert default.rows >= 4 and default.positions >= 4096
-    room = memory - weight_bytes(spec, CUDA, dtype) - kept - 2 * (128 + 10 * 8) * 2**20
+    room = memory - weight_bytes(spec, CUDA, dtype) - kept - 2 * GRAPHS
     for limits in (CacheLimits(reserved=kept), CacheLimits(max_length=2048, reserved=kept)):
-        size = cache_size(target, (), CUDA, limits, kernels=False)
+        size = cache_size(TARGET, (), CUDA, limits, kernels=False)
         row = KVCache.bytes_per_row(spec, size.positions, dtype)
         assert row >= size.positions * 2 * spec.layers * spec.kv_heads * spec.head_dim * 2  # keys and values
         row += IN_A_ROUND
@@ -169,15 +161,11 @@ def test_an_8b_model_leaves_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: 
 
 def test_each_model_of_a_drafter_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none, and its kernels make no copies of logits."""
-    spec = ModelSpec.from_hf(LLAMA_8B)
-    target: Any = SimpleNamespace(spec=spec, dtype=torch.bfloat16, bits=None)
     monkeypatch.setattr(capacity, "free_memory", lambda device: 24 * GIB)
-    cache = KVCache.bytes_per_row(spec, 4096, torch.bfloat16)
-    for device, graphs, row in ((CUDA, (128 + 10 * 8) * 2**20, IN_A_ROUND), (torch.device("cpu"), 0, 0)):
-        assert capacity._row_bytes(target, (), device, 4096) == cache + row
-        budgets = [
-            capacity._cache_budget(target, assets, device, False)
-            for assets in ((), (Found(),), (Found(bytes=1024),))
-        ]
-        assert budgets[0] == budgets[1]
-        assert budgets[1] - budgets[2] == pytest.approx((1024 + graphs) * capacity._SHARE[device.type], abs=1)
+    cache = KVCache.bytes_per_row(TARGET.spec, 4096, TARGET.dtype)
+    for device, graphs, row in ((CUDA, GRAPHS, IN_A_ROUND), (torch.device("cpu"), 0, 0)):
+        assert capacity._row_bytes(TARGET, (), device, 4096) == cache + row
+        assets = ((), (Found(),), (Found(bytes=1024),))
+        none, free, large = (capacity._cache_budget(TARGET, each, device, False) for each in assets)
+        assert none == free
+        assert free - large == pytest.approx((1024 + graphs) * capacity._SHARE[device.type], abs=1)

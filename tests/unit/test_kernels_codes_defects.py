@@ -1,7 +1,4 @@
-"""Planted defects of coded products, in every coding: each makes the values differ from the definition.
-
-A weight may be joined from parts of several codings, and with scales of several dtypes, as q, k and v are.
-"""
+"""Planted defects of coded products, in every format of codes: each makes the values differ from the definition."""
 
 from __future__ import annotations
 
@@ -13,68 +10,44 @@ import pytest
 import torch
 
 from foredraft.kernels.compilation import library
-from foredraft.model.quantisation import Codes, Coding
+from foredraft.model.quantisation import CodeFormat, Codes
 from foredraft.model.runner.native import pack_codes
-from tests.support.planting import Spoiler, assert_caught, defect
-from tests.support.spoilers import coding_of_the_first, scales_of_the_first_dtype
-from tests.unit.test_kernels_codes import (
-    CODINGS,
-    DTYPES,
-    Coded,
-    check_order,
-    check_product,
-    check_values,
-    codes_of,
-)
+from tests.support.compiling import Defects
+from tests.support.mutation import Mutation, assert_caught, defect
+from tests.support.mutations import code_format_of_the_first, scales_of_the_first_dtype
+from tests.unit import test_kernels_codes as products
+from tests.unit.test_kernels_codes import CODE_FORMATS, DTYPES, Coded, check_product, codes_of
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
+FOUR, EIGHT = (CodeFormat(4), torch.bfloat16), (CodeFormat(8), torch.bfloat16)
+HALF_FOUR, HALF_EIGHT = (CodeFormat(4), torch.float16), (CodeFormat(8), torch.float16)
+FIVE, ZEROS = (CodeFormat(5), torch.float16), (CodeFormat(4, zeros=True), torch.float16)
+NESTED_FOUR = CodeFormat(4, unsigned=True, nested=True, offsets=True), torch.int8
+NESTED_FIVE = CodeFormat(5, unsigned=True, nested=True, offsets=True), torch.int8
+NESTED_SIX = CodeFormat(6, group=16, nested=True), torch.int8
+NESTED_THREE = CodeFormat(3, group=16, nested=True), torch.int8
+NESTED_BOOK = CodeFormat(4, nested=True, codebook="iq4"), torch.int8
+BOOK = CodeFormat(4, codebook="iq4"), torch.float16
 PARTS: dict[str, list[Coded]] = {
-    "4 and 8 bits": [(Coding(4), torch.bfloat16), (Coding(8), torch.bfloat16)],
-    "8 and 4 bits": [(Coding(8), torch.bfloat16), (Coding(4), torch.bfloat16)],
-    "zero points and 8 bits": [(Coding(4, zeros=True), torch.float16), (Coding(8), torch.float16)],
-    "zero points and none": [(Coding(4), torch.float16), (Coding(4, zeros=True), torch.float16)],
-    "nested scales of 4 and 6 bits": [
-        (Coding(4, unsigned=True, nested=True, offsets=True), torch.int8),
-        (Coding(6, group=16, nested=True), torch.int8),
-    ],
-    "nested scales of 3 and 5 bits": [
-        (Coding(3, group=16, nested=True), torch.int8),
-        (Coding(5, unsigned=True, nested=True, offsets=True), torch.int8),
-    ],
-    "nested scales of a codebook and 5 bits": [
-        (Coding(4, nested=True, codebook="iq4"), torch.int8),
-        (Coding(5, unsigned=True, nested=True, offsets=True), torch.int8),
-    ],
-    "nested scales of a codebook and 6 bits": [
-        (Coding(4, nested=True, codebook="iq4"), torch.int8),
-        (Coding(6, group=16, nested=True), torch.int8),
-    ],
-    "nested scales and others": [
-        (Coding(5, unsigned=True, nested=True, offsets=True), torch.int8),
-        (Coding(4, codebook="iq4"), torch.float16),
-        (Coding(6, group=16, nested=True), torch.int8),
-    ],
-    "5 and 8 bits": [(Coding(5), torch.float16), (Coding(8), torch.float16)],
-    "4 bits with and without offsets": [
-        (Coding(4, unsigned=True, offsets=True), torch.float16),
-        (Coding(4), torch.float16),
-    ],
-    "two codebooks": [
-        (Coding(4, codebook="iq4"), torch.float16),
-        (Coding(4, codebook="mxfp4"), torch.bfloat16),
-    ],
-    "scales of two dtypes": [(Coding(4), torch.bfloat16), (Coding(4), torch.float16)],
-    "scales of three dtypes": [
-        (Coding(8), torch.bfloat16),
-        (Coding(4), torch.float32),
-        (Coding(8), torch.float16),
-    ],
+    "4 and 8 bits": [FOUR, EIGHT],
+    "8 and 4 bits": [EIGHT, FOUR],
+    "zero points and 8 bits": [ZEROS, HALF_EIGHT],
+    "zero points and none": [HALF_FOUR, ZEROS],
+    "nested scales of 4 and 6 bits": [NESTED_FOUR, NESTED_SIX],
+    "nested scales of 3 and 5 bits": [NESTED_THREE, NESTED_FIVE],
+    "nested scales of a codebook and 5 bits": [NESTED_BOOK, NESTED_FIVE],
+    "nested scales of a codebook and 6 bits": [NESTED_BOOK, NESTED_SIX],
+    "nested scales and others": [NESTED_FIVE, BOOK, NESTED_SIX],
+    "5 and 8 bits": [FIVE, HALF_EIGHT],
+    "4 bits with offsets and none": [(CodeFormat(4, unsigned=True, offsets=True), torch.float16), HALF_FOUR],
+    "two codebooks": [BOOK, (CodeFormat(4, codebook="mxfp4"), torch.bfloat16)],
+    "scales of two dtypes": [FOUR, HALF_FOUR],
+    "scales of three dtypes": [EIGHT, (CodeFormat(4), torch.float32), HALF_EIGHT],
 }
 
 
 def check_joined(parts: list[Coded], dtype: torch.dtype) -> None:
-    """Hold a product joined from parts against the definitions of the parts."""
-    columns = 512 if any(coding.nested for coding, _ in parts) else 96
+    columns = 512 if any(code_format.nested for code_format, _ in parts) else 96
     codes = [codes_of(rows, columns, coded) for rows, coded in zip((40, 24, 8), parts, strict=False)]
     check_product(Codes.joined(codes), codes, dtype)
 
@@ -95,19 +68,16 @@ def neighbours_scale(codes: Codes) -> Codes:
 
 
 def signless(codes: Codes) -> Codes:
-    """Give every number the other sign, which is half of the numbers away, or a bit."""
-    assert codes.coding is not None
-    moved = codes.codes.view(torch.int8) + 2 ** (codes.coding.bits - 1)
+    assert codes.code_format is not None
+    moved = codes.codes.view(torch.int8) + 2 ** (codes.code_format.bits - 1)
     return replace(codes, codes=moved.view(codes.codes.dtype))
 
 
 def last_group_dropped(codes: Codes) -> Codes:
-    """Stop before the last group of a row."""
     return replace(codes, codes=torch.nn.functional.pad(codes.codes[:, :-32], (0, 32)))
 
 
 def last_group_short(codes: Codes) -> Codes:
-    """Stop before the last two columns of a row, a word."""
     return replace(codes, codes=torch.nn.functional.pad(codes.codes[:, :-2], (0, 2)))
 
 
@@ -118,52 +88,53 @@ def read_past_the_row(codes: Codes) -> Codes:
 
 
 def scale_past_the_row(codes: Codes) -> Codes:
-    """Scale the last group of a row by the first scale of the next row."""
     scales = codes.scales.clone()
     scales[:, -1] = codes.scales[:, 0].roll(-1)
     return replace(codes, scales=scales)
 
 
-def packs_other(spoilt: Callable[[Codes], Codes]) -> Spoiler:
-    """Return the spoiler of `pack_codes` that packs other codes than it is given."""
-    return lambda sound: lambda codes, *more: sound(spoilt(codes), *more)
+def packs_other(mutated: Callable[[Codes], Codes]) -> Mutation:
+    return lambda sound: lambda codes, *more: sound(mutated(codes), *more)
 
 
-SPOILT: list[Callable[[Codes], Codes]] = [
+MUTATED: list[Callable[[Codes], Codes]] = [
     neighbours_swapped, neighbours_scale, signless, last_group_dropped, last_group_short, read_past_the_row,
     scale_past_the_row,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spoilt", SPOILT, ids=lambda spoilt: spoilt.__name__)
+@pytest.mark.parametrize("mutated", MUTATED, ids=lambda mutated: mutated.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("coded", CODINGS, ids=str)
+@pytest.mark.parametrize("coded", CODE_FORMATS, ids=str)
 def test_defects_of_packed_codes_are_caught(
-    coded: Coded, dtype: torch.dtype, spoilt: Callable[[Codes], Codes], monkeypatch: pytest.MonkeyPatch
+    coded: Coded, dtype: torch.dtype, mutated: Callable[[Codes], Codes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = (72, 256 if coded[0].nested else 96)
-    check = defect("packed", pack_codes, packs_other(spoilt), lambda: check_values(coded, shape, dtype))
+    check = defect(
+        "packed",
+        pack_codes,
+        packs_other(mutated),
+        lambda: products.test_values_are_those_of_the_definition(coded, shape, dtype),
+    )
     assert_caught(check, monkeypatch)
 
 
 def scales_reread(joined: Callable[[Any], Codes]) -> Callable[[Any], Codes]:
     """Read the scales of all parts as those of the first, where they are as wide."""
 
-    def spoilt(parts: list[Codes]) -> Codes:
+    def mutated(parts: list[Codes]) -> Codes:
         first = parts[0].scales.dtype
-        return joined(
-            [replace(part, scales=part.scales.half().view(torch.int16).view(first)) for part in parts]
-        )
+        return joined([replace(x, scales=x.scales.half().view(torch.int16).view(first)) for x in parts])
 
-    return spoilt
+    return mutated
 
 
 def zero_points_forgotten(of_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda codings: replace(of_all(codings), zeros=False)
+    return lambda code_formats: replace(of_all(code_formats), zeros=False)
 
 
 def offsets_forgotten(of_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda codings: replace(of_all(codings), offsets=False)
+    return lambda code_formats: replace(of_all(code_formats), offsets=False)
 
 
 def steps_forgotten(in_steps: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -172,20 +143,20 @@ def steps_forgotten(in_steps: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("parts", "seam", "spoiler"),
+    ("parts", "point", "mutation"),
     [
-        ("4 and 8 bits", Coding.of_all, coding_of_the_first),
-        ("zero points and 8 bits", Coding.of_all, coding_of_the_first),
-        ("zero points and none", Coding.of_all, coding_of_the_first),
-        ("zero points and none", Coding.of_all, zero_points_forgotten),
-        ("nested scales of 4 and 6 bits", Coding.of_all, offsets_forgotten),
-        ("nested scales of 3 and 5 bits", Coding.of_all, coding_of_the_first),
-        ("nested scales of a codebook and 5 bits", Coding.of_all, coding_of_the_first),
-        ("nested scales and others", Coding.of_all, offsets_forgotten),
+        ("4 and 8 bits", CodeFormat.of_all, code_format_of_the_first),
+        ("zero points and 8 bits", CodeFormat.of_all, code_format_of_the_first),
+        ("zero points and none", CodeFormat.of_all, code_format_of_the_first),
+        ("zero points and none", CodeFormat.of_all, zero_points_forgotten),
+        ("nested scales of 4 and 6 bits", CodeFormat.of_all, offsets_forgotten),
+        ("nested scales of 3 and 5 bits", CodeFormat.of_all, code_format_of_the_first),
+        ("nested scales of a codebook and 5 bits", CodeFormat.of_all, code_format_of_the_first),
+        ("nested scales and others", CodeFormat.of_all, offsets_forgotten),
         ("nested scales and others", Codes._in_steps, steps_forgotten),
-        ("5 and 8 bits", Coding.of_all, coding_of_the_first),
-        ("4 bits with and without offsets", Coding.of_all, offsets_forgotten),
-        ("two codebooks", Coding.of_all, coding_of_the_first),
+        ("5 and 8 bits", CodeFormat.of_all, code_format_of_the_first),
+        ("4 bits with offsets and none", CodeFormat.of_all, offsets_forgotten),
+        ("two codebooks", CodeFormat.of_all, code_format_of_the_first),
         ("scales of two dtypes", Codes.joined, scales_of_the_first_dtype),
         ("scales of two dtypes", Codes.joined, scales_reread),
         ("scales of three dtypes", Codes.joined, scales_of_the_first_dtype),
@@ -193,33 +164,63 @@ def steps_forgotten(in_steps: Callable[..., torch.Tensor]) -> Callable[..., torc
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
 def test_defects_of_joined_parts_are_caught(
-    parts: str, seam: Any, spoiler: Spoiler, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    parts: str, point: Any, mutation: Mutation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined = defect(parts, seam, spoiler, lambda: check_joined(PARTS[parts], dtype))
+    joined = defect(parts, point, mutation, lambda: check_joined(PARTS[parts], dtype))
     assert_caught(joined, monkeypatch)
 
 
-def other_order(spoilt: Callable[[Any], Any]) -> Spoiler:
-    """Return the spoiler of `pack_codes` that gives the product another order of columns."""
+def other_order(mutated: Callable[[Any], Any]) -> Mutation:
 
-    def spoiler(pack: Callable[..., Any]) -> Callable[..., Any]:
+    def mutation(pack: Callable[..., Any]) -> Callable[..., Any]:
         def packs(*given: Any) -> Any:
             product = pack(*given)
-            return product if product.order is None else replace(product, order=spoilt(product.order))
+            return product if product.order is None else replace(product, order=mutated(product.order))
 
         return packs
 
-    return spoiler
+    return mutation
 
 
 @pytest.mark.parametrize(
-    "spoilt",
+    "mutated",
     [lambda order: None, lambda order: order.argsort().int(), lambda order: order.roll(1)],
     ids=["not gathered", "gathered the other way", "gathered one place late"],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_defects_of_the_order_of_columns_are_caught(
-    dtype: torch.dtype, spoilt: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, mutated: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = defect("order", pack_codes, other_order(spoilt), lambda: check_order(CODINGS[0], dtype))
+    check = defect(
+        "order",
+        pack_codes,
+        other_order(mutated),
+        lambda: products.test_columns_may_have_an_order_of_their_own(CODE_FORMATS[0], dtype),
+    )
     assert_caught(check, monkeypatch)
+
+
+# name: (old source, new source) of products of integers
+INTEGERS = {
+    "steps twice as wide": ("exponent > 15 ? exponent - 14 : 1", "exponent > 15 ? exponent - 13 : 1"),
+    "inputs cut, not rounded": ("nearest(halves[i] * splat(times))", "halves[i] * splat(times)"),
+    "an input that is not finite taken for 0": ("(uint32_t)step << 23 : 0x7fc00000", "(uint32_t)step << 23 : 0"),
+    "a book's codes one too high": ("[i % 16] + BOOK_MIDDLE", "[i % 16] + BOOK_MIDDLE + 1"),
+    "the sum of the columns before": ("sums[from * 2 / SUMMED]", "sums[0]"),
+    "codes that begin at 0": (": book ? -BOOK_MIDDLE : code_format.lowest", ": book ? -BOOK_MIDDLE : 0"),
+    "zero points of the group before": ("lowest[i] = codes[i] - 16", "lowest[i] = number ? scaling[0].lowest[i] : codes[i] - 16"),
+    "high bits beside the low ones": ("base, k, p) << low_bits;", "base, k, p) << (low_bits - 1);"),
+}  # fmt: skip
+
+
+PLANTED = Defects(INTEGERS.values())
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", INTEGERS)
+def test_defects_of_products_of_integers_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_all() -> None:
+        for coded in CODE_FORMATS:
+            products.test_products_of_integers_are_the_definition_s_to_the_bit(coded, torch.float16)
+
+    PLANTED.assert_caught(check_all, INTEGERS[name], monkeypatch)

@@ -1,10 +1,8 @@
-"""Leaves of a pass by the C kernels: a leaf's row has the bits of plain decoding, and no other column sees a leaf."""
+"""Tree attention of the C kernels: a leaf's row has the bits of plain decoding, and no other column sees a leaf."""
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +10,10 @@ import torch
 from torch import Tensor
 
 from foredraft import kernels
-from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Resume, Runner
-from foredraft.model.weights import load_decoder
 from tests.support.caches import held
-from tests.support.checkpoints import save_variant
-from tests.support.compiling import plant
+from tests.support.compiling import Defects
+from tests.unit.test_kernels_passes import decoders
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -28,19 +24,8 @@ WIDTH = 6  # columns of a chain
 STARTS = (1, 14, 29, 125)
 
 
-@functools.cache
-def decoder(family: str, dtype: torch.dtype) -> Decoder:
-    more: dict[str, Any] = {"sliding_window": 24} if family in ("mistral", "gemma2") else {}
-    with tempfile.TemporaryDirectory() as temporary:
-        return load_decoder(save_variant(Path(temporary), family, **more), dtype=dtype, native=True)
-
-
-def dice() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-TEXT = torch.randint(3, 97, (4, 140), generator=dice())
-OTHERS = torch.randint(3, 97, (4, WIDTH), generator=dice())
+TEXT = torch.randint(3, 97, (4, 140), generator=torch.Generator().manual_seed(0))
+OTHERS = torch.randint(3, 97, (4, WIDTH), generator=torch.Generator().manual_seed(0))
 
 
 def prefilled(runner: Runner) -> Any:
@@ -63,38 +48,35 @@ COUNTS = [WIDTH, WIDTH - 2, WIDTH, WIDTH]
 SECOND = torch.randint(3, 97, (4, 4), generator=torch.Generator().manual_seed(7))  # the tokens of the leaves
 
 
-def combs(runner: Runner, **more: Any) -> tuple[Any, Tensor, Tensor]:
-    """Run one pass of chains and leaves; return the cache, the logits and the tapped states."""
+def trees(runner: Runner, **more: Any) -> tuple[Any, Tensor, Tensor]:
+    """Run one pass of token trees; return the cache, the logits and the auxiliary states."""
     cache = prefilled(runner)
     tokens = torch.cat([chains(), SECOND], 1)
-    forward = runner.forward(cache, tokens, list(STARTS), counts=COUNTS, leaves=LEAVES, taps=(1,), **more)
-    assert forward.logits is not None
-    return cache, forward.logits, forward.taps[1]
+    out = runner.forward(cache, tokens, list(STARTS), counts=COUNTS, leaves=LEAVES, aux_layers=(1,), **more)
+    assert out.logits is not None
+    return cache, out.logits, out.aux_states[1]
 
 
 def written(row: int, column: int) -> Tensor:
     """The text up to the leaf in `column`, [1, T]."""
-    place = LEAVES[row][column]
-    return torch.cat([TEXT[row, : STARTS[row] + place], SECOND[row, column - WIDTH : column - WIDTH + 1]])[
-        None
-    ]
+    before = TEXT[row, : STARTS[row] + LEAVES[row][column]]
+    return torch.cat([before, SECOND[row, column - WIDTH : column - WIDTH + 1]])[None]
 
 
 def decoded(runner: Runner, tokens: Tensor) -> tuple[Any, Tensor, Tensor]:
-    """Return the cache of plain decoding, and the logits and the tapped states after the last token."""
+    """Return the cache of plain decoding, and the logits and the auxiliary states after the last token."""
     cache, split = runner.new_cache(1, 192), max(0, tokens.shape[1] - 12)
     for start in range(0, split, 64):
         runner.forward(cache, tokens[:, start : min(start + 64, split)], [start])
     for at in range(split, tokens.shape[1]):
-        forward = runner.forward(cache, tokens[:, at : at + 1], [at], taps=(1,))
+        forward = runner.forward(cache, tokens[:, at : at + 1], [at], aux_layers=(1,))
     assert forward.logits is not None
-    return cache, forward.logits[0, 0], forward.taps[1][0, 0]
+    return cache, forward.logits[0, 0], forward.aux_states[1][0, 0]
 
 
 def differing(runner: Runner, **more: Any) -> list[str]:
-    """Return what differs from passes without leaves and from plain decoding."""
     found = []
-    cache, logits, states = combs(runner, **more)
+    cache, logits, states = trees(runner, **more)
     alone = prefilled(runner)
     want = runner.forward(alone, chains(), list(STARTS), counts=COUNTS).logits
     assert want is not None
@@ -123,19 +105,19 @@ def differing(runner: Runner, **more: Any) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_leaves_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
-    assert not differing(Runner(decoder(family, dtype)))
+    assert not differing(Runner(decoders(family, dtype)[0]))
 
 
 def test_a_resumed_pass_computes_its_leaves() -> None:
     """The chain's states are known, so that only the leaves go through the first layer."""
-    runner = Runner(decoder("llama", torch.float32))
-    cache = prefilled(runner)
+    runner = Runner(decoders("llama", torch.float32)[0])
+    cache, (_, whole, _) = prefilled(runner), trees(runner)
     tokens, starts = torch.cat([chains(), SECOND], 1), list(STARTS)
     for known in ([WIDTH, WIDTH - 2, WIDTH, WIDTH], [3, 0, 6, 1]):
-        states = runner.forward(cache, chains(), starts, taps=(1,)).taps[1]
+        states = runner.forward(cache, chains(), starts, aux_layers=(1,)).aux_states[1]
         resume = Resume(1, states, known).fit(tokens.shape[1])
         resumed = runner.forward(cache, tokens, starts, counts=COUNTS, leaves=LEAVES, resume=resume).logits
-        _, whole, _ = combs(runner)
+
         assert resumed is not None
         for row, (count, leaves) in enumerate(zip(COUNTS, LEAVES, strict=True)):
             asked = [*range(count), *leaves]
@@ -143,16 +125,13 @@ def test_a_resumed_pass_computes_its_leaves() -> None:
 
 
 DEFECTS = {
-    "a leaf's key lies where the chain's does": (
-        "p->slot ? p->slot[group] - p->start[group] : 0",
-        "0",
-    ),
+    "a leaf's key lies where the chain's does": ("p->slot ? p->slot[group] - p->start[group] : 0", "0"),
     "a leaf has the position of its column": (
         "const E *keys = (const E *)p->rotary[l->rope] + position * 2",
         "const E *keys = (const E *)p->rotary[l->rope] + (position + behind(p, run->group)) * 2",
     ),
     "a leaf reads the chain's key": (
-        "scores[(from + r) * KEYS + count - 1] = own[r * KEYS + slot % BLOCK]",
+        "scores[r * KEYS + count - 1] = own[r * KEYS + slot % BLOCK]",
         "own[0] = 0",
     ),
     "a leaf reads its key twice": (
@@ -170,16 +149,19 @@ DEFECTS = {
 }
 
 
+PLANTED = Defects(DEFECTS.values())
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", DEFECTS)
-def test_defects_are_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sound = decoder("mistral" if "early" not in name else "llama", torch.float32)
-    plant(monkeypatch, tmp_path, *DEFECTS[name])
-    assert differing(Runner(sound))
+def test_defects_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = "llama" if "early" in name else "mistral"
+    check = partial(test_leaves_have_the_bits_of_plain_decoding, family, torch.float32)
+    PLANTED.assert_caught(check, DEFECTS[name], monkeypatch)
 
 
 def test_operators_refuse_leaves() -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        runner = Runner(load_decoder(save_variant(Path(temporary), "llama"), native=False))
+    runner = Runner(decoders("llama", torch.float32)[1])
     assert not runner.takes_leaves
     with pytest.raises(ValueError, match="no leaves"):
-        combs(runner)
+        trees(runner)

@@ -25,6 +25,7 @@ def compiled(source: Path, program: Path, *flags: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("cpu", CPUS)
 def test_the_sanitisers_find_nothing(cpu: str, tmp_path: Path) -> None:
     if cpu == "-march=x86-64" and platform.machine() not in ("x86_64", "AMD64"):
@@ -36,7 +37,6 @@ def test_the_sanitisers_find_nothing(cpu: str, tmp_path: Path) -> None:
     made = compiled(PROGRAM, tmp_path / "program", *SANITISERS, *FLAGS, cpu)
     assert made.returncode == 0, made.stderr
     # The OpenMP library keeps memory until the process ends; leaks of the kernels are counted by the program.
-    ran = subprocess.run(
-        [tmp_path / "program"], capture_output=True, text=True, env={"ASAN_OPTIONS": "detect_leaks=0"}
-    )
+    options = {"ASAN_OPTIONS": "detect_leaks=0"}
+    ran = subprocess.run([tmp_path / "program"], capture_output=True, text=True, env=options)
     assert ran.returncode == 0, ran.stdout + ran.stderr

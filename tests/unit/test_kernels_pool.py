@@ -14,7 +14,7 @@ from torch import Tensor
 from foredraft import kernels
 from foredraft.kernels import building, pool
 from foredraft.model.runner import Runner
-from tests.support.compiling import compile_anew, plant
+from tests.support.compiling import QUICK, compile_anew, plant
 from tests.unit.test_kernels_passes import decoders, text_logits
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
@@ -54,7 +54,6 @@ def compiled(folder: Path, *flags: str) -> Path:
 
 
 def run(program: Path, patience: float = PATIENCE) -> tuple[int, str]:
-    """Return the exit code and what the program said."""
     try:
         done = subprocess.run([program], capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
@@ -62,6 +61,7 @@ def run(program: Path, patience: float = PATIENCE) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.heavy
 def test_results_do_not_depend_on_what_the_threads_do(tmp_path: Path) -> None:
     program = compiled(tmp_path, f"-I{building.HERE}", "-DFORKS")
     for _ in range(5):
@@ -80,6 +80,7 @@ def test_the_thread_sanitiser_finds_nothing(tmp_path: Path) -> None:
     assert code == 0, said
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_caught(name: str, tmp_path: Path) -> None:
     shutil.copy(building.HERE / "pool.inc", tmp_path)
@@ -90,7 +91,7 @@ def test_a_defect_is_caught(name: str, tmp_path: Path) -> None:
     assert any(run(program, LITTLE_PATIENCE)[0] for _ in range(TRIES))
 
 
-def logits_by(threads: int, runner: Runner, lengths: tuple[int, ...]) -> Tensor:
+def logits_by(threads: int, runner: Runner, lengths: tuple[int, ...] = (80, 3, 1, 7)) -> Tensor:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -99,29 +100,27 @@ def logits_by(threads: int, runner: Runner, lengths: tuple[int, ...]) -> Tensor:
         torch.set_num_threads(before)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_passes_of_threads_that_stall_have_the_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    compile_anew(monkeypatch, tmp_path, "-O1", "-include", str(STALLS), "-DODDS=100")
+    compile_anew(monkeypatch, tmp_path, QUICK, "-include", str(STALLS), "-DODDS=100")
     runner = Runner(decoders("gemma3", dtype)[0])
-    wanted = logits_by(1, runner, (80, 3, 1, 7))
+    wanted = logits_by(1, runner)
     for threads in (2, 3, 8) * 10:
-        assert torch.equal(logits_by(threads, runner, (80, 3, 1, 7)), wanted)
+        assert torch.equal(logits_by(threads, runner), wanted)
 
 
-def test_results_that_are_written_without_a_commit_are_caught(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    old, new = (
-        "if (!commits(w)) continue;\n        for (int64_t unit = p.from",
-        "commits(w);\n        for (int64_t unit = p.from",
-    )
+@pytest.mark.heavy
+def test_results_without_a_commit_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loop = "for (int64_t unit = p.from; unit < p.to; unit++) {"
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-include", str(STALLS), "-DODDS=30"))
+    old, new = f"if (!commits(w)) continue;\n        {loop}", f"commits(w);\n        {loop}"
     plant(monkeypatch, tmp_path, old, new)
     runner = Runner(decoders("gemma3", torch.float32)[0])
-    wanted = logits_by(1, runner, (80, 3, 1, 7))
-    assert not all(torch.equal(logits_by(8, runner, (80, 3, 1, 7)), wanted) for _ in range(50))
+    wanted = logits_by(1, runner)
+    assert not all(torch.equal(logits_by(8, runner), wanted) for _ in range(50))
 
 
 def test_several_threads_of_python_compute_at_once() -> None:

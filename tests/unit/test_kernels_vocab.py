@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +20,15 @@ from foredraft import kernels
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.noise import COUPLED, DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.penalty_context import PenaltyContext
-from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.sampling import PenaltyContext, SamplingTable, distribution_of
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, TorchVocabOps, VocabOps, least_in_nucleus
 from foredraft.kernels import vocab
 from foredraft.kernels.vocab import KernelVocabOps
 from tests.support import checkpoints
-from tests.support.compiling import QUICK, compile_anew, plant
+from tests.support.compiling import Defects, plant
+from tests.support.mutation import mutate
+from tests.support.vocab_ops_choice import METHODS
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -38,6 +42,16 @@ PARAMS = (
     SamplingParams(temperature=0.8, typical_p=0.7, top_p=0.95),
     SamplingParams(),
 )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save_pair(tmp_path_factory.mktemp("models"))
+
+
+def load(pair: Path, kernels: bool, policy: str) -> foredraft.LLM:
+    more: Any = {"policy": policy, "kernels": kernels, "max_length": 128}
+    return foredraft.load(pair / "big", draft=pair / "small", device="cpu", **more)
 
 
 def random_logits(width: int, seed: int = 0, scale: float = 3.0) -> Tensor:
@@ -85,29 +99,25 @@ def test_distributions_equal_their_definition(width: int) -> None:
     assert torch.allclose(got, want, rtol=2e-5, atol=1e-7)
 
 
-def test_integer_parameters_equal_floats() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 2, "top_p": 1, "min_p": 0},
+        {"temperature": 1, "min_p": 1},
+        {"temperature": 3, "repetition_penalty": 2, "presence_penalty": 1},
+    ],
+    ids=str,
+)
+def test_integer_parameters_equal_floats(options: dict[str, int]) -> None:
     """A request may give its temperature as an integer."""
-    logits = random_logits(1000)
-    for whole in (
-        SamplingParams(temperature=2, top_p=1, min_p=0),
-        SamplingParams(temperature=1, min_p=1),
-        SamplingParams(temperature=3, repetition_penalty=2, presence_penalty=1, logit_bias={5: 2}),
-    ):
-        given = {name: getattr(whole, name) for name in ("temperature", "top_p", "min_p")}
-        given |= {name: getattr(whole, name) for name in ("repetition_penalty", "presence_penalty")}
-        exact = SamplingParams(**{k: float(v) for k, v in given.items()}, logit_bias=whole.logit_bias)
-        penalty_context = PenaltyContext.of(
-            [Sequence(0, [5, 7], params, 0) for params in [whole] * len(PARAMS)], CPU
-        )
-        got, want = (
-            distribution_of(logits, by_kernels([params] * len(PARAMS)), penalty_context=penalty_context)[
-                0
-            ].probs
-            for params in (whole, exact)
-        )
-        assert got is not None and want is not None
-        assert torch.equal(got, want)
-        assert torch.allclose(got.sum(-1), torch.ones(len(PARAMS), 2))
+    logits, found = random_logits(1000), []
+    for kind in (int, float):
+        given: dict[str, Any] = {name: kind(value) for name, value in options.items()}
+        params = [SamplingParams(**given, logit_bias={5: kind(2)})] * len(PARAMS)
+        past = PenaltyContext.of([Sequence(0, [5, 7], own, 0) for own in params], CPU)
+        found.append(distribution_of(logits, by_kernels(params), penalty_context=past)[0].probs)
+    assert found[0] is not None and torch.equal(found[0], found[1])
+    assert torch.allclose(found[0].sum(-1), torch.ones(len(PARAMS), 2))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -139,16 +149,8 @@ def test_nuclei_equal_their_definition(width: int, scale: float) -> None:
 
 def test_a_nucleus_ends_at_the_token_that_reaches_its_mass() -> None:
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.125, 0.0]])
-    for mass, least in (
-        (0.0, 0.5),
-        (0.3, 0.5),
-        (0.5, 0.5),
-        (0.50001, 0.25),
-        (0.75, 0.25),
-        (0.8, 0.125),
-        (1.0, 0.125),
-    ):
-        assert nucleus(probs, torch.tensor([mass])).item() == least, mass
+    ends = {0.0: 0.5, 0.3: 0.5, 0.5: 0.5, 0.50001: 0.25, 0.75: 0.25, 0.8: 0.125, 1.0: 0.125}
+    assert {mass: nucleus(probs, torch.tensor([mass])).item() for mass in ends} == ends
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -160,14 +162,9 @@ def test_draws_equal_their_definition(width: int) -> None:
     positions = torch.arange(2).expand(len(PARAMS), 2)
     for turn in range(20):
         base = torch.randint(-(2**62), 2**62, (len(PARAMS),), generator=generator)
-        got, want = (
-            Noise().pick(
-                weights,
-                NoiseKeys(base, positions, None, torch.full((len(PARAMS),), turn), vocab_ops),
-                DRAFT,
-            )
-            for vocab_ops in (KernelVocabOps(), TORCH_VOCAB_OPS)
-        )
+        rounds = torch.full((len(PARAMS),), turn)
+        keys = (NoiseKeys(base, positions, None, rounds, ops) for ops in (KernelVocabOps(), TORCH_VOCAB_OPS))
+        got, want = (Noise().pick(weights, each, DRAFT) for each in keys)
         assert torch.equal(got, want)
 
 
@@ -204,18 +201,10 @@ def test_residuals_equal_their_definition(width: int, one_hot: bool) -> None:
     p, q = random_logits(width).softmax(-1)[:, :1], random_logits(width, seed=1).softmax(-1)[:, :1]
     q[1] = p[1]  # the residual is zero, so the result is p
     ids = torch.randint(0, width, (len(PARAMS), 1), generator=torch.Generator().manual_seed(width))
-    where = torch.arange(len(PARAMS)) != 2
-
-    def left(vocab_ops: VocabOps) -> Tensor:
-        rest = (
-            Distribution(p, vocab_ops=vocab_ops)
-            .minus(Distribution(ids=ids) if one_hot else Distribution(q), where)
-            .probs
-        )
-        assert rest is not None
-        return rest
-
-    assert torch.equal(left(KernelVocabOps()), left(TORCH_VOCAB_OPS))
+    where, drafted = torch.arange(len(PARAMS)) != 2, Distribution(ids=ids) if one_hot else Distribution(q)
+    both = (Distribution(p, vocab_ops=ops) for ops in (KernelVocabOps(), TORCH_VOCAB_OPS))
+    got, want = (each.minus(drafted, where).probs for each in both)
+    assert got is not None and want is not None and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -229,18 +218,15 @@ def test_what_p_has_beyond_q_equals_its_definition(width: int) -> None:
 
 def test_noise_equals_its_definition() -> None:
     generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randint(-(2**62), 2**62, shape, generator=generator)
-
-    base, position, attempt, rounds = random(3), random(3, 5), random(3, 5), random(3)
-    for attempts in (None, attempt):
-        for purpose in (DRAFT, COUPLED):
-            got, want = (
-                NoiseKeys(base, position, attempts, rounds, vocab_ops).bits(purpose)
-                for vocab_ops in (KernelVocabOps(), TORCH_VOCAB_OPS)
-            )
-            assert torch.equal(got, want)
+    base, position, attempt, rounds = (
+        torch.randint(-(2**62), 2**62, shape, generator=generator) for shape in ((3,), (3, 5), (3, 5), (3,))
+    )
+    for attempts, purpose in itertools.product((None, attempt), (DRAFT, COUPLED)):
+        got, want = (
+            NoiseKeys(base, position, attempts, rounds, ops).bits(purpose)
+            for ops in (KernelVocabOps(), TORCH_VOCAB_OPS)
+        )
+        assert torch.equal(got, want)
     assert torch.equal(KernelVocabOps().uniform(position), TORCH_VOCAB_OPS.uniform(position))
 
 
@@ -254,43 +240,31 @@ def test_non_finite_logits_are_reported(at: int, value: float, params: SamplingP
     assert finite.tolist() == [[True], [False]]
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(typical_p=0.8)]
-)
+@pytest.mark.parametrize("params", [SamplingParams(**x) for x in ({}, {"top_p": 0.9}, {"typical_p": 0.8})])
 def test_strided_rows_have_the_same_bits(params: SamplingParams) -> None:
     """The logits of a padded pass are a strided view."""
     wide = torch.randn(2, 5, 1000, generator=torch.Generator().manual_seed(0)) * 3
-    apart = wide[:, :3]
+    before, apart = wide.clone(), wide[:, :3]
     assert not apart.is_contiguous()
-    before = wide.clone()
-    distribution, _ = distribution_of(apart, by_kernels([params] * 2))
-    alone, _ = distribution_of(apart[:1], by_kernels([params]))
-    assert distribution.probs is not None
-    assert alone.probs is not None
-    assert torch.equal(distribution.probs[:1], alone.probs)
+    both, alone = (distribution_of(apart[:n], by_kernels([params] * n))[0].probs for n in (2, 1))
+    assert both is not None and alone is not None and torch.equal(both[:1], alone)
     assert torch.equal(wide, before)
 
 
+@pytest.mark.heavy
 def test_a_request_without_work_memory_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Here the allocations of the softmax fail; `tests/kernels_memory.c` fails every allocation in turn."""
-    pair, changed = checkpoints.save_pair(tmp_path), tmp_path / "changed"
-    changed.mkdir()
     old = "return NO_MEMORY;\n    const Softmax"
-    plant(monkeypatch, changed, f"if (!sums) {old}", f"if (1) {old}")
-    llm = foredraft.load(  # a policy that measures no costs, which would fail as the requests do
-        pair / "big", draft=pair / "small", policy="fixed", device="cpu", kernels=True, max_length=64
-    )
-    params = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, temperature=0)
-    for drafts in ("draft-model", "none"):
-        sampled, greedy = (llm.generate([[5, 6, 7]], replace(own, drafter=drafts))[0] for own in params)
-        assert sampled.finish_reason == "error"
-        assert sampled.error is not None and sampled.error.startswith(
-            "MemoryError: the kernels got no work memory"
-        )
-        assert len(sampled.error.splitlines()) == 1
-        assert greedy.error is None
+    plant(monkeypatch, tmp_path, f"if (!sums) {old}", f"if (1) {old}")
+    llm = load(pair, True, "fixed")  # a policy that measures no costs, which would fail as the requests do
+    for drafter in ("draft-model", "none"):
+        params = SamplingParams(max_new_tokens=8, drafter=drafter)
+        sampled, greedy = (llm.generate([[5, 6, 7]], x)[0] for x in (params, params.replace(temperature=0)))
+        assert sampled.finish_reason == "error" and greedy.error is None
+        assert (sampled.error or "").startswith("MemoryError: the kernels got no work memory")
+        assert len((sampled.error or "").splitlines()) == 1
 
 
 DEFECTS = {
@@ -334,19 +308,13 @@ def check_all() -> None:
         test_non_finite_logits_are_reported(at, float("nan"), SamplingParams(top_p=0.9))
 
 
-def test_the_checks_pass_where_only_the_optimisation_differs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The defects below are compiled so."""
-    compile_anew(monkeypatch, tmp_path, QUICK)
-    check_all()
+PLANTED = Defects(DEFECTS.values())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plant(monkeypatch, tmp_path, *DEFECTS[name])
-    with pytest.raises(AssertionError):
-        check_all()
+def test_a_defect_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED.assert_caught(check_all, DEFECTS[name], monkeypatch)
 
 
 def test_noise_is_hashed_once_per_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,3 +327,45 @@ def test_noise_is_hashed_once_per_purpose(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(keys.first(4).column(2).bits(DRAFT), whole[:, 2:3])
     assert torch.equal(keys.columns(torch.tensor([5, 0, 3])).bits(DRAFT)[:, 0], whole[range(3), [5, 0, 3]])
     assert len(calls) == count
+
+
+REQUESTS = (
+    SamplingParams(temperature=0, max_new_tokens=8, prompt_logprobs=1),
+    SamplingParams(top_k=20, top_p=0.9, max_new_tokens=8),
+    SamplingParams(seed=5, max_new_tokens=8),
+    SamplingParams(acceptance="bild", rollback=2.0, max_new_tokens=8),
+)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
+    counted: Counter[type] = Counter()
+
+    def counting(kind: type, run: Any) -> Any:
+        return lambda *given: (counted.update([kind]), run(*given))[1]
+
+    for kind in (TorchVocabOps, KernelVocabOps):
+        for name in METHODS:
+            monkeypatch.setattr(kind, name, counting(kind, getattr(kind, name)))
+    return counted
+
+
+@pytest.mark.heavy
+def test_two_models_of_one_process_use_their_own_operations(pair: Path, calls: Counter[type]) -> None:
+    kinds = {True: KernelVocabOps, False: TorchVocabOps}
+    models = {native: load(pair, native, "auto") for native in kinds}
+    for params in REQUESTS:
+        for native, llm in models.items():
+            calls.clear()
+            llm.generate([[5, 9, 5, 9, 7], [3, 4]], params)
+            assert calls[kinds[native]] > 0 and calls[kinds[not native]] == 0, params
+
+
+@pytest.mark.heavy
+def test_a_lost_choice_is_noticed(pair: Path, calls: Counter[type], monkeypatch: pytest.MonkeyPatch) -> None:
+    def choice_lost(of: Any) -> Any:
+        return lambda *args, **more: replace(of(*args, **more), vocab_ops=TORCH_VOCAB_OPS)
+
+    mutate(monkeypatch, SamplingTable.of, choice_lost)
+    with pytest.raises(AssertionError):
+        test_two_models_of_one_process_use_their_own_operations(pair, calls)

@@ -29,50 +29,32 @@ from foredraft.kinds.compatibility import PolicyTraits
 def test_what_the_user_gives_decides_the_default_drafter(given: str, missing: str, default: str) -> None:
     assert default_drafter("fixed", given.split(), missing.split()) == default
     assert default_drafter("auto", given.split(), missing.split()) == "auto"
-
-
-def test_the_default_drafter_suits_the_policy() -> None:
-    assert default_drafter("confidence") == "none"
+    assert default_drafter("confidence") == "none", "which suits the policy"
 
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
-    alone = [
-        "none", "lookup", "suffix", "prediction", "draft-model", "retokenize", "eagle3", "eagle", "medusa",
-        "dflash", "dspark", "gemma4-assistant", "layer-skip", "kangaroo", "low-bit",
-    ]  # fmt: skip
-    fitting = {policy: [name for name in (*alone, "auto") if suits(name, policy)] for policy in POLICIES}
-    steppers = [
-        "draft-model", "eagle3", "eagle", "medusa", "dflash", "dspark", "gemma4-assistant", "layer-skip",
-        "kangaroo", "low-bit",
-    ]  # fmt: skip
+    alone = [name for name in DRAFTERS if name != "auto"]
+    fitting = {policy: [name for name in DRAFTERS if suits(name, policy)] for policy in POLICIES}
+    model_free = ("none", "lookup", "suffix", "prediction", "retokenize")
+    autoregressive = [name for name in alone if name not in model_free]
     assert fitting == {
         "auto": [*alone, "auto"], "fixed": alone, "heuristic": alone, "target-confidence": alone,
-        "confidence": steppers, "adaptive-exit": steppers, "fallback": steppers,
+        "confidence": autoregressive, "adaptive-exit": autoregressive, "fallback": autoregressive,
     }  # fmt: skip
 
 
 def test_options_without_an_effect_are_known_for_every_drafter() -> None:
-    policy, copy = ("policy", "policy_options", "max_draft"), "draft_weights"
-    texts = ("recent_texts", "texts_file")
-    unused = {
-        "none": (*texts, "draft", "plan", "adapter", copy, "draft_sampling", *policy),
-        "suffix": ("draft", "plan", "adapter", copy, "draft_sampling"),
-        "lookup": (*texts, "draft", "plan", "adapter", copy, "draft_sampling"),
-        "prediction": (*texts, "draft", "plan", "adapter", copy, "draft_sampling"),
-        "draft-model": (*texts, "plan", "adapter", copy),
-        "retokenize": (*texts, "plan", "adapter", copy, "draft_sampling"),
-        "eagle3": (*texts, "plan", "adapter", copy),
-        "eagle": (*texts, "plan", "adapter", copy),
-        "medusa": (*texts, "plan", "adapter", copy),
-        "dflash": (*texts, "plan", "adapter", copy),
-        "dspark": (*texts, "plan", "adapter", copy),
-        "gemma4-assistant": (*texts, "plan", "adapter", copy),
-        "layer-skip": (*texts, "draft", "adapter", copy),
-        "kangaroo": (*texts, "draft", "plan", copy),
-        "low-bit": (*texts, "draft", "adapter"),
-        "auto": (),
-    }
-    assert {name: compatibility.unused_options(name) for name in unused} == unused
+    """Files and settings of other drafters, and for a drafter `none` all that a policy reads."""
+    files = {"draft", "plan", "adapter", "draft_weights", "draft_sampling", "recent_texts", "texts_file"}
+    used = {
+        "none": set(), "auto": files, "lookup": set(), "prediction": set(), "suffix": {"recent_texts", "texts_file"},
+        "retokenize": {"draft"}, "layer-skip": {"plan", "draft_sampling"}, "kangaroo": {"adapter", "draft_sampling"},
+        "low-bit": {"plan", "draft_weights", "draft_sampling"},
+    }  # fmt: skip
+    for name in DRAFTERS:
+        unused = files - used.get(name, {"draft", "draft_sampling"})
+        policy = {"policy", "policy_options", "max_draft"} if name == "none" else set()
+        assert {*compatibility.unused_options(name)} == unused | policy, name
 
 
 def test_a_lossy_rule_needs_a_drafter() -> None:
@@ -92,59 +74,40 @@ def test_a_lossy_rule_needs_a_drafter() -> None:
         (None, ["of-a-test"], True),
     ],
 )
-def test_output_is_lossless_by_rule_and_drafters(
-    rule: str | None, drafters: list[str], lossless: bool
-) -> None:
+def test_output_is_lossless_by_rule_and_kind(rule: str | None, drafters: list[str], lossless: bool) -> None:
     assert compatibility.is_lossless(rule, drafters) is lossless
 
 
 # Drafters that are at hand, and what others lack whose asset the user gave.
 SAME = "the draft model small has the tokenizer of the target big"
 OTHER = "the draft model foreign has another tokenizer than the target big"
-ALONE: tuple[list[str], dict[str, Missing]] = (["lookup"], {"draft-model": Missing("needs a draft model")})
+ALONE = ["lookup"], {"draft-model": Missing("needs a draft model")}
 PAIR = ["lookup", "draft-model"], {"retokenize": Missing("needs another", unfit=SAME)}
+FALLBACK = "policy is 'fallback', which needs draft probabilities"
 FOREIGN = ["lookup", "retokenize"], {"draft-model": Missing("needs another", unfit=OTHER)}
 
 
 @pytest.mark.parametrize(
-    ("drafter", "policy", "sampling", "at_hand", "message"),
+    ("given", "at_hand", "message"),
     [
+        ("retokenize auto sampled", PAIR, f"drafter is 'retokenize', but {SAME}; give drafter='draft-model', or leave it out"),
+        ("draft-model auto sampled", ALONE, "draft-model needs a draft model"),
+        ("draft-model auto sampled", (["lookup"], FOREIGN[1]), f"drafter is 'draft-model', but {OTHER}; leave it out"),
+        ("none auto greedy", ALONE, "draft_sampling is 'greedy', but no model drafts; give draft, or leave it out"),
         (
-            "retokenize", "auto", "sampled", PAIR,
-            "drafter is 'retokenize', but the draft model small has the tokenizer of the target big;"
-            " give drafter='draft-model', or leave it out",
+            "retokenize auto greedy", FOREIGN,
+            f"draft_sampling is 'greedy', but {OTHER}, so its drafts have no probabilities; leave it out",
         ),
-        ("draft-model", "auto", "sampled", ALONE, "draft-model needs a draft model"),
+        ("lookup fallback sampled", ALONE, f"{FALLBACK}, but no loaded drafter has them; give another one"),
         (
-            "draft-model", "auto", "sampled", (["lookup"], FOREIGN[1]),
-            f"drafter is 'draft-model', but {OTHER}; leave it out",
-        ),
-        (
-            "none", "auto", "greedy", ALONE,
-            "draft_sampling is 'greedy', but no model drafts; give draft, or leave it out",
-        ),
-        (
-            "retokenize", "auto", "greedy", FOREIGN,
-            "draft_sampling is 'greedy', but the draft model foreign has another tokenizer than the target big,"
-            " so its drafts have no probabilities; leave it out",
-        ),
-        (
-            "lookup", "fallback", "sampled", ALONE,
-            "policy is 'fallback', which needs draft probabilities, but no loaded drafter has them;"
-            " give another one",
-        ),
-        (
-            "lookup", "fallback", "sampled", PAIR,
-            "policy is 'fallback', which needs draft probabilities, but drafter='lookup' has none;"
-            " give another one, or drafter='draft-model'",
+            "lookup fallback sampled", PAIR,
+            f"{FALLBACK}, but drafter='lookup' has none; give another one, or drafter='draft-model'",
         ),
     ],
 )  # fmt: skip
-def test_combinations_that_do_not_fit_are_refused(
-    drafter: str, policy: str, sampling: str, at_hand: tuple[list[str], dict[str, Missing]], message: str
-) -> None:
+def test_combinations_that_do_not_fit_are_refused(given: str, at_hand: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compatibility.check_fits_assets(drafter, policy, sampling, *at_hand)
+        compatibility.check_fits_assets(*given.split(), *at_hand)
     assert str(caught.value) == message
 
 
@@ -153,9 +116,7 @@ def test_drafters_are_checked_before_any_file_is_read() -> None:
     compatibility.check_named_drafter("auto", "auto", [])
     with pytest.raises(ConfigError, match="which needs a draft model; give draft, its folder or hub id$"):
         compatibility.check_named_drafter("draft-model", "auto", [])
-    with pytest.raises(
-        ConfigError, match="'auto', but policy='fixed' cannot choose among drafters; give policy"
-    ):
+    with pytest.raises(ConfigError, match="but policy='fixed' cannot choose among drafters; give policy"):
         compatibility.check_named_drafter("auto", "fixed", ["draft"])
 
 
@@ -166,10 +127,7 @@ def test_drafters_are_checked_before_any_file_is_read() -> None:
         ("none", {"rule": "bild"}, "acceptance is 'bild', which has no effect with drafter none; leave it out"),
         ("none", {"options": ["policy"]}, "policy has no effect with drafter none; leave it out"),
         ("lookup", {"options": ["max_draft", "draft"]}, "draft has no effect with drafter lookup; leave it out"),
-        (
-            "lookup", {"policy": "confidence"},
-            "policy is 'confidence', which needs draft probabilities, but drafter lookup has none; give another policy",
-        ),
+        ("lookup", {"policy": "fallback"}, f"{FALLBACK}, but drafter lookup has none; give another policy"),
     ],
 )  # fmt: skip
 def test_options_without_effect_are_refused(drafter: str, given: dict[str, Any], message: str) -> None:
@@ -201,9 +159,7 @@ LOADED = {"lookup": False, "draft-model": True}
         ("retokenize", "auto", "which is not loaded; give one of none, auto, lookup, draft-model"),
     ],
 )
-def test_a_request_selects_drafters_that_are_loaded(
-    drafter: str, policy: str, selected: tuple[str, ...] | str
-) -> None:
+def test_requests_select_loaded_drafters(drafter: str, policy: str, selected: tuple[str, ...] | str) -> None:
     traits = PolicyTraits.named(policy)
     if isinstance(selected, tuple):
         assert compatibility.select_drafters(drafter, LOADED, traits) == selected

@@ -21,27 +21,24 @@ ENUMERATION = "tests/exactness/test_enumeration.py::test_every_drafter_under_eve
 pytestmark = pytest.mark.timeout(900)  # many tests as one
 
 
-def outcomes_with_the_line(*arguments: str) -> dict[str, str]:
-    """Run tests in a process whose table has the line, and return the outcome of each."""
-    options = ["-p", "tests.support.phrases_line", "-p", "no:cacheprovider", "-n", "0", "-v"]
+def outcomes_with_the_line(*arguments: str) -> dict[tuple[str, str], str]:
+    """Run tests in a process whose table has the line; return the outcome of each by file and name."""
+    options = "-p tests.support.phrases_line -p no:cacheprovider -n 0 -v --cases all".split()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *arguments],
         env=environment(), capture_output=True, encoding="utf-8", timeout=800, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
-    return dict(re.findall(r"^\S+?::(\S+) ([A-Z]+)", done.stdout, re.MULTILINE))
+    lines = re.findall(r"^(\S+?)::(\S+) ([A-Z]+)", done.stdout, re.MULTILINE)
+    return {(file, name): outcome for file, name, outcome in lines}
 
 
+@pytest.mark.heavy
 def test_everything_takes_a_drafter_of_one_file_and_one_line() -> None:
-    found = outcomes_with_the_line(CHECKS)
+    found = outcomes_with_the_line(CHECKS, CONFORMANCE, ENUMERATION, "-k", "phrases or every_policy")
     assert {*found.values()} == {"PASSED"}
-    assert {re.sub(r"\[.*", "", name) for name in found} >= {
+    assert {re.sub(r"\[.*", "", name) for file, name in found if file == CHECKS} >= {
         f"test_{taker}_takes_it" for taker in ("load", "info", "generate", "bench", "verify", "a_server")
     }
-
-
-def test_the_suites_take_a_drafter_of_one_file_and_one_line() -> None:
-    found = outcomes_with_the_line(CONFORMANCE, ENUMERATION, "-k", "phrases or every_policy")
-    assert {*found.values()} == {"PASSED"}
-    assert len([name for name in found if "phrases" in name]) == 4
-    assert "test_every_drafter_under_every_policy[fixed-2]" in found
+    assert len([name for file, name in found if file == CONFORMANCE]) == 4
+    assert tuple(ENUMERATION.split("::")) in found

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import doctest
 import gc
 import inspect
 import threading
 import weakref
+from collections import UserDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
 import foredraft
-from foredraft import ConfigError, RequestError, SamplingParams
+from foredraft import LLM, ConfigError, RequestError, SamplingParams
 from foredraft.decode.params import SamplingKeywords
 from foredraft.errors import did_you_mean
 from foredraft.llm import driver
+from foredraft.model import tokenizer as tokenizer_module
 from tests.support import checkpoints
 from tests.support.loaded import engine_of
+from tests.support.mutation import assert_caught, defect
 
 FEW: dict[str, Any] = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
@@ -30,9 +38,7 @@ def load(folder: Path, **options: Any) -> foredraft.LLM:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = checkpoints.save_pair(tmp_path_factory.mktemp("models"))
-    (folder / "big/chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}"
-    )
+    (folder / "big/chat_template.jinja").write_text("{{ messages[0].content }}{{ mood }}")
     return folder
 
 
@@ -53,9 +59,7 @@ class TestSamplingKeywords:
         own = inspect.signature(getattr(foredraft.LLM, method)).parameters
         assert not own.keys() & SamplingParams.__annotations__.keys()
 
-    def test_generate_takes_them_in_place_of_the_models_defaults(
-        self, llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_they_replace_a_models_own(self, llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(llm, "default_params", SamplingParams(max_new_tokens=3, ignore_eos=True))
         [by_name] = llm.generate("def", temperature=0)
         assert by_name.token_ids == llm.generate("def", llm.params(temperature=0))[0].token_ids
@@ -101,6 +105,16 @@ class TestSamplingKeywords:
         (lambda llm: SamplingParams(acceptance="couple"), "acceptance is 'couple'; .* Did you mean 'coupled'"),  # type: ignore[arg-type]
         (lambda llm: llm.generate("x", drafter="draftmodel"), "'draftmodel', which is not .* mean 'draft-model'"),
         (lambda llm: llm.stream("x", drafter="loookup"), "'loookup', which is not .* Did you mean 'lookup'"),
+        (lambda llm: llm.stream([]), "takes one prompt, not 0"),
+        (lambda llm: llm.stream(["one", "two"]), "takes one prompt, not 2"),
+        (lambda llm: llm.chat([{"role": "user", "content": ""}]), "the prompt is empty"),
+        (lambda llm: llm.generate([], [SamplingParams()]), "1 sampling parameters for 0 prompts"),
+        (lambda llm: llm.generate([], n=100_001), "^n is 100001; give a whole number from 1 to 100,000$"),
+        (lambda llm: llm.generate("x", n=10**400), "^n is .*; give a whole number from 1 to 100,000$"),
+        (lambda llm: llm.generate("x", n=0), "^n is 0; give a whole number from 1 to 100,000$"),
+        (lambda llm: llm.generate("x", n="2"), "^n is '2'; give a whole number"),
+        (lambda llm: llm.generate("x", n=1.5), "^n is 1.5; give a whole number"),
+        (lambda llm: llm.generate([], n=True), "^n is True; give a whole number"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_gets_one_clear_line(llm: foredraft.LLM, call: Any, message: str) -> None:
@@ -120,11 +134,10 @@ def test_a_wrong_call_gets_one_clear_line(llm: foredraft.LLM, call: Any, message
         (lambda: foredraft.load(drafter="draftmodel"), "drafter is 'draftmodel'; .* Did you mean 'draft-model'"),
         (lambda: foredraft.load(policy="fixd"), "policy is 'fixd'; .* Did you mean 'fixed'"),
         (lambda: foredraft.load(dtype="bfloat"), "dtype is 'bfloat'; .* Did you mean 'bfloat16'"),
-        (
-            lambda: foredraft.load(policy="confidence", policy_options={"treshold": 1}),
-            "names 'treshold', .* Did you mean 'threshold'",
-        ),
-        (lambda: foredraft.LLM("big"), "an LLM is made by foredraft.load; call"),
+        (lambda: foredraft.load(policy="confidence", policy_options={"treshold": 1}), "'treshold', .* Did you mean 'threshold'"),
+        (lambda: foredraft.load(draft_sampling="beam"), "draft_sampling is 'beam'"),
+        (lambda: foredraft.load(max_draft=1000), "max_draft is 1000, but"),
+        (lambda: foredraft.load(device="abacus"), "device is 'abacus'"),
         (lambda: foredraft.LLM(model="big"), "an LLM is made by foredraft.load; call"),
         (lambda: foredraft.LLM(), "an LLM is made by foredraft.load; call"),
     ],
@@ -134,18 +147,17 @@ def test_a_wrong_way_to_load_gets_one_clear_line(call: Any, message: str) -> Non
         call()
 
 
+def test_no_prompts_have_no_outputs(llm: foredraft.LLM) -> None:
+    for none in ([], ()):
+        assert llm.generate(none) == llm.generate(none, []) == llm.generate(none, n=3) == []
+        assert llm.encode(none) == []
+
+
 def test_only_near_names_are_suggested() -> None:
     assert did_you_mean("oracle", ["lookup", "auto"]) == did_you_mean(5, ["lookup"]) == ""
 
 
-def test_load_takes_the_model_by_name(folder: Path) -> None:
-    llm = foredraft.load(model=folder / "big", device="cpu", max_batch=1, max_length=64, drafter="none")
-    assert llm.model == str(folder / "big")
-
-
-def test_an_unknown_drafter_is_refused_before_the_prompts_are_read(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_drafter_is_refused_at_once(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("work was done for a request that cannot be served")
 
@@ -156,35 +168,6 @@ def test_an_unknown_drafter_is_refused_before_the_prompts_are_read(
         llm.generate(["x", "y"], params)
     with pytest.raises(RequestError, match="draftmodel"):
         llm.stream("x", params[1])
-
-
-class TestNoPrompts:
-    @pytest.mark.parametrize("none", [[], ()])
-    def test_generate_returns_no_outputs(self, llm: foredraft.LLM, none: Any) -> None:
-        assert llm.generate(none) == llm.generate(none, []) == llm.generate(none, n=3) == []
-        assert llm.encode(none) == []
-
-    def test_the_options_are_checked_all_the_same(self, llm: foredraft.LLM) -> None:
-        with pytest.raises(RequestError, match="1 sampling parameters for 0 prompts"):
-            llm.generate([], [SamplingParams()])
-        for n in (0, 100_001, 10**400, True):
-            with pytest.raises(RequestError, match="n is .*; give a whole number from 1 to 100,000"):
-                llm.generate([], n=n)
-
-    def test_an_empty_prompt_and_an_empty_stream_are_refused(self, llm: foredraft.LLM) -> None:
-        with pytest.raises(RequestError, match="the prompt is empty"):
-            llm.generate([[]])
-        with pytest.raises(RequestError, match="takes one prompt, not 0"):
-            llm.stream([])
-        with pytest.raises(RequestError, match="the prompt is empty"):
-            llm.chat([{"role": "user", "content": ""}])
-
-
-def test_repr_names_the_model_and_how_it_runs(llm: foredraft.LLM) -> None:
-    assert (
-        repr(llm)
-        == f"<LLM {llm.model!r}: drafters lookup, prediction, draft-model; policy fixed; float32 on cpu>"
-    )
 
 
 class TestClose:
@@ -200,6 +183,8 @@ class TestClose:
 
     def test_later_calls_raise_and_closing_again_does_nothing(self, folder: Path) -> None:
         llm = load(folder)
+        parts = "drafters lookup, prediction, draft-model; policy fixed; float32 on cpu"
+        assert repr(llm) == f"<LLM {llm.model!r}: {parts}>"
         late = llm.stream("def", **FEW)
         llm.close()
         llm.close()
@@ -211,6 +196,8 @@ class TestClose:
             lambda: llm.stream("def"),
             lambda: llm.chat([{"role": "user", "content": "def"}]),
             lambda: llm.encode("def"),
+            lambda: llm.loaded,
+            lambda: llm.requests,
             lambda: next(late),
             lambda: llm.__enter__(),
         ]
@@ -220,9 +207,10 @@ class TestClose:
         assert llm.tokenizer is not None and llm.tokenizer.encode("def")
 
     def test_an_open_stream_ends_as_cancelled(self, folder: Path) -> None:
-        with load(folder) as llm:
+        with suppress(ZeroDivisionError), load(folder) as llm:  # an error closes it too
             stream = llm.stream("def", max_new_tokens=200, ignore_eos=True)
             first = next(stream)
+            raise ZeroDivisionError
         *_, last = stream
         assert last.output is not None and last.output.finish_reason == "cancelled"
         assert last.output.token_ids[: len(first.token_ids)] == first.token_ids
@@ -246,7 +234,139 @@ class TestClose:
         thread.join(60)
         assert [output.finish_reason for output in found] == ["cancelled"]
 
-    def test_an_error_in_a_with_block_closes_it_too(self, folder: Path) -> None:
-        with pytest.raises(ZeroDivisionError), load(folder) as llm:
-            1 / 0  # noqa: B018
-        assert "closed" in repr(llm)
+
+# --- examples of docstrings -----------------------------------------------------------------------
+
+
+PUBLIC: dict[str, Any] = {
+    "load": foredraft.load,
+    "Output": foredraft.Output,
+    "Piece": foredraft.Piece,
+    "SamplingParams": SamplingParams,
+    "Score": foredraft.Score,
+    "Stats": foredraft.Stats,
+    "Stream": foredraft.Stream,
+    "RoundTrace": foredraft.RoundTrace,
+    "write_trace": foredraft.write_trace,
+    "ForedraftError": foredraft.ForedraftError,
+    **{
+        name: getattr(LLM, name)
+        for name in ("params", "generate", "chat", "stream", "save_texts", "cancel_all", "close", "encode")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_give_results(llm: LLM, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {name: getattr(foredraft, name) for name in foredraft.__all__}
+    names |= {"foredraft": foredraft, "llm": llm, "Path": Path}
+    [example] = [
+        found
+        for found in doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name, globs=names)
+        if found.examples
+    ]
+    told: list[str] = []
+    results = doctest.DocTestRunner().run(example, out=told.append)
+    assert results.attempted > 0
+    assert results.failed == 0, "".join(told)
+
+
+# --- values that are no prompt, no text or no number ----------------------------------------------
+
+
+PLAIN = SamplingParams(temperature=0, max_new_tokens=2, drafter="none")
+HUGE = 10**400  # no float holds it
+
+
+KINDS: list[tuple[Any, str]] = [
+    (b"hello", "bytes; decode it"),
+    (bytearray(b"x"), "bytes; decode it"),
+    ({"input_ids": [3, 4], "attention_mask": [1, 1]}, r'encoding\["input_ids"\]'),
+    (UserDict(input_ids=[3]), r'encoding\["input_ids"\]'),
+    ({3: 1}, "a mapping, of which only the keys would be read"),
+    ({3, 4}, "a set, which has no order"),
+    (frozenset({3}), "a set"),
+    (None, "is None; give text"),
+    (torch.tensor(5), "; give text"),
+    (np.array(5), "; give text"),
+]
+PROMPTS: list[tuple[Any, str]] = [
+    *KINDS, *(([prompt, "x"], says) for prompt, says in KINDS), (5, "the prompt is 5"), (["a", 5], "is 5; give text"),
+    ([[3.0, 4.0]], "3.0 is not a whole number"), ([3.0, 4.0], "3.0; give text or a list"), ([[True, 4]], "True is not"),
+    ([[3, "4"]], "'4' is not"), ([[3, None]], "None is not"), (torch.tensor([True, False]), "True"), (np.array([True]), "True"),
+    ([True], "True"), (torch.tensor([1.0]), "; give text"), ([1.5], "1.5"), ([[[1]]], "1"), ([["a"]], "'a'"),
+    ("\udc80", "not valid Unicode at character 0"), (["fine", "not \ud800"], "not valid Unicode at character 4"),
+    ("", "the prompt is empty"), ([[]], "the prompt is empty"), ([[3], []], "empty"), ([3, 99999], "token id 99999"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "says"), PROMPTS, ids=str)
+def test_what_is_no_prompt_is_refused_before_it_runs(llm: foredraft.LLM, prompt: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        llm.generate(prompt, PLAIN)
+    assert "\n" not in str(caught.value)
+    assert engine_of(llm).scheduler.idle
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([[5], [6]]), np.array([[5], [6]]), [torch.tensor([5]), [6]]])
+def test_rows_of_one_token_are_prompts_of_their_own(llm: foredraft.LLM, rows: Any) -> None:
+    assert llm.encode(rows) == [[5], [6]]
+    encoding = transformers.BatchEncoding({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]})
+    assert llm.encode(encoding["input_ids"]) == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfff", "\udc80b"])
+def test_text_beyond_utf8_is_refused(llm: foredraft.LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.tokenizer is not None
+    encode, message = llm.tokenizer.encode, [{"role": "user", "content": "x"}]
+    calls = {
+        "the prompt": lambda: llm.generate(text, PLAIN),
+        "the text": lambda: encode(text),
+        "stop": lambda: PLAIN.replace(stop=text),
+        "a message": lambda: llm.chat([{"role": "user", "content": text}], PLAIN),
+        "chat template": lambda: llm.chat(message, PLAIN, **{text: 1}),
+        "unknown sampling option": lambda: llm.params(**{text: 1}),
+        "logit_bias": lambda: SamplingParams(logit_bias={text: 1.0}),  # type: ignore[dict-item]
+        "drafter": lambda: llm.generate("a", PLAIN.replace(drafter=text)),
+    }
+
+    def check() -> None:
+        for name, call in calls.items():
+            with pytest.raises(RequestError, match=name) as caught:
+                call()
+            str(caught.value).encode()
+
+    check()
+    assert llm.tokenizer.special_id(text) is None
+    reach = defect(
+        "surrogates reach the library", tokenizer_module.check_unicode, lambda sound: lambda text, name: None,
+        check, BaseException,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert_caught(reach, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": HUGE}, {"acceptance": "bild", "rollback": HUGE}, {"top_p": HUGE}, {"top_k": HUGE},
+                {"logit_bias": {1: HUGE}}, {"seed": HUGE}], ids=lambda options: "-".join(options)
+)  # fmt: skip
+def test_numbers_that_no_float_holds_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**options)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_batch": HUGE}, {"max_length": HUGE}, {"max_draft": HUGE}, {"device": HUGE}, {"plan": HUGE}, {"plan": b"x"},
+        {"device": "\ud800"}, {"plan": "\ud800"}, {"plan": "\0"}, {"dtype": HUGE},
+        {"policy": "confidence", "policy_options": {"threshold": HUGE}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hostile_options_of_load_are_refused_in_one_line(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        foredraft.load(**options)
+    assert len(str(caught.value)) < 600
+    str(caught.value).encode()

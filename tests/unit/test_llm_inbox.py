@@ -12,7 +12,7 @@ import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
-from foredraft.llm.inbox import Inbox
+from foredraft.llm.driver import Inbox
 from tests.support import checkpoints
 from tests.support.loaded import engine_of
 
@@ -23,9 +23,7 @@ LONG = PARAMS.replace(max_new_tokens=400)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> foredraft.LLM:
     folder = checkpoints.save_checkpoint(tmp_path_factory.mktemp("models") / "model", tokenizer=True)
-    return foredraft.load(
-        folder, drafter="lookup", dtype="float32", device="cpu", max_batch=3, max_length=512, policy="fixed"
-    )
+    return foredraft.load(folder, drafter="lookup", device="cpu", max_batch=3, max_length=512, policy="fixed")
 
 
 def unlucky(method: Any, token: int) -> Any:
@@ -39,9 +37,7 @@ def unlucky(method: Any, token: int) -> Any:
     return call
 
 
-def test_a_request_that_cannot_be_submitted_ends_with_an_error_and_the_others_go_on(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_submission_harms_no_other(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     want = llm.generate([6, 7], PARAMS)[0].token_ids
     monkeypatch.setattr(Engine, "submit", unlucky(Engine.submit, 5))
     first, second, third = llm.generate([[6, 7], [5, 7], [6, 7]], PARAMS)
@@ -63,9 +59,7 @@ def test_a_request_that_cannot_be_cancelled_ends_with_an_error_and_the_others_ar
     assert engine_of(llm).scheduler.idle
 
 
-def test_commands_of_other_threads_survive_one_that_fails(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_of_threads_survive_one_fault(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step runs, three threads leave commands; the first command fails."""
     want = llm.generate([6, 7], PARAMS)[0].token_ids
     step, begun, go_on = engine_of(llm).step, threading.Event(), threading.Event()
@@ -95,9 +89,7 @@ def test_commands_of_other_threads_survive_one_that_fails(
     assert found[5].error == "ValueError: unlucky"
 
 
-def test_a_thread_that_leaves_hands_the_next_step_to_a_thread_that_waits(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_leaves_hands_on_its_turn(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, found = engine_of(llm).step, list[foredraft.Output]()
     worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], LONG)), daemon=True)
 
@@ -121,9 +113,7 @@ def sequence_of(llm: foredraft.LLM) -> Sequence:
     return sequence
 
 
-def test_cancelling_a_sequence_that_was_never_submitted_or_has_ended_changes_nothing(
-    llm: foredraft.LLM,
-) -> None:
+def test_cancelling_a_sequence_that_never_began_or_has_ended_changes_nothing(llm: foredraft.LLM) -> None:
     engine, sequence = engine_of(llm), sequence_of(llm)
     engine.cancel(sequence)
     engine.submit(sequence)  # too late: it must not start
@@ -149,9 +139,7 @@ def test_a_dropped_stream_is_cancelled_before_the_next_step(llm: foredraft.LLM) 
     assert engine_of(llm).scheduler.idle and not llm._driver.inbox._watched
 
 
-def test_a_stream_dropped_while_the_commands_are_carried_out_is_cancelled(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_dropped_meanwhile_is_cancelled(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector may run anywhere, also in the thread that changes the engine."""
     streams = [llm.stream([token, 7], LONG) for token in (4, 5)]
     for stream in streams:
@@ -181,9 +169,7 @@ def test_a_closed_stream_has_no_more_pieces_and_never_starts(llm: foredraft.LLM)
     assert list(stream) == [] and engine_of(llm).scheduler.idle
 
 
-def test_a_command_that_comes_while_the_last_ones_are_carried_out_is_not_left(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_the_last_moment_is_kept(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream([5, 6], LONG)
     next(stream)
     carry_out, closed = Inbox.carry_out, []

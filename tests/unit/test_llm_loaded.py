@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import foredraft
-from foredraft.errors import RequestError
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 
@@ -22,26 +21,18 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return foredraft.load(
-        drafter="lookup", policy="fixed", max_length=128, weights="int8", deterministic=False
-    )
+    options = {"weights": "int8", "deterministic": False}
+    return foredraft.load(drafter="lookup", policy="fixed", max_length=99, **options)
 
 
+@pytest.mark.heavy
 def test_the_record_holds_what_was_loaded(llm: LLM) -> None:
     loaded = llm.loaded
     assert loaded.runner is loaded.engine.target and loaded.spec == loaded.runner.decoder.spec
     assert (loaded.model, loaded.weights, loaded.default_drafter) == ("demo", "int8", "lookup")
-    assert (loaded.max_length, loaded.deterministic) == (128, False)
+    assert (loaded.max_length, loaded.deterministic) == (99, False)
     for name in Loaded.__slots__:
         assert getattr(llm, name, getattr(loaded, name)) == getattr(loaded, name)
-
-
-def test_a_closed_model_has_no_parts() -> None:
-    llm = foredraft.load(drafter="none", max_length=32)
-    llm.close()
-    for read in (lambda: llm.loaded, lambda: llm.requests):
-        with pytest.raises(RequestError, match="this LLM is closed"):
-            read()
 
 
 def test_no_other_room_reaches_into_a_model(llm: LLM) -> None:

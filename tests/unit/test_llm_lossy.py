@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def load(folder: Path, **options: Any) -> foredraft.LLM:
+    common = {"draft": folder / "small", "device": "cpu", "max_batch": 4, "max_length": 128}
+    return foredraft.load(folder / "big", **common | options)
+
+
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> foredraft.LLM:
-    return foredraft.load(
-        folder / "big", draft=folder / "small", device="cpu", max_batch=4, max_length=128, policy="fixed"
-    )
+    return load(folder, policy="fixed")
 
 
 def test_lossless_requests_in_a_lossy_batch_keep_every_bit(llm: foredraft.LLM) -> None:
@@ -47,54 +51,42 @@ def test_kept_drafted_tokens_are_within_the_bound(llm: foredraft.LLM) -> None:
     """The target's log-probability of every drafted token shows it; all other tokens are the target's."""
     [output] = llm.generate(PROMPT, LOSSY, trace=True)
     assert output.logprobs is not None and output.trace is not None
-    drafted = [
-        score.logprob
-        for score, origin in zip(output.logprobs, output.origins, strict=True)
-        if origin == "drafter"
-    ]
+    tokens = list(zip(output.logprobs, output.origins, strict=True))
+    drafted = [score.logprob for score, origin in tokens if origin == "drafter"]
     assert drafted and min(drafted) >= -6.0
-    own = [s.processed for s, o in zip(output.logprobs, output.origins, strict=True) if o != "drafter"]
-    assert set(own) == {0.0}
+    assert {score.processed for score, origin in tokens if origin != "drafter"} == {0.0}
     assert {one.rollback for one in output.trace} == {6.0}
     cut = [one for one in output.trace if one.accepted < len(one.draft)]
     assert cut and all(one.p[one.accepted] < 0.0025 for one in cut)
 
 
-def test_siblings_of_a_lossy_request_are_independent(llm: foredraft.LLM) -> None:
-    outputs = llm.generate(PROMPT, LOSSY.replace(temperature=1.0, seed=1), n=3)
-    assert len({tuple(output.token_ids) for output in outputs}) == 3
-    again = llm.generate(PROMPT, LOSSY.replace(temperature=1.0, seed=1), n=3)
-    assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
+def test_choices_of_a_lossy_request_are_independent(llm: foredraft.LLM) -> None:
+    sampled = LOSSY.replace(temperature=1.0, seed=1)
+    first, again = ([each.token_ids for each in llm.generate(PROMPT, sampled, n=3)] for _ in range(2))
+    assert len(set(map(tuple, first))) == 3 and again == first
 
 
-def test_policies_that_stop_by_content_need_a_drafter_with_probabilities(folder: Path) -> None:
-    for policy in ("fallback", "confidence", "adaptive-exit"):
-        with pytest.raises(
-            ConfigError, match=f"policy is '{policy}', which needs draft probabilities, but no"
-        ):
-            foredraft.load(folder / "big", drafter="lookup", policy=policy, device="cpu")
-
-
-def test_policies_that_stop_by_content_need_probabilities_of_the_default_drafter(folder: Path) -> None:
-    """Another loaded drafter with probabilities is not enough."""
-    for drafter, more in (
-        ("lookup", {"draft": folder / "small"}),
-        ("retokenize", {"draft": folder / "foreign"}),
-    ):
-        with pytest.raises(
-            ConfigError,
-            match=f"policy is 'confidence', which needs draft probabilities, but drafter='{drafter}' has none",
-        ):
-            foredraft.load(
-                folder / "big", plan="exit:1", drafter=drafter, policy="confidence", device="cpu", **more
-            )
+@pytest.mark.parametrize(
+    ("policy", "drafter", "draft", "says"),
+    [
+        *((policy, "lookup", None, "no") for policy in ("fallback", "confidence", "adaptive-exit")),
+        # another loaded drafter with probabilities is not enough
+        ("confidence", "lookup", "small", "drafter='lookup' has none"),
+        ("confidence", "retokenize", "foreign", "drafter='retokenize' has none"),
+    ],
+)
+def test_policies_that_stop_by_content_need_probabilities_of_the_default_drafter(
+    folder: Path, policy: str, drafter: str, draft: str | None, says: str
+) -> None:
+    more = {} if draft is None else {"plan": "exit:1"}
+    told = f"^policy is '{policy}', which needs draft probabilities, but {says}"
+    with pytest.raises(ConfigError, match=told):
+        load(folder, drafter=drafter, policy=policy, draft=draft and folder / draft, **more)
 
 
 def test_a_request_for_a_drafter_that_the_policy_cannot_stop_is_refused(folder: Path) -> None:
     """A batch and a stream refuse it before anything runs."""
-    llm = foredraft.load(
-        folder / "big", draft=folder / "small", policy="confidence", device="cpu", max_batch=2
-    )
+    llm = load(folder, policy="confidence")
     fitting, other = (STRICT.replace(drafter=name) for name in ("draft-model", "lookup"))
     message = (
         "^drafter is 'lookup', which has no draft probabilities, but policy='confidence' needs them;"
@@ -106,29 +98,23 @@ def test_a_request_for_a_drafter_that_the_policy_cannot_stop_is_refused(folder: 
         llm.stream(PROMPT, other)
     assert engine_of(llm).scheduler.idle
     assert llm.generate(PROMPT, fitting)[0].stats.drafted > 0
-    for policy in ("fixed", "auto"):
-        free = foredraft.load(
-            folder / "big", draft=folder / "small", policy=policy, device="cpu", max_batch=1
-        )
-        assert free.generate(PROMPT, other)[0].error is None
+    assert load(folder, policy="auto").generate(PROMPT, other)[0].error is None
 
 
-def test_drafter_auto_needs_a_policy_that_can_choose(folder: Path) -> None:
-    llm = foredraft.load(folder / "big", draft=folder / "small", policy="fallback", device="cpu", max_batch=1)
+def test_drafter_auto_needs_a_policy_that_can_choose_and_a_threshold_may_be_set(folder: Path) -> None:
+    never, always = (load(folder, policy="fallback", policy_options={"threshold": x}) for x in (1.0, 0.0))
     message = (
         "drafter is 'auto', but policy='fallback' cannot choose among drafters; load with policy='auto',"
-        " or give one of"
+        " or give one of none, draft-model$"
     )
-    with pytest.raises(RequestError, match=f"{message} none, draft-model$"):
-        llm.generate(PROMPT, STRICT.replace(drafter="auto"))
+    with pytest.raises(RequestError, match=message):
+        never.generate(PROMPT, STRICT.replace(drafter="auto"))
+    drafted = [each.generate(PROMPT, STRICT)[0].stats.drafted for each in (never, always)]
+    assert drafted[0] == 0 < drafted[1]
 
 
-def test_a_threshold_may_be_set(folder: Path) -> None:
-    def drafted(threshold: float) -> int:
-        own = foredraft.load(
-            folder / "big", draft=folder / "small", device="cpu", max_batch=1, max_length=128,
-            policy="fallback", policy_options={"threshold": threshold},
-        )  # fmt: skip
-        return own.generate(PROMPT, STRICT)[0].stats.drafted
-
-    assert drafted(0.0) > 0 == drafted(1.0)
+def test_a_stop_string_ends_a_lossy_text(llm: foredraft.LLM) -> None:
+    [whole] = llm.generate(PROMPT, LOSSY)
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    [cut] = llm.generate(PROMPT, LOSSY.replace(stop=[stop]))
+    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")

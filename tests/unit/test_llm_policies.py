@@ -13,7 +13,7 @@ from foredraft.decode.policy.cost_table import CostTable
 from foredraft.errors import RequestError
 from foredraft.kinds import POLICIES
 from tests.support.loaded import engine_of
-from tests.support.planting import assert_caught, defect
+from tests.support.mutation import assert_caught, defect
 
 OTHERS = [name for name in POLICIES if not POLICIES[name].uses_costs]  # decide by the row's own rounds alone
 PROMPTS = ["def area(w, h):\n", "import os\n", "class Node:\n", "for i in range(", "x = [1, 2,", "return "]
@@ -37,6 +37,7 @@ def rounds(output: foredraft.Output) -> tuple[Any, ...]:
     return output.token_ids, output.stats.rounds, output.stats.drafted_at, output.stats.accepted_at
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("drafter", ["draft-model", "lookup"])
 def test_rows_draft_as_they_do_alone_under_a_loaded_policy(llm: foredraft.LLM, drafter: str) -> None:
     fitting = [name for name in OTHERS if drafter == "draft-model" or not POLICIES[name].stops_by_content]
@@ -48,7 +49,21 @@ def test_rows_draft_as_they_do_alone_under_a_loaded_policy(llm: foredraft.LLM, d
     assert len({str(rounds(found)[1:]) for found in together}) > 1, "all policies draft alike"
 
 
-def check_longest_drafts(llm: foredraft.LLM) -> None:
+def test_answers_of_other_policies_are_not_taken(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def everywhere(answers: Any) -> Any:
+        def asked(self: ByRequest, sequences: Any, logits: Any, ask: Any) -> Any:
+            made = [ask(policy) for policy in self._policies if policy.stops_by_content]
+            return next((answer for answer in made if answer is not None), None)
+
+        return asked
+
+    def check() -> None:
+        test_rows_draft_as_they_do_alone_under_a_loaded_policy(llm, "draft-model")
+
+    assert_caught(defect("one answer for all", ByRequest._answers, everywhere, check), monkeypatch)
+
+
+def test_a_request_has_its_own_longest_draft(llm: foredraft.LLM) -> None:
     lengths = [1, 2, 5, 9, None]
     outputs = llm.generate(PROMPTS[:5], [params(max_draft=length) for length in lengths])
     plain = llm.generate(PROMPTS[:5], params(drafter="none"))
@@ -60,10 +75,6 @@ def test_another_length_keeps_the_settings_of_the_loaded_policy() -> None:
     llm = load(policy="target-confidence", policy_options={"threshold": 0.9, "by": "entropy"})
     policy: Any = llm._policies.of(params(max_draft=3), engine_of(llm))
     assert (policy.max_draft, policy.threshold, policy.by) == (3, 0.9, "entropy")
-
-
-def test_a_request_has_its_own_longest_draft(llm: foredraft.LLM) -> None:
-    check_longest_drafts(llm)
 
 
 def test_the_longest_draft_bounds_a_policy_that_compares_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +97,7 @@ def test_auto_beside_a_loaded_policy_knows_the_costs_of_this_machine(llm: foredr
     assert llm._policies._made["auto", POLICIES["auto"].max_draft] is made, "it learns from all requests"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("acceptance", ["coupled", "speculative"])
 def test_seeded_texts_of_a_mixed_batch(llm: foredraft.LLM, acceptance: Any) -> None:
     each = [params(policy=name, temperature=1, seed=3, acceptance=acceptance) for name in OTHERS]
@@ -110,20 +122,3 @@ def test_seeded_texts_of_a_mixed_batch(llm: foredraft.LLM, acceptance: Any) -> N
 def test_what_cannot_be_honoured_is_refused(llm: foredraft.LLM, options: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         llm.generate(PROMPTS[:1], params(**options))
-
-
-def test_the_answers_of_other_rows_policies_are_not_taken(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def everywhere(answers: Any) -> Any:
-        def asked(self: ByRequest, sequences: Any, logits: Any, ask: Any) -> Any:
-            made = [ask(policy) for policy in self._policies if policy.stops_by_content]
-            return next((answer for answer in made if answer is not None), None)
-
-        return asked
-
-    def check() -> None:
-        test_rows_draft_as_they_do_alone_under_a_loaded_policy(llm, "draft-model")
-
-    planted = defect("one answer for all", ByRequest._answers, everywhere, check)
-    assert_caught(planted, monkeypatch)

@@ -1,4 +1,4 @@
-"""The service: news of all requests, cancellations, and a defect that harms its own request alone."""
+"""The service: events of all requests, cancellations, and a defect that harms its own request alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 
 import foredraft
 from foredraft import LLM, RequestError, SamplingParams
-from foredraft.decode.engine import Engine
-from foredraft.llm.pieces import Pieces
-from foredraft.llm.service import News, Service
+from foredraft.llm.output import TextStreamer
+from foredraft.llm.service import Service, StreamEvent
 from tests.support.loaded import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=30)
@@ -25,19 +24,17 @@ def llm() -> LLM:
 
 
 class Running:
-    """A service and the news that it publishes."""
-
     def __init__(self, llm: LLM) -> None:
-        self.news: queue.Queue[News] = queue.Queue()
-        self.service = Service(llm, lambda news: [self.news.put(each) for each in news] and None)
+        self.events: queue.Queue[StreamEvent] = queue.Queue()
+        self.service = Service(llm, lambda events: [self.events.put(each) for each in events] and None)
 
     def outputs(self, count: int) -> dict[tuple[Any, int], Any]:
         """Wait for the outputs of so many samples; texts of their pieces are checked."""
         texts: dict[tuple[Any, int], str] = {}
         found = {}
         while len(found) < count:
-            ticket, sample, piece = self.news.get(timeout=30)
-            key = ticket.owner, sample
+            handle, sample, piece = self.events.get(timeout=30)
+            key = handle.owner, sample
             texts[key] = texts.get(key, "") + (piece.text or "")
             assert key not in found, "a request ended twice"
             if piece.output is not None:
@@ -54,22 +51,12 @@ def running(llm: LLM) -> Iterator[Running]:
     assert engine_of(llm).scheduler.idle
 
 
-def test_texts_are_those_of_generate(llm: LLM, running: Running) -> None:
-    prompts = [f"def f{place}(x):\n" for place in range(6)]
-    for place, prompt in enumerate(prompts):
-        running.service.submit(prompt, GREEDY, owner=place)
-    found = running.outputs(6)
-    assert [found[place, 0].text for place in range(6)] == [
-        each.text for each in llm.generate(prompts, GREEDY)
-    ]
-
-
 def test_a_cancelled_request_is_published_with_what_it_has(running: Running) -> None:
     long = GREEDY.replace(max_new_tokens=900, ignore_eos=True)
-    ticket = running.service.submit("x", long, n=4, owner="long")
-    while running.news.empty():
+    handle = running.service.submit("x", long, n=4, owner="long")
+    while running.events.empty():
         time.sleep(0.001)
-    running.service.cancel(ticket)
+    running.service.cancel(handle)
     assert {output.finish_reason for output in running.outputs(4).values()} == {"cancelled"}
 
 
@@ -77,36 +64,22 @@ def test_a_cancelled_request_is_published_with_what_it_has(running: Running) -> 
 def test_a_text_that_cannot_be_shown_harms_no_other(
     llm: LLM, running: Running, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    sound = Pieces.next
+    sound = TextStreamer.next
 
-    def broken(pieces: Pieces) -> Any:
+    def broken(pieces: TextStreamer) -> Any:
         if pieces.sequence.prompt == bad and (first or pieces.sequence.new_ids):
             raise ValueError("a planted defect")
         return sound(pieces)
 
     bad = llm.encode("bad")[0]
-    monkeypatch.setattr(Pieces, "next", broken)
+    monkeypatch.setattr(TextStreamer, "next", broken)
     for owner, prompt in (("bad", "bad"), ("good", "def f(x):\n"), ("later", "class A:\n")):
         running.service.submit(prompt, GREEDY, owner=owner)
     found = running.outputs(3)
     assert found["bad", 0].finish_reason == "error" and "planted" in found["bad", 0].error
     assert found["good", 0].finish_reason == found["later", 0].finish_reason == "length"
     time.sleep(0.1)
-    assert running.news.empty() and not running.service._tickets
-
-
-def test_an_engine_that_fails_fails_its_batch_and_goes_on(
-    llm: LLM, running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(engine: Engine) -> Any:
-        raise RuntimeError("a planted failure")
-
-    with monkeypatch.context() as planted:
-        planted.setattr(Engine, "step", failing)
-        running.service.submit("x", GREEDY, owner="bad")
-        assert "planted" in running.outputs(1)["bad", 0].error
-    running.service.submit("x", GREEDY, owner="good")
-    assert running.outputs(1)["good", 0].finish_reason == "length"
+    assert running.events.empty() and not running.service._handles
 
 
 def test_a_stopped_service_takes_nothing(llm: LLM) -> None:

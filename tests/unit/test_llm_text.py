@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -14,29 +15,31 @@ import pytest
 import torch
 
 import foredraft
-from foredraft import RequestError, SamplingParams, demo
+from foredraft import LLM, RequestError, SamplingParams, demo
+from foredraft.constraints.combined import AllowedTokens
 from foredraft.decode import scores
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.penalty_context import PenaltyContext
-from foredraft.decode.prompt_scores import score_chunk
+from foredraft.decode.engine_target import score_chunk
 from foredraft.decode.round_draft import Draft
 from foredraft.decode.round_results import fetch_results
+from foredraft.decode.sampling import PenaltyContext
 from foredraft.decode.sequence import Finish, Sequence
+from foredraft.decode.text_buffer import TextBuffer
 from foredraft.model.byte_codec import ByteCodec
 from tests.support import checkpoints
 from tests.support.loaded import engine_of
-from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
+from tests.support.mutation import Mutant, Mutation, assert_caught, replaced
+from tests.support.mutations import around
 
 Function = Callable[..., Any]
 DRAFTERS = ["none", "lookup", "draft-model"]
 PROMPT = "def accept(draft, p, q):"
-VOCABULARY = 4096
-LONG = "The drafter guesses a few tokens ahead; the target checks all of them. " * 14
+SHORT = "The drafter guesses a few tokens ahead; the target checks all of them. " * 2
+LONG = SHORT * 7
 
 
 @pytest.fixture(scope="module")
 def llm() -> foredraft.LLM:
-    """The demo models: drafts are accepted often, and the text is realistic."""
     return foredraft.load(dtype="float32", device="cpu", max_batch=3, max_length=1024, policy="fixed")
 
 
@@ -52,46 +55,50 @@ def greedy(llm: foredraft.LLM, **options: Any) -> foredraft.Output:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("include", [False, True])
-def test_everything_ends_where_a_stop_string_is_complete(
-    llm: foredraft.LLM, drafter: str, include: bool
-) -> None:
-    """Text, ids, log-probabilities, statistics and the cache, for stop strings at every place."""
+def test_everything_ends_where_a_stop_is_complete(llm: foredraft.LLM, drafter: str, include: bool) -> None:
+    """Text, ids, log-probabilities, statistics, the cache and the pieces of a stream, at every place."""
     whole = greedy(llm, drafter="none")
     assert whole.text is not None and whole.pieces is not None
-    tried = 0
-    lengths: list[int] = []
-    leave = engine_of(llm).rows.remove
+    ends = list(itertools.accumulate(len(piece) for piece in whole.pieces))
+    engine, lengths, tried = engine_of(llm), list[int](), 0
+    leave = engine.rows.remove
 
     def note(sequence: Sequence) -> None:
-        lengths.append(engine_of(llm).cache.lengths[sequence.row])
+        lengths.append(engine.cache.lengths[sequence.row])
         leave(sequence)
 
-    for at in range(0, len(whole.text) - 3, 3):
+    for at in range(0, len(whole.text) - 3, 5):
         stop = whole.text[at : at + 3]
         if "\ufffd" in stop or whole.text.index(stop) != at:
             continue
         tried += 1
         lengths.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_of(llm).rows, "remove", note)
-            found = greedy(llm, drafter=drafter, stop=stop, include_stop=include, logprobs=0)
-        ends = itertools.accumulate(len(piece) for piece in whole.pieces)
+        params = {"drafter": drafter, "stop": stop, "include_stop": include, "logprobs": 0}
+        with replaced(engine.rows, "remove", note):
+            pieces = list(llm.stream(PROMPT, temperature=0, max_new_tokens=30, **params))
+        found = pieces[-1].output
         count = next(i for i, end in enumerate(ends, start=1) if end >= at + 3)
         assert found.finish_reason == "stop" and found.stopped_by == stop
         assert found.text == whole.text[: at + 3 if include else at]
         assert found.token_ids == whole.token_ids[:count]
-        assert found.pieces is not None and "".join(found.pieces) == found.text
-        assert found.logprobs is not None
         assert [score.token_id for score in found.logprobs] == found.token_ids
         assert len(found.origins) == found.stats.tokens == count
         assert lengths == [found.prompt_tokens + count - 1]
+        assert "".join(piece.text or "" for piece in pieces) == "".join(found.pieces) == found.text
+        assert [token for piece in pieces for token in piece.token_ids] == found.token_ids
+        parts = [""] * count
+        for index, part in (each for piece in pieces for each in piece.parts or []):
+            parts[index] += part
+        assert parts == found.pieces
     assert tried > 5
+    assert greedy(llm, drafter=drafter, stop="no such text").finish_reason == "length"
+    last = whole.text[ends[5] - 1]
+    if whole.text.index(last) == ends[5] - 1:  # a stop string in the last token counts before the limit
+        assert greedy(llm, drafter=drafter, max_new_tokens=6, stop=last).finish_reason == "stop"
 
 
 @pytest.mark.parametrize("options", [{}, {"ban": ["\ufffd"]}, {"stop": ["\ufffd"]}], ids=str)
-def test_a_text_ends_without_the_bytes_of_an_incomplete_character(
-    tiny: Path, options: dict[str, Any]
-) -> None:
+def test_a_text_ends_without_bytes_of_an_incomplete_character(tiny: Path, options: dict[str, Any]) -> None:
     """Its ids stay, and no constraint or stop string could have seen U+FFFD for it."""
     llm = foredraft.load(tiny, dtype="float32", device="cpu", max_length=64, policy="fixed")
     tokenizer = llm.tokenizer
@@ -114,33 +121,6 @@ def test_a_text_ends_without_the_bytes_of_an_incomplete_character(
         assert output.text == tokenizer.decode(output.token_ids, after=tokenizer.encode(PROMPT))
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_stream_shows_nothing_of_a_stop_string(llm: foredraft.LLM, drafter: str) -> None:
-    whole = greedy(llm, drafter="none").text
-    assert whole is not None
-    stop = next(whole[i : i + 4] for i in range(20, len(whole)) if "\ufffd" not in whole[i : i + 4])
-    params = SamplingParams(temperature=0, max_new_tokens=30, stop=stop, drafter=drafter)
-    pieces = list(llm.stream(PROMPT, params))
-    output = pieces[-1].output
-    assert output is not None and output.text == whole[: whole.index(stop)]
-    assert "".join(piece.text or "" for piece in pieces) == output.text
-    parts = [""] * len(output.token_ids)
-    for piece in pieces:
-        for index, part in piece.parts or []:
-            parts[index] += part
-    assert parts == output.pieces
-    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
-
-
-def test_a_stop_string_in_the_last_token_counts_before_the_length_limit(llm: foredraft.LLM) -> None:
-    whole = greedy(llm, max_new_tokens=6)
-    assert whole.text is not None and whole.pieces is not None and whole.pieces[-1]
-    stop = whole.text[-1]
-    if whole.text.index(stop) == len(whole.text) - 1:
-        assert greedy(llm, max_new_tokens=6, stop=stop).finish_reason == "stop"
-    assert greedy(llm, max_new_tokens=6, stop="no such text").finish_reason == "length"
-
-
 def test_every_end_token_ends_a_text_after_min_new_tokens(tmp_path: Path) -> None:
     folder = checkpoints.save_checkpoint(tmp_path / "model", tokenizer=True)
     plain = foredraft.load(folder, dtype="float32", device="cpu", max_length=256)
@@ -161,144 +141,109 @@ def test_every_end_token_ends_a_text_after_min_new_tokens(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"show_special": True}], ids=str)
 @pytest.mark.parametrize("stop", ["<|endoftext|>", "|en", "text|>"])
-def test_a_stop_string_does_not_match_the_name_of_an_end_token(
-    llm: foredraft.LLM, stop: str, options: dict[str, Any]
-) -> None:
+def test_a_stop_string_matches_no_end_token(llm: foredraft.LLM, stop: str, options: dict[str, Any]) -> None:
     biases = {llm.loaded.spec.eos_token_ids[0]: 100}
     plain = SamplingParams(temperature=0, max_new_tokens=20, min_new_tokens=7, logit_bias=biases)
+    [want] = llm.generate(PROMPT, plain, **options)
+    assert want.finish_reason == "eos"
     for drafter in DRAFTERS:
         for include in (False, True):
             params = plain.replace(stop=stop, include_stop=include, drafter=drafter)
             [found] = llm.generate(PROMPT, params, **options)
-            [want] = llm.generate(PROMPT, plain, **options)
-            assert want.finish_reason == "eos"
             assert (found.text, found.token_ids, found.pieces) == (want.text, want.token_ids, want.pieces)
             assert (found.finish_reason, found.stopped_by) == ("eos", None)
 
 
-def test_penalties_do_not_depend_on_the_drafter(llm: foredraft.LLM) -> None:
-    options = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {7: 2.0}}
-    plain = greedy(llm, drafter="none", **options).token_ids
-    assert plain != greedy(llm, drafter="none").token_ids
-    for drafter in DRAFTERS:
-        assert greedy(llm, drafter=drafter, **options).token_ids == plain
-        seeded = {"temperature": 1.0, "seed": 3, **options}
-        assert (
-            greedy(llm, drafter=drafter, **seeded).token_ids
-            == greedy(llm, drafter="none", **seeded).token_ids
-        )
+def load_with(tiny: Path, tmp_path: Path, **config: Any) -> foredraft.LLM:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return foredraft.load(folder, dtype="float32", device="cpu", max_length=128)
 
 
-class TestDefaults:
-    def load(self, tiny: Path, tmp_path: Path, config: dict[str, Any]) -> foredraft.LLM:
-        folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
-        for file in tiny.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-        (folder / "generation_config.json").write_text(json.dumps(config))
-        return foredraft.load(folder, dtype="float32", device="cpu", max_length=128)
+def test_an_explicit_option_wins_over_a_model_s_own(tiny: Path, tmp_path: Path) -> None:
+    config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 5}
+    more = {"repetition_penalty": 1.1, "max_length": 4096, "stop_strings": ["###"]}
+    llm = load_with(tiny, tmp_path, **config, **more)
+    want = SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=5, repetition_penalty=1.1, stop="###")
+    assert llm.default_params == want
+    assert llm.params(temperature=0.2) == want.replace(temperature=0.2)
+    assert len(llm.generate(PROMPT)[0].token_ids) <= 5
+    assert len(llm.generate(PROMPT, SamplingParams(max_new_tokens=9, ignore_eos=True))[0].token_ids) == 9
 
-    def test_an_explicit_option_wins(self, tiny: Path, tmp_path: Path) -> None:
-        config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 5}
-        llm = self.load(
-            tiny, tmp_path, {**config, "repetition_penalty": 1.1, "max_length": 4096, "stop_strings": ["###"]}
-        )
-        want = SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=5, repetition_penalty=1.1)
-        assert llm.default_params == want.replace(stop="###")
-        assert llm.params(temperature=0.2).temperature == 0.2
-        assert llm.params(temperature=0.2).top_p == 0.9
-        assert len(llm.generate(PROMPT)[0].token_ids) <= 5
-        assert len(llm.generate(PROMPT, SamplingParams(max_new_tokens=9, ignore_eos=True))[0].token_ids) == 9
-        with pytest.raises(RequestError, match="unknown sampling option 'top_q'"):
-            llm.params(top_q=1)
 
-    def test_do_sample_false_is_greedy(self, tiny: Path, tmp_path: Path) -> None:
-        llm = self.load(tiny, tmp_path, {"do_sample": False, "temperature": 0.6, "max_new_tokens": 7})
-        assert llm.default_params == SamplingParams(temperature=0, max_new_tokens=7)
+def test_greedy_texts_keep_penalties(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in transformers: penalties and lengths count, temperature and truncation do not."""
+    from transformers import AutoModelForCausalLM
 
-    def test_greedy_decoding_keeps_penalties_and_lengths(
-        self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """As in transformers: penalties and lengths count, temperature and truncation do not."""
-        from transformers import AutoModelForCausalLM
+    asked = {"repetition_penalty": 1.5, "min_new_tokens": 11, "max_new_tokens": 12}
+    sampling = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
+    llm = load_with(tiny, tmp_path, do_sample=False, **asked, **sampling)
+    assert llm.default_params == SamplingParams(temperature=0, **asked)
+    assert not caplog.records
+    prompt = torch.tensor([[1, 5, 9, 5, 9, 5, 9]])
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    expected = reference.float().generate(prompt)[0, prompt.shape[1] :].tolist()
+    assert llm.generate(prompt.tolist())[0].token_ids == expected
+    (free,) = llm.generate(prompt.tolist(), llm.params(repetition_penalty=1.0))
+    assert free.token_ids != expected
 
-        asked = {"repetition_penalty": 1.5, "min_new_tokens": 11, "max_new_tokens": 12}
-        sampling = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
-        llm = self.load(tiny, tmp_path, {"do_sample": False, **asked, **sampling})
-        assert llm.default_params == SamplingParams(temperature=0, **asked)
-        assert not caplog.records
-        prompt = torch.tensor([[1, 5, 9, 5, 9, 5, 9]])
-        reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
-        expected = reference.float().generate(prompt)[0, prompt.shape[1] :].tolist()
-        (output,) = llm.generate(prompt.tolist())
-        assert output.token_ids == expected
-        (free,) = llm.generate(prompt.tolist(), llm.params(repetition_penalty=1.0))
-        assert free.token_ids != expected
 
-    def test_unsupported_settings_are_named(
-        self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        config = {"num_beams": 4, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True}
-        with caplog.at_level("INFO", "foredraft.model"):
-            llm = self.load(tiny, tmp_path, {**config, "bad_words_ids": None, "eos_token_id": [2], "mine": 1})
-        assert llm.default_params == SamplingParams()
-        found = [(record.levelname, record.getMessage()) for record in caplog.records]
-        file = tmp_path / "model" / "generation_config.json"
-        assert found == [
-            ("WARNING", f"{file} asks for num_beams = 4, which is not supported; it is left out"),
-            ("INFO", f"{file}: ignored, because transformers does not read it: mine = 1"),
-        ]
+def test_unsupported_settings_are_named(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    harmless = {"length_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True, "bad_words_ids": None}
+    with caplog.at_level("INFO", "foredraft.model"):
+        llm = load_with(tiny, tmp_path, num_beams=4, mine=1, eos_token_id=[2], **harmless)
+    assert llm.default_params == SamplingParams()
+    file = tmp_path / "model" / "generation_config.json"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"{file} asks for num_beams = 4, which is not supported; it is left out"),
+        ("INFO", f"{file}: ignored, because transformers does not read it: mine = 1"),
+    ]
 
-    @pytest.mark.parametrize(
-        ("config", "want", "message"),
-        [
-            ({"top_p": 1.5, "top_k": 7}, {"top_k": 7}, "top_p is 1.5; give above 0 and at most 1 (off)"),
-            ({"top_p": 0, "temperature": 0.5}, {"temperature": 0.5}, "top_p is 0; give above 0"),
-            ({"top_k": -1}, {}, "top_k is -1; give a whole number from 0 on"),
-            ({"top_k": 20.5}, {}, "top_k is 20.5; give a whole number"),
-            ({"temperature": "hot"}, {}, "temperature is 'hot'; give 0 (greedy) or more"),
-            ({"min_new_tokens": 9, "max_new_tokens": 5}, {"max_new_tokens": 5}, "min_new_tokens is 9, but"),
-            ({"top_k": 20.0, "max_new_tokens": 9.0}, {"top_k": 20, "max_new_tokens": 9}, None),
-            ({"eos_token_id": [2, 384]}, {}, "asks for eos_token_id = 384, but the model's vocabulary ends at 383"),
-            ({"bos_token_id": 2**40}, {}, "asks for bos_token_id = 1099511627776, but the model's vocabulary"),
-            ({"eos_token_id": [-1, 2]}, {}, None),
-        ],
-        ids=str,
-    )  # fmt: skip
-    def test_wrong_values_are_left_out_and_named(
-        self,
-        tiny: Path,
-        tmp_path: Path,
-        caplog: pytest.LogCaptureFixture,
-        config: dict[str, Any],
-        want: dict[str, Any],
-        message: str | None,
-    ) -> None:
-        llm = self.load(tiny, tmp_path, config)
-        assert llm.default_params == SamplingParams(**want)
-        assert all(0 <= id < 384 for id in llm.loaded.spec.eos_token_ids)
-        lines = [record.getMessage() for record in caplog.records]
-        assert len(lines) == (message is not None)
-        if message is not None:
-            assert "generation_config.json" in lines[0] and message in lines[0]
-            assert lines[0].endswith("; it is left out")
+
+@pytest.mark.parametrize(
+    ("config", "want", "message"),
+    [
+        ({"top_p": 1.5, "top_k": 7}, {"top_k": 7}, "top_p is 1.5; give above 0 and at most 1 (off)"),
+        ({"top_p": 0, "temperature": 0.5}, {"temperature": 0.5}, "top_p is 0; give above 0"),
+        ({"top_k": -1}, {}, "top_k is -1; give a whole number from 0 on"),
+        ({"top_k": 20.5}, {}, "top_k is 20.5; give a whole number"),
+        ({"temperature": "hot"}, {}, "temperature is 'hot'; give 0 (greedy) or more"),
+        ({"min_new_tokens": 9, "max_new_tokens": 5}, {"max_new_tokens": 5}, "min_new_tokens is 9, but"),
+        ({"top_k": 20.0, "max_new_tokens": 9.0}, {"top_k": 20, "max_new_tokens": 9}, None),
+        ({"eos_token_id": [2, 384]}, {}, "asks for eos_token_id = 384, but the model's vocabulary ends at 383"),
+        ({"bos_token_id": 2**40}, {}, "asks for bos_token_id = 1099511627776, but the model's vocabulary"),
+        ({"eos_token_id": [-1, 2]}, {}, None),
+        ({"do_sample": False, "temperature": 0.6, "max_new_tokens": 7}, {"temperature": 0, "max_new_tokens": 7}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_values_of_a_model_s_own_are_left_out_and_named(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any, want: Any, message: str | None
+) -> None:
+    llm = load_with(tiny, tmp_path, **config)
+    assert llm.default_params == SamplingParams(**want)
+    assert all(0 <= id < 384 for id in llm.loaded.spec.eos_token_ids)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (message is not None)
+    for line in lines:
+        assert "generation_config.json" in line and str(message) in line and line.endswith("; it is left out")
+
+
+@functools.cache
+def reference_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(demo.target_path(), **options)
 
 
 def reference(ids: list[int]) -> torch.Tensor:
-    """Return the logits [n, V] after every token, computed by transformers in float32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        demo.target_path(), dtype=torch.float32, attn_implementation="eager"
-    )
     with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0]
+        return reference_model()(torch.tensor([ids])).logits[0]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0}, {"temperature": 0.7, "top_k": 5, "seed": 11}], ids=str
-)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.7, "top_k": 5, "seed": 11}])
 def test_log_probabilities_are_the_targets(llm: foredraft.LLM, drafter: str, options: dict[str, Any]) -> None:
     found = greedy(llm, drafter=drafter, logprobs=3, **options)
     assert drafter != "draft-model" or min(found.stats.accepted, found.stats.rejections) > 5
@@ -317,9 +262,8 @@ def test_log_probabilities_are_the_targets(llm: foredraft.LLM, drafter: str, opt
             cut = (want[at] / 0.7).masked_fill(want[at] < want[at].topk(5).values[-1], -math.inf)
             distribution = cut.log_softmax(-1)
             assert score.processed == pytest.approx(float(distribution[token]), abs=1e-3)
-            assert [value for _, value in score.processed_top] == pytest.approx(
-                distribution.topk(3).values.tolist(), abs=1e-3
-            )
+            top = [value for _, value in score.processed_top]
+            assert top == pytest.approx(distribution.topk(3).values.tolist(), abs=1e-3)
     plain = greedy(llm, drafter="none", logprobs=3, **options)
     assert plain.logprobs == found.logprobs, "bit for bit"
 
@@ -346,12 +290,9 @@ def test_a_prompt_is_scored_without_generating(llm: foredraft.LLM) -> None:
         assert score.processed == pytest.approx(float(distribution[token]), abs=1e-3)
         for got, of in ((score.top, want[at]), (score.processed_top, distribution)):
             assert [value for _, value in got] == pytest.approx(of.topk(2).values.tolist(), abs=1e-3)
-    several = llm.generate(LONG, SamplingParams(max_new_tokens=2, prompt_logprobs=2), n=5)
-    for output in several:
-        assert output.prompt_logprobs is not None
-        assert [s and s.logprob for s in output.prompt_logprobs] == [
-            s and s.logprob for s in found.prompt_logprobs
-        ]
+    alone = [score and score.logprob for score in found.prompt_logprobs]
+    for output in llm.generate(LONG, SamplingParams(max_new_tokens=2, prompt_logprobs=2), n=5):
+        assert [score and score.logprob for score in output.prompt_logprobs or []] == alone
     assert llm.generate([[5]], only)[0].prompt_logprobs == [None]
     assert engine_of(llm).scheduler.idle
 
@@ -362,9 +303,7 @@ def test_processed_scores_of_a_prompt_are_those_of_generated_tokens(llm: foredra
     text = greedy(llm, logprobs=4, max_new_tokens=20, ignore_eos=True, **options)
     assert llm.tokenizer is not None and text.logprobs is not None
     prompt = llm.tokenizer.encode(PROMPT)
-    (found,) = llm.generate(
-        [[*prompt, *text.token_ids]], SamplingParams(max_new_tokens=0, prompt_logprobs=4, **options)
-    )
+    (found,) = llm.generate([[*prompt, *text.token_ids]], max_new_tokens=0, prompt_logprobs=4, **options)
     assert found.prompt_logprobs is not None
     for one, other in zip(text.logprobs, found.prompt_logprobs[len(prompt) :], strict=True):
         assert other is not None and one.token_id == other.token_id
@@ -374,22 +313,10 @@ def test_processed_scores_of_a_prompt_are_those_of_generated_tokens(llm: foredra
             assert [i for i, _ in a] == [i for i, _ in b]
 
 
-def test_rows_with_and_without_log_probabilities_share_a_batch(llm: foredraft.LLM) -> None:
-    params = [
-        SamplingParams(temperature=0, max_new_tokens=12, logprobs=want, drafter=drafter)
-        for want, drafter in [(None, "lookup"), (0, "draft-model"), (4, "none")]
-    ]
-    together = llm.generate([PROMPT] * 3, params)
-    for output, own in zip(together, params, strict=True):
-        (alone,) = llm.generate(PROMPT, own)
-        assert output.logprobs == alone.logprobs
-        assert own.logprobs is None or all(len(s.top) == own.logprobs for s in output.logprobs or [])
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_trace_records_every_round(llm: foredraft.LLM, drafter: str) -> None:
-    params = SamplingParams(temperature=0.8, max_new_tokens=30, seed=2, drafter=drafter, ignore_eos=True)
-    (output,) = llm.generate(LONG, params, trace=True)
+    params = SamplingParams(temperature=0.8, max_new_tokens=24, seed=2, drafter=drafter, ignore_eos=True)
+    (output,) = llm.generate(SHORT, params, trace=True)
     assert output.trace is not None and len(output.trace) == output.stats.rounds
     assert sum(r.emitted for r in output.trace) == len(output.token_ids)
     assert sum(len(r.draft) for r in output.trace) == output.stats.drafted
@@ -402,9 +329,9 @@ def test_a_trace_records_every_round(llm: foredraft.LLM, drafter: str) -> None:
         assert (r.drafter is None) == (r.budget == 0)
         assert not r.discarded
     stopped = params.replace(temperature=0.0, stop="\n", max_new_tokens=60)
-    for output in llm.generate([LONG, PROMPT], stopped, trace=True):
+    for output in llm.generate([SHORT, PROMPT], stopped, trace=True):
         assert sum(len(r.draft) for r in output.trace or []) == output.stats.drafted
-    assert llm.generate(LONG, params)[0].trace is None
+    assert llm.generate(SHORT, params, max_new_tokens=2)[0].trace is None
 
 
 def test_chat_takes_the_options_of_generate(tiny: Path, tmp_path: Path) -> None:
@@ -419,134 +346,159 @@ def test_chat_takes_the_options_of_generate(tiny: Path, tmp_path: Path) -> None:
         llm.chat([{"role": "user", "content": "Hi"}], params, show_specials=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}")],
-)
-def test_ids_beyond_the_vocabulary_are_refused(
-    llm: foredraft.LLM, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate(PROMPT, SamplingParams(**options))
-
-
-def test_more_logprobs_than_tokens_are_refused(tiny: Path) -> None:
+def test_what_the_model_cannot_do_is_refused(tiny: Path) -> None:
     llm = foredraft.load(tiny, dtype="float32", device="cpu", max_length=64)
-    for name in ("logprobs", "prompt_logprobs"):
-        with pytest.raises(
-            RequestError, match=f"{name} is 385, but the vocabulary has 384 tokens; give fewer"
-        ):
-            llm.generate([1, 5], SamplingParams(max_new_tokens=1, **{name: 385}))
-        [output] = llm.generate([1, 5], SamplingParams(max_new_tokens=1, **{name: 384}))
-        assert output.error is None
+    several = "is 385, but the vocabulary has 384 tokens; give fewer"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"logprobs": 385}, f"^logprobs {several}"),
+        ({"prompt_logprobs": 385}, f"^prompt_logprobs {several}"),
+        ({"logit_bias": {384: 1.0}}, "logit_bias names token 384"),
+        ({"max_new_tokens": 0, "n": 3}, "nothing to sample 3 times"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            llm.generate([1, 5], **options)
+    [output] = llm.generate([1, 5], max_new_tokens=1, logprobs=384, prompt_logprobs=384)
+    assert output.error is None
 
 
-def test_several_samples_without_new_tokens_are_refused(llm: foredraft.LLM) -> None:
-    with pytest.raises(RequestError, match="nothing to sample 3 times"):
-        llm.generate(PROMPT, SamplingParams(max_new_tokens=0), n=3)
-
-
-def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_takes_ids_and_refuses_texts(tmp_path: Path) -> None:
     folder = checkpoints.save_checkpoint(tmp_path / "bare")
     llm = foredraft.load(folder, dtype="float32", device="cpu", max_length=64)
+    [output] = llm.generate([3, 4, 5], temperature=0, max_new_tokens=4)
+    assert output.text is None and output.token_ids
+    assert all(piece.text is None for piece in llm.stream([3, 4, 5], max_new_tokens=4))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.generate("text")
     with pytest.raises(RequestError, match="stop needs text"):
-        llm.generate([1, 2], SamplingParams(stop="x"))
+        llm.generate([1, 2], stop="x")
 
 
-def rejected_token_scored() -> tuple[tuple[Any, Spoiler], ...]:
+# --- token ids that end a text, and those that may be drawn ---------------------------------------
+
+
+def endless(llm: LLM, **options: Any) -> foredraft.Output:
+    [output] = llm.generate(PROMPT, **{"temperature": 0, "max_new_tokens": 30, "ignore_eos": True, **options})
+    return output
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_stop_token_ends_the_text(llm: LLM, drafter: str) -> None:
+    """At its first place, wherever that lies in a draft; its text is left out, as a stop string's is."""
+    whole = endless(llm, drafter="none")
+    assert whole.pieces is not None
+    for stop in [*dict.fromkeys(whole.token_ids)][::3]:
+        at = whole.token_ids.index(stop)
+        found = endless(llm, drafter=drafter, stop_token_ids=[stop, 4095])
+        assert found.token_ids == whole.token_ids[: at + 1] and found.finish_reason == "eos"
+        assert found.text == "".join(whole.pieces[:at])
+        whole_text = endless(llm, drafter=drafter, stop_token_ids=[stop], include_stop=True)
+        assert whole_text.text == "".join(whole.pieces[: at + 1])
+
+
+def test_a_stop_token_waits_for_the_shortest_length(llm: LLM) -> None:
+    whole = endless(llm, drafter="none")
+    found = endless(llm, stop_token_ids=[whole.token_ids[2]], min_new_tokens=6)
+    assert len(found.token_ids) >= 6 and whole.token_ids[2] not in found.token_ids[:6]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_only_allowed_tokens_are_drawn(llm: LLM, drafter: str) -> None:
+    allowed = sorted({*endless(llm, drafter="none").token_ids[:8], 300, 301})
+    for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+        plain = endless(llm, allowed_token_ids=allowed, **options, drafter="none")
+        found = endless(llm, allowed_token_ids=allowed, **options, drafter=drafter)
+        assert {*found.token_ids} <= {*allowed} and len({*found.token_ids}) > 1
+        assert found.token_ids == plain.token_ids
+
+
+def test_allowed_tokens_hold_together_with_other_constraints(llm: LLM) -> None:
+    digits = [id for text in "0123456789" for id in llm.encode(text)[0][-1:]]
+    found = endless(llm, allowed_token_ids=digits, ban=["1", "2"], ignore_eos=False, drafter="draft-model")
+    assert found.text and not {*found.text} & {"1", "2"} and found.text.isdecimal()
+    with pytest.raises(RequestError, match="leaves no token to begin with"):
+        endless(llm, allowed_token_ids=llm.encode("x")[0][-1:], regex="[0-9]+", ignore_eos=False)
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_ids_beyond_the_vocabulary_are_refused(llm: LLM, name: str) -> None:
+    with pytest.raises(RequestError, match=f"^{name} names token 99999; give ids from 0 to 4095"):
+        endless(llm, **{name: [5, 99999]})
+    with pytest.raises(RequestError, match=f"^{name} is "):
+        SamplingParams(**{name: 5})
+
+
+def shown(sound: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, *given, **named: sound(self, *given, **{**named, "silent": ()})
+
+
+# --- planted defects --------------------------------------------------------------------------------
+
+
+def rejected_token_scored() -> tuple[tuple[Any, Mutation], ...]:
     drafts: list[Draft] = []
 
-    def remember(fetch: Function) -> Function:
-        def spoilt(sequences: Any, draft: Draft, *rest: Any, **more: Any) -> Any:
-            drafts[:] = [draft]
-            return fetch(sequences, draft, *rest, **more)
+    @around
+    def remember(fetch: Function, sequences: Any, draft: Draft, *rest: Any, **more: Any) -> Any:
+        drafts[:] = [draft]
+        return fetch(sequences, draft, *rest, **more)
 
-        return spoilt
+    @around
+    def mutate_score(score: Function, logits: torch.Tensor, p: Any, tokens: Any, top: int) -> torch.Tensor:
+        drafted = torch.nn.functional.pad(drafts[0].tokens, (0, 1))
+        figures: torch.Tensor = score(logits, p, drafted, top)
+        return figures
 
-    def spoil_score(score: Function) -> Function:
-        def spoilt(logits: torch.Tensor, p: Any, tokens: Any, top: int) -> torch.Tensor:
-            drafted = torch.nn.functional.pad(drafts[0].tokens, (0, 1))
-            figures: torch.Tensor = score(logits, p, drafted, top)
-            return figures
-
-        return spoilt
-
-    return (fetch_results, remember), (scores.score, spoil_score)
+    return (fetch_results, remember), (scores.score, mutate_score)
 
 
-def scored_by_the_model(score: Function) -> Function:
-    return lambda logits, p, *rest: score(logits, Distribution(logits.softmax(-1)), *rest)
+unprocessed = around(lambda score, logits, p, *rest: score(logits, Distribution(logits.softmax(-1)), *rest))
 
 
-def scored_one_token_late(score_chunk: Function) -> Function:
-    def spoilt(head: Any, hidden: Any, sequence: Sequence, *rest: Any) -> Any:
-        with replaced(sequence, "prompt", [sequence.prompt[0], *sequence.prompt]):
-            return score_chunk(head, hidden, sequence, *rest)
-
-    return spoilt
+@around
+def scored_one_token_late(score: Function, head: Any, hidden: Any, sequence: Sequence, *rest: Any) -> Any:
+    with replaced(sequence, "prompt", [sequence.prompt[0], *sequence.prompt]):
+        return score(head, hidden, sequence, *rest)
 
 
 def slice_without_its_tokens(score_chunk: Function) -> Function:
     along = PenaltyContext.along
 
-    def spoilt(*args: Any) -> Any:
-        with replaced(
-            PenaltyContext, "along", lambda context, drafted, ahead: along(context, drafted[:, :0])
-        ):
+    def mutated(*args: Any) -> Any:
+        with replaced(PenaltyContext, "along", lambda context, drafted, _: along(context, drafted[:, :0])):
             return score_chunk(*args)
 
-    return spoilt
+    return mutated
 
 
-def stopped_late(end: Function) -> Function:
-    def spoilt(sequence: Sequence, token: int) -> Finish | None:
-        found: Finish | None = end(sequence, token)
-        return None if found is Finish.STOP and len(sequence.tokens) % 2 == 0 else found
-
-    return spoilt
+@around
+def stopped_late(end: Function, sequence: Sequence, token: int) -> Finish | None:
+    found: Finish | None = end(sequence, token)
+    return None if found is Finish.STOP and len(sequence.tokens) % 2 == 0 else found
 
 
-def mutants(llm: foredraft.LLM) -> list[Mutant]:
-    sampled = {"temperature": 0.7, "top_k": 5, "seed": 11}
-    return [
-        defect(
-            "log-probabilities off by one inside an accepted run",
-            scores.score,
-            lambda sound: lambda logits, *rest: sound(logits.roll(1, 1), *rest),
-            lambda: test_log_probabilities_are_the_targets(llm, "lookup", {"temperature": 0}),
-        ),
-        Mutant(
-            "the correction's score is the rejected token's",
-            rejected_token_scored(),
-            lambda: test_log_probabilities_are_the_targets(llm, "draft-model", sampled),
-        ),
-        defect(
-            "the processed log-probabilities are the model's own",
-            scores.score,
-            scored_by_the_model,
-            lambda: test_log_probabilities_are_the_targets(llm, "none", sampled),
-        ),
-        defect(
-            "a prompt's scores are one token late",
-            score_chunk,
-            scored_one_token_late,
-            lambda: test_a_prompt_is_scored_without_generating(llm),
-        ),
-        defect(
-            "penalties ignore earlier prompt tokens in a slice",
-            score_chunk,
-            slice_without_its_tokens,
-            lambda: test_processed_scores_of_a_prompt_are_those_of_generated_tokens(llm),
-        ),
-        defect(
-            "the text ends one token after its stop string",
-            Sequence._end,
-            stopped_late,
-            lambda: test_everything_ends_where_a_stop_string_is_complete(llm, "lookup", False),
-        ),
-    ]
+rolled = around(lambda score, logits, *rest: score(logits.roll(1, 1), *rest))
+
+GREEDY, SAMPLED = {"temperature": 0}, {"temperature": 0.7, "top_k": 5, "seed": 11}
+scored, prompted = test_log_probabilities_are_the_targets, test_a_prompt_is_scored_without_generating
+continued = test_processed_scores_of_a_prompt_are_those_of_generated_tokens
+stopped = test_everything_ends_where_a_stop_is_complete
+ended, drawn = test_a_stop_token_ends_the_text, test_only_allowed_tokens_are_drawn
+# Name, edits, the test that fails, and its arguments behind the model.
+MUTANTS: list[tuple[str, tuple[tuple[Any, Mutation], ...], Function, tuple[Any, ...]]] = [
+    ("scores off by one inside an accepted run", ((scores.score, rolled),), scored, ("lookup", GREEDY)),
+    ("a correction has a rejected score", rejected_token_scored(), scored, ("draft-model", SAMPLED)),
+    ("scores are the model's own", ((scores.score, unprocessed),), scored, ("none", SAMPLED)),
+    ("a prompt's scores are one token late", ((score_chunk, scored_one_token_late),), prompted, ()),
+    ("penalties ignore earlier slices", ((score_chunk, slice_without_its_tokens),), continued, ()),
+    ("a text ends one token after its stop", ((Sequence._end, stopped_late),), stopped, ("lookup", False)),
+    ("a stop token is none", ((SamplingParams.ends, lambda _: lambda self, eos: eos),), ended, ("lookup",)),
+    ("a stop token's text is shown", ((TextBuffer.__init__, shown),), ended, ("draft-model",)),
+    ("every token is allowed", ((AllowedTokens.mask, lambda _: lambda self: None),), drawn, ("draft-model",)),
+]
 
 
-@pytest.mark.parametrize("index", range(6))
-def test_a_defect_is_caught(llm: foredraft.LLM, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(mutants(llm)[index], monkeypatch)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant[0])
+def test_a_defect_is_caught(llm: foredraft.LLM, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, edits, check, given = mutant
+    assert_caught(Mutant(name, edits, lambda: check(llm, *given)), monkeypatch)

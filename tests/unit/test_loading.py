@@ -1,11 +1,13 @@
-"""`load`: objects from names, cache sizes within memory, and errors that name the remedy."""
+"""`load`: objects from names, cache sizes within memory, plans, and errors that name the remedy."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +17,25 @@ import torch
 
 import foredraft
 from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
+from foredraft.bench.bench_records import DraftCost
+from foredraft.bench.measurement import measure_costs
+from foredraft.decode.policy.base import Policy
+from foredraft.decode.stats import Round
 from foredraft.drafters.asset import Nothing
 from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.plan_files import PlanFile, keep_plan, plan_place, write_plan
+from foredraft.drafters.skips import Skips
+from foredraft.kernels.compilation import library
 from foredraft.kinds import DRAFTERS, POLICIES
 from foredraft.loading import load_for, options_for
 from foredraft.loading.checkpoints import find_target, read_draft
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
-from tests.support import alphabets, checkpoints
+from tests.support import alphabets, checkpoints, every_drafter
 from tests.support.adapters import save_adapter
-from tests.support.blocks import save_block
-from tests.support.heads import save_head
 from tests.support.loaded import engine_of
+from tests.support.plans import plan_of
 from tests.support.running import python
-from tests.support.spelled_heads import SPELLED
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
@@ -38,9 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     checkpoints.save_checkpoint(folder / "big", tokenizer=True, seed=1)
     checkpoints.save_checkpoint(folder / "small", tokenizer=True, seed=2, num_hidden_layers=1)
-    checkpoints.save_checkpoint(
-        folder / "foreign", tokenizer=True, seed=3, num_hidden_layers=1, vocab_size=300
-    )
+    checkpoints.save_checkpoint(folder / "foreign", tokenizer=True, num_hidden_layers=1, vocab_size=300)
     checkpoints.save_checkpoint(
         folder / "long", tokenizer=True, seed=1, num_hidden_layers=1, max_position_embeddings=131072
     )
@@ -59,8 +64,6 @@ def set_room(monkeypatch: pytest.MonkeyPatch, caches: int, *folders: Path) -> No
 
 
 class Echo(Lookup):
-    """A drafter that only this test knows."""
-
     name = "echo"
 
 
@@ -74,49 +77,41 @@ def test_a_drafter_added_to_the_table_is_loaded(models: Path, monkeypatch: pytes
     assert llm.generate("a b a b", SamplingParams(drafter="lookup", max_new_tokens=2))[0].lossless
 
 
-def test_a_policy_added_to_the_table_is_loaded_with_its_longest_draft(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def add_policy(monkeypatch: pytest.MonkeyPatch, longest: int) -> list[int]:
+    """Add a policy "bold" to the table; returns a list that gathers the longest drafts that it is made with."""
     made: list[int] = []
 
-    def make(longest: int) -> object:
+    def make(longest: int) -> Policy:
         made.append(longest)
         return POLICIES["fixed"].make(longest)
 
-    monkeypatch.setitem(POLICIES, "bold", kinds.PolicyKind("as long as possible", make, max_draft=7))  # type: ignore[arg-type]
+    monkeypatch.setitem(POLICIES, "bold", kinds.PolicyKind("as long as possible", make, max_draft=longest))
+    return made
+
+
+def test_an_added_policy_has_its_longest_draft(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = add_policy(monkeypatch, longest=7)
     load(models, policy="bold"), load(models, policy="bold", max_draft=2)
     assert made == [7, 2]
 
 
-# the assistant of a Gemma 4 is for no other target
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "gemma4-assistant"])
-def test_every_drafter_is_loaded_under_its_name(models: Path, name: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {}
-    match DRAFTERS[name].given_by:
-        case "draft" if name == "eagle3":
-            taps = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-            words = ModelSpec.from_folder(models / "big").vocab_size
-            given["draft"] = save_head(tmp_path / "head", "specforge", words, config={"eagle_config": taps})
-        case "draft" if name in ("eagle", "medusa"):
-            spelling = {"eagle": "eagle-1", "medusa": "fasterdecoding"}[name]
-            words = ModelSpec.from_folder(models / "big").vocab_size
-            given["draft"] = SPELLED[spelling].save(tmp_path / "heads", spelling, words)
-        case "draft" if name in ("dflash", "dspark"):
-            words = ModelSpec.from_folder(models / "big").vocab_size
-            changed = {"aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3}
-            spelling = {"dflash": "speculators", "dspark": "rnn"}[name]
-            given["draft"] = save_block(tmp_path / "head", spelling, words, config=changed)
-        case "draft":
-            given["draft"] = models / ("foreign" if name == "retokenize" else "small")
-        case "plan":
-            given["plan"] = "exit:1"
-        case "adapter":
-            given["adapter"] = save_adapter(models / "big", tmp_path / "adapter")
-    llm = load(models, drafter=name, policy="auto", **given)
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return every_drafter.save_models(tmp_path_factory.mktemp("drafting"))
+
+
+@pytest.mark.parametrize("loaded", every_drafter.DRAFTERS)
+def test_drafters_are_loaded_under_their_names(drafting: Path, loaded: str) -> None:
+    drafters = engine_of(every_drafter.load(drafting, loaded, "cpu")).drafters
+    assert {*every_drafter.DRAFTERS[loaded]} - {"none"} <= drafters.keys()
+    for name, drafter in drafters.items():
+        assert drafter.name == name and hasattr(drafter, "step") == DRAFTERS[name].autoregressive
+
+
+@pytest.mark.parametrize("name", ["auto", "low-bit", "lookup", "none", "prediction", "suffix"])
+def test_a_drafter_of_the_target_alone_is_the_default_that_is_given(models: Path, name: str) -> None:
+    llm = load(models, drafter=name, policy="auto")
     assert llm.default_drafter == (None if name == "none" else name)
-    assert all(drafter.name == key for key, drafter in engine_of(llm).drafters.items())
-    stepper = hasattr(engine_of(llm).drafters.get(name), "step")
-    assert stepper == DRAFTERS[name].stepper
 
 
 @pytest.mark.parametrize("value", ["3", 2.5, True, 0, math.nan])
@@ -128,10 +123,33 @@ def test_counts_must_be_whole_numbers(models: Path, option: str, value: object) 
         load(models, **{option: value})
 
 
-@pytest.mark.parametrize("wrong", ["threshold=0.5", [("threshold", 0.5)], [], ""])
-def test_policy_options_must_be_a_table(models: Path, wrong: object) -> None:
-    with pytest.raises(ConfigError, match="policy_options is .*; give a table, such as {'threshold': 0.6}"):
-        load(models, draft=models / "small", policy="confidence", policy_options=wrong)
+DTYPES = (torch.int8, torch.float64, "fp8", "float8", 16, "", [])
+TABLES = ("threshold=0.5", [("threshold", 0.5)], [], "")
+NO_TABLE = "policy_options is .*; give a table, such as {'threshold': 0.6}"
+OTHER = "draft model .*foreign has another tokenizer than the target .*big; give drafter='retokenize'"
+SAME = "draft model .*small has the tokenizer of the target .*big; give drafter='draft-model'"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"draft": "small", "policy": "confidence", "policy_options": wrong}, NO_TABLE) for wrong in TABLES),
+    *(({"dtype": wrong}, "^dtype is .*; give one of bfloat16, float16, float32") for wrong in DTYPES),
+    ({"policy": ["fixed"]}, r"policy is \['fixed'\]; give one of auto, fixed"),
+    ({"draft_revision": "v1"}, "draft_revision is 'v1', but no hub id is given that has it"),
+    ({"draft": "small", "draft_revision": "v1"}, "is a local folder, which has no revision 'v1'"),
+    ({"drafter": "lookup", "draft_sampling": "greedy"}, "draft_sampling is 'greedy', but no model drafts"),
+    ({"draft": "foreign", "draft_sampling": "greedy"}, "'greedy', but the draft model .*foreign has another"),
+    ({"draft": "foreign", "drafter": "draft-model"}, f"drafter is 'draft-model', but the {OTHER}"),
+    ({"draft": "small", "drafter": "retokenize"}, f"drafter is 'retokenize', but the {SAME}"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_options_are_refused_before_anything_large_is_read(
+    models: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(loading.runners, "load_decoder", None)
+    given = {key: models / value if key == "draft" else value for key, value in options.items()}
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(models, **given)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -151,31 +169,12 @@ def test_a_dtype_may_be_pytorchs_own_or_a_short_name(models: Path, given: Any, d
         assert engine_of(load(models, dtype=given)).cache.dtype == dtype
 
 
-@pytest.mark.parametrize("wrong", [torch.int8, torch.float64, "fp8", "float8", 16, "", []])
-def test_other_dtypes_are_refused(models: Path, wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="^dtype is .*; give one of bfloat16, float16, float32"):
-        load(models, dtype=wrong)
-
-
-def test_a_list_is_refused_as_a_name(models: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policy is \['fixed'\]; give one of auto, fixed"):
-        load(models, policy=["fixed"])
-
-
-def test_table_and_policies_agree_on_stopping_by_content() -> None:
-    """`load` checks drafters by the table, a request by the loaded policy."""
-    for kind in POLICIES.values():
-        assert kind.make(3).stops_by_content == kind.stops_by_content
-
-
 def test_every_policy_can_grow_to_its_longest_draft() -> None:
     """The heuristic policy starts at 5 tokens and would stay there if that were its longest draft."""
-    from foredraft.decode.stats import Round
-
     lengths = {}
     for name, kind in POLICIES.items():
         policy = kind.make(kind.max_draft)
-        assert policy.name == name
+        assert policy.name == name and policy.stops_by_content == kind.stops_by_content
         if kind.uses_costs:
             continue  # its draft length depends on costs
         sequence = SimpleNamespace(policy_state=policy.start(), tokens=[], prompt=[])
@@ -194,26 +193,12 @@ def test_every_policy_can_grow_to_its_longest_draft() -> None:
     }
 
 
-def test_the_default_draft_length_fits_the_verifying_pass(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    kind = kinds.PolicyKind("", lambda n: made.append(n) or POLICIES["fixed"].make(n), max_draft=10**6)  # type: ignore[func-returns-value]
-    monkeypatch.setitem(POLICIES, "endless", kind)
-    llm = load(models, policy="endless")
+def test_the_default_length_fits_the_verifying_pass(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = add_policy(monkeypatch, longest=10**6)
+    llm = load(models, policy="bold")
     assert made == [llm.loaded.runner.max_queries - 1]
     with pytest.raises(ConfigError, match="max_draft is 1000000, but this model's verifying pass takes"):
-        load(models, policy="endless", max_draft=10**6)
-
-
-@pytest.mark.parametrize("drafter", ["lookup", "none"])
-def test_requests_may_name_a_draft_model_that_is_not_the_default_drafter(models: Path, drafter: str) -> None:
-    llm = load(models, draft=models / "small", drafter=drafter)
-    [output] = llm.generate("a b c", GREEDY)
-    assert llm.default_drafter == (None if drafter == "none" else drafter)
-    [named] = llm.generate("a b c", SamplingParams(temperature=0, max_new_tokens=8, drafter="draft-model"))
-    assert named.stats.drafted > 0
-    assert drafter != "none" or output.stats.drafted == 0
+        load(models, policy="bold", max_draft=10**6)
 
 
 def test_the_draft_models_tokenizer_decides_the_default_drafter(models: Path, tmp_path: Path) -> None:
@@ -232,27 +217,7 @@ def test_the_draft_models_tokenizer_decides_the_default_drafter(models: Path, tm
     assert same.vocabulary is None  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("draft", "drafter", "message"),
-    [
-        ("foreign", "draft-model", "has another tokenizer than the target .*big; give drafter='retokenize'"),
-        ("small", "retokenize", "has the tokenizer of the target .*big; give drafter='draft-model'"),
-    ],
-)
-def test_a_drafter_that_does_not_fit_the_tokenizer_is_refused_with_the_one_that_fits(
-    models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, drafter: str, message: str
-) -> None:
-    monkeypatch.setattr(loading.runners, "load_decoder", None)  # before anything large is read
-    with pytest.raises(
-        ConfigError, match=f"drafter is '{drafter}', but the draft model .*{draft} {message}"
-    ) as caught:
-        load(models, draft=models / draft, drafter=drafter)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_adapter_given_as_a_draft_model_is_refused_with_its_own_option(
-    models: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_as_a_draft_model_is_refused_with_its_own_option(models: Path, tmp_path: Path) -> None:
     adapter = save_adapter(models / "big", tmp_path / "adapter")
     for options in ({}, {"drafter": "kangaroo"}, {"drafter": "draft-model"}):
         with pytest.raises(ConfigError) as caught:
@@ -264,9 +229,7 @@ def test_an_adapter_given_as_a_draft_model_is_refused_with_its_own_option(
 
 
 @pytest.mark.parametrize("without", [["big"], ["draft"], ["big", "draft"]])
-def test_missing_tokenizers_are_refused_where_vocabulary_sizes_differ(
-    models: Path, tmp_path: Path, without: list[str]
-) -> None:
+def test_missing_tokenizers_need_equal_sizes(models: Path, tmp_path: Path, without: list[str]) -> None:
     """Vocabularies of the same size count as the same vocabulary."""
     for size in (384, 400):
         folders = {"big": tmp_path / f"big{size}", "draft": tmp_path / f"draft{size}"}
@@ -286,42 +249,38 @@ def test_missing_tokenizers_are_refused_where_vocabulary_sizes_differ(
         assert str(caught.value).endswith(f"give {folders[without[0]]} as a folder with its tokenizer.json")
 
 
-def test_a_retokenizing_draft_model_gets_twice_the_positions(
-    models: Path, monkeypatch: pytest.MonkeyPatch
+def check_memory(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    llm: foredraft.LLM,
+    draft: Path,
+    draft_positions: int,
+    length: int,
 ) -> None:
-    """They count as memory too."""
-    llm = load(models, draft=models / "foreign", max_length=700, max_batch=2)
-    drafter = engine_of(llm).drafters["retokenize"]
-    assert drafter.cache.positions == drafter.positions == 1400  # type: ignore[attr-defined]
-    assert drafter.cache.rows == 2  # type: ignore[attr-defined]
+    """Check how much memory the caches of two sequences take; positions are stored in units of 1024."""
     spec = llm.loaded.spec
-    row = 2 * spec.kv_heads * spec.head_dim * 4
-    both = (
-        spec.layers * 2048 + 1 * 2048
-    ) * row  # positions are stored in units of 1024, with slack past the end
+    both = (spec.layers * 2048 + draft_positions) * 2 * spec.kv_heads * spec.head_dim * 4
     for budget, fits in ((2 * both, True), (2 * both - 1, False)):
-        set_room(monkeypatch, budget, models / "big", models / "foreign")
-        if fits:
-            load(models, draft=models / "foreign", max_length=700, max_batch=2)
-        else:
-            with pytest.raises(ConfigError, match="2 sequences of 700 positions need"):
-                load(models, draft=models / "foreign", max_length=700, max_batch=2)
+        set_room(monkeypatch, budget, models / "big", draft)
+        refused = pytest.raises(ConfigError, match=f"2 sequences of {length} positions need")
+        with nullcontext() if fits else refused:
+            load(models, draft=draft, max_length=length, max_batch=2)
+
+
+def test_retokenizing_takes_twice_the_positions(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(models, draft=models / "foreign", max_length=700, max_batch=2)
+    drafter: Any = engine_of(llm).drafters["retokenize"]
+    assert drafter.cache.positions == drafter.positions == 1400 and drafter.cache.rows == 2
+    check_memory(models, monkeypatch, llm, models / "foreign", 2048, 700)
 
 
 def test_a_draft_model_with_fewer_positions_gets_a_smaller_cache(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond its positions the target decodes without drafts, and the text stays the same."""
-    short = checkpoints.save_checkpoint(
-        tmp_path / "short", tokenizer=True, seed=2, num_hidden_layers=1, max_position_embeddings=40
-    )
-    foreign = checkpoints.save_checkpoint(
-        tmp_path / "foreign",
-        tokenizer=True,
-        vocab_size=300,
-        num_hidden_layers=1,
-        max_position_embeddings=40,
-    )
+    small: dict[str, Any] = {"tokenizer": True, "num_hidden_layers": 1, "max_position_embeddings": 40}
+    short = checkpoints.save_checkpoint(tmp_path / "short", seed=2, **small)
+    foreign = checkpoints.save_checkpoint(tmp_path / "foreign", vocab_size=300, **small)
     params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
     prompts = ["a b c", "the target checks", "a" * 30, "b" * 70]
     plain = load(models, max_length=1500).generate(prompts, params)
@@ -331,23 +290,15 @@ def test_a_draft_model_with_fewer_positions_gets_a_smaller_cache(
         outputs = llm.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
         assert [output.stats.drafted > 0 for output in outputs] == [True, True, True, False]
-        row = 2 * llm.loaded.spec.kv_heads * llm.loaded.spec.head_dim * 4
-        both = (llm.loaded.spec.layers * 2048 + 1024) * row
-        for budget, fits in ((2 * both, True), (2 * both - 1, False)):
-            set_room(monkeypatch, budget, models / "big", draft)
-            with nullcontext() if fits else pytest.raises(ConfigError, match="2 sequences of 1500 positions"):
-                load(models, draft=draft, max_length=1500, max_batch=2)
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            check_memory(models, patched, llm, draft, 1024, 1500)
 
 
-def test_greedy_draft_sampling_needs_a_drafter_with_probabilities(models: Path) -> None:
-    with pytest.raises(ConfigError, match="draft_sampling is 'greedy', but no model drafts"):
-        load(models, drafter="lookup", draft_sampling="greedy")
-    with pytest.raises(ConfigError, match="'greedy', but the draft model .*foreign has another tokenizer"):
-        load(models, draft=models / "foreign", draft_sampling="greedy")
-    load(
-        models, drafter="lookup", draft=models / "small", draft_sampling="greedy"
-    )  # a request may name the draft model
+def test_greedy_draft_sampling_may_wait_for_a_request_that_names_the_draft_model(models: Path) -> None:
+    load(models, drafter="lookup", draft=models / "small", draft_sampling="greedy")
+
+
+NO_DEVICES = ("meta", "mps", "xpu", "gpu", "", "CPU", "cuda:", "cuda:-1", "cuda:1.5", "cuda:0:1")
 
 
 @pytest.mark.parametrize(
@@ -358,11 +309,7 @@ def test_greedy_draft_sampling_needs_a_drafter_with_probabilities(models: Path) 
         ("cuda", 0, "sees no CUDA device; give 'cpu'"),
         ("cuda:9", 2, "sees only cuda:0, cuda:1; give one of these"),
         ("cuda:256", 2, "sees only cuda:0, cuda:1; give one of these"),  # PyTorch counts modulo 256
-        *((name, 2, "give 'cpu', 'cuda' or 'cuda:N'") for name in ("meta", "mps", "xpu", "gpu", "", "CPU")),
-        *(
-            (name, 2, "give 'cpu', 'cuda' or 'cuda:N'")
-            for name in ("cuda:", "cuda:-1", "cuda:1.5", "cuda:0:1")
-        ),
+        *((name, 2, "give 'cpu', 'cuda' or 'cuda:N'") for name in NO_DEVICES),
     ],
 )
 def test_devices_that_do_not_exist_are_refused(
@@ -420,9 +367,7 @@ def test_the_cache_size_fits_into_free_memory(
     assert made[0] == (rows, positions) and llm.max_length == positions
 
 
-def test_caches_that_do_not_fit_are_refused_with_their_sizes(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_that_do_not_fit_are_told_by_size(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading.capacity, "free_memory", lambda device: 2**20)
     with pytest.raises(ConfigError, match=r"1 sequences of 131072 positions need \d+ MiB.*0 MiB may be used"):
         load(models, "long", max_length=131072)
@@ -431,15 +376,6 @@ def test_caches_that_do_not_fit_are_refused_with_their_sizes(
 def test_the_tables_do_not_import_torch() -> None:
     code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
     assert python("-c", code) == "False\n"
-
-
-def test_a_revision_without_a_hub_id_is_refused(models: Path) -> None:
-    with pytest.raises(ConfigError, match="draft_revision is 'v1', but no hub id is given that has it"):
-        load(models, draft_revision="v1")
-    with pytest.raises(ConfigError, match="^revision is 'v1', but no hub id is given"):
-        foredraft.load(revision="v1")
-    with pytest.raises(ConfigError, match="is a local folder, which has no revision 'v1'"):
-        load(models, draft=models / "small", draft_revision="v1")
 
 
 def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:
@@ -465,9 +401,8 @@ def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -
             )
             assert message in line and "\n" not in line
     spoilt = checkpoints.save_checkpoint(tmp_path / "spoilt", tokenizer=True)
-    (spoilt / "tokenizer_config.json").write_text(
-        json.dumps({"added_tokens_decoder": {"384": {"content": "<tool>"}}})
-    )
+    added = {"added_tokens_decoder": {"384": {"content": "<tool>"}}}
+    (spoilt / "tokenizer_config.json").write_text(json.dumps(added))
     with pytest.raises(CheckpointError, match="has no added token '<tool>' with the id 384"):
         foredraft.load(spoilt, device="cpu")
     llm = foredraft.load(padded, device="cpu", max_length=64)
@@ -477,11 +412,7 @@ def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models whose tokenizers have added tokens, special and plain, beyond the models' last ids.
-
-    Text models of Gemma 3 have such tokens, and fine-tunes of Llama 2 with a padding token. `model` and
-    `draft` share a tokenizer; `relative` has the same tokens under other ids; `foreign` has another tokenizer.
-    """
+    """As text models of Gemma 3 and fine-tunes of Llama 2 have: added tokens beyond the ids of the model."""
     folder = tmp_path_factory.mktemp("beyond")
     for name, inner, layers in (
         ("model", checkpoints.tiny_tokenizer(), 3),
@@ -492,26 +423,17 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
         size = inner.get_vocab_size()
         inner.add_special_tokens(["<image>", "<pad2>"] if name == "relative" else ["<pad2>", "<image>"])
         inner.add_tokens(["<plain>", "the text"] if name == "foreign" else ["<plain>"])
-        checkpoints.save_checkpoint(
-            folder / name, vocab_size=size, num_hidden_layers=layers, eos_token_id=None
-        )
+        keys = {"vocab_size": size, "num_hidden_layers": layers, "eos_token_id": None}
+        checkpoints.save_checkpoint(folder / name, **keys)
         alphabets.save(inner, folder / name)
     return folder
 
 
 @pytest.mark.parametrize("draft", [None, "draft", "relative", "foreign"])
 def test_added_tokens_may_lie_beyond_the_models_ids(beyond: Path, draft: str | None) -> None:
-    """Text is generated and drafted; a prompt with such a token is refused by its id."""
     options = {} if draft is None else {"draft": beyond / draft}
-    llm = foredraft.load(
-        beyond / "model",
-        device="cpu",
-        max_length=256,
-        policy="fixed",
-        drafter=None if draft else "none",
-        **options,
-    )  # type: ignore[arg-type]
-    plain = foredraft.load(beyond / "model", device="cpu", max_length=256)
+    llm = load(beyond, "model", max_length=256, drafter=None if draft else "none", **options)
+    plain = load(beyond, "model", max_length=256, policy="auto")
     prompts = ["the text checks <plai", "a <imag", "the text", "<s>the target</s>"]
     params = SamplingParams(temperature=0, max_new_tokens=40)
     outputs = llm.generate(prompts, params)
@@ -534,3 +456,153 @@ def test_a_draft_model_reads_no_id_beyond_its_vocabulary(beyond: Path, tmp_path:
         outputs = llm.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
         assert all(output.error is None and output.stats.drafted > 0 for output in outputs)
+
+
+# --- plans: given in every form or found, and their errors, lengths and costs ---------------------
+
+
+NO_PLAN = "no plan for this model; make one with `foredraft tune`, or give plan"
+
+
+@pytest.fixture
+def plan(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanFile:
+    library()  # from the cache of all tests, where it is compiled
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return plan_of(models / "big", skip_mlp=(2,))
+
+
+def load_big(models: Path, **options: Any) -> foredraft.LLM:
+    given = {"device": "cpu", "max_batch": 2, "max_length": 96, "policy": "fixed", **options}
+    return foredraft.load(models / "big", **given)
+
+
+def self_draft(llm: foredraft.LLM) -> Any:
+    return engine_of(llm).drafters["layer-skip"]
+
+
+def test_a_plan_may_be_given_in_any_form(models: Path, plan: PlanFile, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(plan, file)
+    want = load_big(models).generate("a b c", GREEDY)[0].token_ids
+    for given in (file, str(file), plan, plan.skips, "skip:attn=1/mlp=2"):
+        llm = load_big(models, plan=given)
+        assert self_draft(llm).skips == Skips((1,), (2,))
+        assert llm.default_drafter == "layer-skip", "a given plan is used by default"
+        [output] = llm.generate("a b c", GREEDY)
+        assert output.token_ids == want and output.stats.drafted > 0 and output.lossless
+        policy: Any = engine_of(llm).policy
+        assert policy.max_draft == (5 if given == plan.skips or given == str(plan.skips) else 3)
+    assert self_draft(load_big(models, plan="exit:2")).skips == Skips(exit=2)
+
+
+def test_layer_skip_drafts_on_the_targets_cache(models: Path) -> None:
+    llm = load_big(models, plan="skip:attn=1")
+    assert self_draft(llm).caches == (engine_of(llm).cache,)
+    assert self_draft(llm).draft_pass.runner is llm.loaded.runner
+    assert engine_of(llm).rows.caches == [engine_of(llm).cache]
+
+
+def test_a_kept_plan_is_found(models: Path, plan: PlanFile) -> None:
+    with pytest.raises(ConfigError, match=NO_PLAN):
+        load_big(models, drafter="layer-skip")
+    assert set(engine_of(load_big(models)).drafters) == {"lookup", "prediction"}
+    keep_plan(plan)
+    llm = load_big(models, drafter="layer-skip")
+    policy: Any = engine_of(llm).policy
+    assert (self_draft(llm).skips, policy.max_draft) == (plan.skips, 3)
+    assert engine_of(load_big(models, drafter="layer-skip", max_draft=7)).policy.max_draft == 7  # type: ignore[attr-defined]
+    assert engine_of(load_big(models, drafter="layer-skip", policy="heuristic")).policy.max_draft == 3  # type: ignore[attr-defined]
+    assert self_draft(load_big(models, drafter="layer-skip", plan="exit:1")).skips == Skips(exit=1)
+    # a request may name it where another drafter is the default
+    llm = load_big(models, draft=models / "small")
+    assert llm.default_drafter == "draft-model" and engine_of(llm).policy.max_draft == 5  # type: ignore[attr-defined]
+    names = ("none", "lookup", "draft-model", "layer-skip")
+    outputs = llm.generate(["a b c"] * 4, [replace(GREEDY, drafter=name) for name in names])
+    assert len({tuple(output.token_ids) for output in outputs}) == 1
+    assert outputs[3].stats.drafted > 0
+
+
+def test_plans_that_do_not_fit_are_refused(models: Path, plan: PlanFile, tmp_path: Path) -> None:
+    other = replace(plan, model="another", model_hash="0" * 64)
+    write_plan(other, tmp_path / "other.json")
+    (tmp_path / "text.json").write_text("exit 1")
+    for given, message in (
+        (tmp_path / "other.json", "plan is for 'another', which is another model than .*big; make one with"),
+        (other, "plan is for 'another'"),
+        (tmp_path / "none.json", "plan is '.*none.json', which cannot be read"),
+        (tmp_path / "text.json", "plan is '.*text.json', which is not JSON"),
+        ("exit:3", "plan exits before layer 3; give 1 to 2: the model has 3 layers"),
+        ("skip:mlp=3", "plan skips the MLP of layer 3; give 0 to 2"),
+        ("skip:mlp", "plan is 'skip:mlp'; give exit:LAYER, or skip:"),
+        (replace(plan, layers=7), "plan is for a model of 7 layers, but this one has 3; make one with"),
+        (replace(plan, layers=9, skip_mlp=(8,)), "plan skips the MLP of layer 8; give 0 to 2"),
+    ):
+        with pytest.raises(ConfigError, match=message) as refused:
+            load_big(models, plan=given)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_broken_kept_plan_is_left_out_unless_it_is_needed(
+    models: Path, plan: PlanFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_plan(plan)
+    place = plan_place(plan.model_hash)
+    assert place is not None
+    place.write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        assert set(engine_of(load_big(models)).drafters) == {"lookup", "prediction"}
+    assert "whose format is None" in caplog.text
+    with pytest.raises(ConfigError, match="whose format is None"):
+        load_big(models, drafter="layer-skip")
+
+
+def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
+    models: Path, plan: PlanFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, and only where the plan is given or needed; the output is exact in any case."""
+    elsewhere = replace(plan, device="cuda")
+    keep_plan(elsewhere)
+    for given, doubted in (
+        ({"plan": elsewhere}, True),
+        ({"drafter": "layer-skip"}, True),
+        ({}, False),
+        ({"plan": plan}, False),
+        ({"plan": plan, "dtype": "bfloat16"}, True),
+        ({"plan": "skip:attn=1", "dtype": "bfloat16"}, False),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load_big(models, **given)
+        told = [one.getMessage() for one in caplog.records if "was measured on" in one.getMessage()]
+        assert len(told) == doubted, given
+        assert not told or "but runs on cpu in " in told[0]
+
+
+def test_greedy_draft_sampling_works_with_layer_skip(models: Path) -> None:
+    llm = load_big(models, plan="skip:attn=1", draft_sampling="greedy")
+    assert llm.generate("a b c", replace(GREEDY, temperature=1.0))[0].stats.drafted > 0
+    llm = load_big(models, plan="exit:1", draft=models / "foreign", draft_sampling="greedy")
+    assert engine_of(llm).greedy_drafts
+
+
+def test_a_draft_step_costs_the_kept_sub_layers(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts the sub-layers that run, and one unit for embedding and head."""
+    now = 0.0
+    for given, c in (("exit:1", 3 / 7), ("skip:attn=0-2", 4 / 7), ("skip:none", 1.0)):
+        llm = load_big(models, plan=given, kernels=False)  # kernels would take all steps in one call
+        runner = llm.loaded.runner
+        forward, seen = runner.forward, set()
+
+        def timed(*some: Any, plan: Any = None, forward: Any = forward, seen: Any = seen, **more: Any) -> Any:
+            nonlocal now
+            now += 7 if plan is None else 1 + sum((*plan.attention, *plan.mlp))
+            seen.add((plan is not None, more.get("invariant", True)))
+            return forward(*some, plan=plan, **more)
+
+        monkeypatch.setattr(runner, "forward", timed)
+        monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
+        costs = measure_costs(llm.loaded, 1, 20, 3, repeats=2)
+        own = costs.drafting["layer-skip"]
+        assert (own.first, own.further) == pytest.approx((c, c))
+        assert costs.drafting["lookup"] == DraftCost(0.0, 0.0)
+        assert seen == {(False, True), (True, given.startswith("exit"))}

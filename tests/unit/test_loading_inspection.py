@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import foredraft
-from foredraft.bench.model_size import model_record
-from foredraft.drafters.adapter_files import adapter_place, target_hash
-from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash
+from foredraft.bench.machine_record import model_record
+from foredraft.drafters.adapter import adapter_place, target_hash
+from foredraft.drafters.plan_files import keep_plan
 from foredraft.errors import ForedraftError
 from foredraft.kernels.compilation import library
 from foredraft.loading import capacity, inspection
@@ -26,19 +26,20 @@ from foredraft.model.weights import load_decoder
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_pair, save_variant
 from tests.support.loaded import engine_of
+from tests.support.plans import plan_of
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`big` and `small` share a tokenizer, `other` has another one, `mute` has none."""
+    """`big` and `small` share a tokenizer, `other` has another one."""
     folder = save_pair(tmp_path_factory.mktemp("models"))
     save_checkpoint(folder / "other", tokenizer=True, seed=3, eos_token_id=None, vocab_size=320)
-    save_checkpoint(folder / "mute", seed=1)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library()  # from the cache of all tests, where it is compiled
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 
 
@@ -57,23 +58,17 @@ def test_parameters_are_those_of_the_file_and_of_the_loaded_model(tmp_path: Path
 
 def test_no_weight_is_read(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers are, so the checkpoint is opened; its tensors are only views of a mapped file."""
-    copies = []
+    copies, decoders = [], []
+    sound = inspection.load_decoder
+
+    def noted(folder: Path, device: str, *rest: Any, **named: Any) -> Any:
+        decoders.append((folder.name, device))
+        return sound(folder, device, *rest, **named)
+
     monkeypatch.setattr(weights, "pack_native", lambda *given: copies.append(given))
-    monkeypatch.setattr(inspection, "load_decoder", checked := Recorder(inspection.load_decoder))
+    monkeypatch.setattr(inspection, "load_decoder", noted)
     inspect_models(models / "big", draft=models / "small", device="cpu")
-    assert [(given[0].name, given[1]) for given in checked.calls] == [("big", "meta"), ("small", "meta")]
-    assert copies == []
-
-
-class Recorder:
-    """A function that remembers its arguments."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls = function, list[tuple[Any, ...]]()
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        self.calls.append(given)
-        return self.function(*given, **named)
+    assert decoders == [("big", "meta"), ("small", "meta")] and copies == []
 
 
 def test_figures_of_memory(models: Path) -> None:
@@ -96,9 +91,8 @@ def test_the_longest_sequence_is_the_longest_that_load_accepts(
     models: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None
 ) -> None:
     given = {} if draft is None else {"draft": models / draft}
-    needed = sum(
-        model.weight_bytes[32] for model in inspect_models(models / "big", device="cpu", **given).models
-    )
+    found = inspect_models(models / "big", device="cpu", **given)
+    needed = sum(model.weight_bytes[32] for model in found.models)
     row = KVCache.bytes_per_row(ModelSpec.from_folder(models / "big"), 1200, torch.float32)
     monkeypatch.setattr(capacity, "free_memory", lambda device: needed + 2 * row)  # half of it is for caches
     longest = inspect_models(models / "big", device="cpu", **given).context.longest
@@ -125,59 +119,22 @@ def test_too_little_memory_is_part_of_the_answer(models: Path, monkeypatch: pyte
     assert context.refusal == str(refusal.value)
 
 
-def test_a_draft_model_with_the_targets_tokenizer_fits(models: Path) -> None:
-    found = inspect_models(models / "big", draft=models / "small", device="cpu")
-    target, draft = found.models
-    assert found.pair is not None and found.pair.same_tokenizer and found.pair.drafter == "draft-model"
-    assert found.pair.parameter_ratio == target.parameters / draft.parameters > 1
-    assert (
-        drafters(found).items()
-        >= {
-            "lookup": True,
-            "prediction": True,
-            "draft-model": True,
-            "retokenize": False,
-            "layer-skip": False,
-            "kangaroo": False,
-            "low-bit": False,
-        }.items()
-    )
-
-
-def test_a_draft_model_with_another_tokenizer_is_retokenized(models: Path) -> None:
-    found = inspect_models(models / "big", draft=models / "other", device="cpu")
-    assert found.pair is not None and not found.pair.same_tokenizer and found.pair.drafter == "retokenize"
-    assert (
-        drafters(found).items()
-        >= {
-            "lookup": True,
-            "prediction": True,
-            "draft-model": False,
-            "retokenize": True,
-            "layer-skip": False,
-            "kangaroo": False,
-            "low-bit": False,
-        }.items()
-    )
-
-
-def test_drafters_are_those_that_load_makes(models: Path) -> None:
-    for draft in ({}, {"draft": models / "small"}, {"draft": models / "other"}):
-        found = inspect_models(models / "big", device="cpu", **draft)
-        llm = foredraft.load(
-            models / "big", device="cpu", policy="fixed", max_length=64, max_batch=1, **draft
-        )
-        at_hand = {name for name, is_at_hand in drafters(found).items() if is_at_hand}
-        assert at_hand == engine_of(llm).drafters.keys()
+@pytest.mark.parametrize("draft", [None, "small", "other"])
+def test_drafters_are_those_that_load_makes(models: Path, draft: str | None) -> None:
+    given: dict[str, Any] = {} if draft is None else {"draft": models / draft}
+    found = inspect_models(models / "big", device="cpu", **given)
+    llm = foredraft.load(models / "big", device="cpu", policy="fixed", max_length=64, max_batch=1, **given)
+    at_hand = {name for name, is_at_hand in drafters(found).items() if is_at_hand}
+    assert at_hand == engine_of(llm).drafters.keys()
+    if found.pair is not None:
+        big, small = found.models
+        assert found.pair.drafter == llm.default_drafter and found.pair.same_tokenizer is (draft == "small")
+        assert found.pair.parameter_ratio == big.parameters / small.parameters > 1
+    assert (found.pair is None) is (draft is None)
 
 
 def test_a_kept_plan_is_found(models: Path) -> None:
-    spec = ModelSpec.from_folder(models / "big")
-    plan = PlanFile(
-        model="big", model_hash=model_hash(models / "big"), layers=spec.layers, skip_attention=(1,), device="cpu",
-        dtype="float32", max_draft=3, alpha=0.8, c=0.5, tau=2.5, speedup=1.25, predicted=1.3,
-        date="2026-01-01", foredraft="0.1.0",
-    )  # fmt: skip
+    plan = plan_of(models / "big")
     keep_plan(plan)
     found = inspect_models(models / "big", device="cpu")
     assert drafters(found)["layer-skip"]
@@ -201,9 +158,7 @@ def test_a_kept_adapter_is_found(models: Path) -> None:
 
 
 @pytest.mark.parametrize(("predicted", "serves"), [(0.86, False), (1.2, True)])
-def test_a_kept_adapter_that_is_predicted_to_lose_serves_only_requests_for_it(
-    models: Path, predicted: float, serves: bool
-) -> None:
+def test_a_kept_adapter_that_would_lose_serves_by_name(models: Path, predicted: float, serves: bool) -> None:
     place = adapter_place(target_hash(models / "big"))
     assert place is not None
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -220,16 +175,7 @@ def test_a_kept_adapter_that_is_predicted_to_lose_serves_only_requests_for_it(
             assert ("kangaroo" in engine_of(llm).drafters) is expected, more
 
 
-def test_a_drafter_that_is_not_at_hand_says_what_it_lacks(models: Path) -> None:
-    found = inspect_models(models / "big", device="cpu", spelling=lambda option: f"--{option.name}")
-    notes = {drafter.name: drafter.note for drafter in found.drafters}
-    assert notes["lookup"] is None
-    assert notes["draft-model"] == "draft-model needs a draft model with the target's tokenizer; give --draft"
-    assert notes["layer-skip"] is not None and notes["layer-skip"].endswith("or give --plan")
-
-
 def broken(folder: Path, name: str) -> Path:
-    """Save a checkpoint that `load` refuses."""
     save_checkpoint(folder, tokenizer=True, seed=1)
     config = json.loads((folder / "config.json").read_text())
     match name:
@@ -241,6 +187,10 @@ def broken(folder: Path, name: str) -> Path:
             config |= {"is_causal": False}
         case "shape":
             config |= {"intermediate_size": config["intermediate_size"] * 2}
+        case "another vocabulary":
+            save_checkpoint(folder, seed=1, vocab_size=300)
+            (folder / "tokenizer.json").unlink()
+            return folder
         case "no weights":
             (folder / "model.safetensors").unlink()
         case "broken weights":
@@ -249,14 +199,12 @@ def broken(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["architecture", "quantised", "unsupported key", "shape", "no weights", "broken weights", "no folder"],
-)
+BROKEN = ("architecture", "quantised", "unsupported key", "shape", "another vocabulary", "no weights")
+
+
+@pytest.mark.parametrize("name", [*BROKEN, "broken weights", "no folder"])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_model_that_load_refuses_is_refused_alike(
-    models: Path, tmp_path: Path, name: str, role: str
-) -> None:
+def test_what_load_refuses_is_refused_alike(models: Path, tmp_path: Path, name: str, role: str) -> None:
     folder = tmp_path / "none" if name == "no folder" else broken(tmp_path / "broken", name)
     path, draft = (folder, models / "small") if role == "target" else (models / "big", folder)
     with pytest.raises(ForedraftError) as load_error:
@@ -265,18 +213,3 @@ def test_a_model_that_load_refuses_is_refused_alike(
         inspect_models(path, draft=draft, device="cpu")
     assert str(info_error.value) == str(load_error.value)
     assert type(info_error.value) is type(load_error.value)
-
-
-def test_vocabularies_that_cannot_be_matched_are_refused_alike(models: Path, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "mute", seed=1, vocab_size=300)
-    with pytest.raises(foredraft.ConfigError) as error:
-        foredraft.load(models / "big", draft=tmp_path / "mute", device="cpu")
-    with pytest.raises(foredraft.ConfigError) as found:
-        inspect_models(models / "big", draft=tmp_path / "mute", device="cpu")
-    assert str(found.value) == str(error.value)
-
-
-def test_the_document_is_json(models: Path) -> None:
-    found = inspect_models(models / "mute", device="cpu").as_dict()
-    document = json.loads(json.dumps(found, allow_nan=False))
-    assert document["models"][0]["tokenizer"] is False and document["pair"] is None

@@ -1,7 +1,4 @@
-"""LoRAs at loading: what is refused, and what of a model's memory, identity and drafters follows its LoRAs.
-
-`tests/parity/test_lora.py` compares merged weights and logits with PEFT.
-"""
+"""LoRAs at loading: what is refused, and what of a model's memory, identity and drafters follows its LoRAs."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from torch import Tensor
 
 import foredraft
 from foredraft import CheckpointError, ConfigError, SamplingParams
-from foredraft.drafters.adapter_files import adapter_place, target_hash
+from foredraft.drafters.adapter import adapter_place, target_hash
 from foredraft.drafters.low_bit import LowBit
-from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash
+from foredraft.drafters.plan_files import keep_plan, model_hash
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
 from foredraft.model.hub import resolve
@@ -33,6 +30,7 @@ from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 from tests.support.loras import edited, save_lora
+from tests.support.plans import plan_of
 from tests.support.quantising import KINDS, quantise
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
@@ -65,7 +63,6 @@ def load(models: Path, *loras: str, **options: Any) -> foredraft.LLM:
 
 
 def refusal(base: Path, *loras: Path) -> str:
-    """Return why `load` and `info` refuse LoRAs; it must be one line."""
     with pytest.raises(CheckpointError) as caught:
         foredraft.load(base, lora=loras, device="cpu", max_length=64)
     message = str(caught.value)
@@ -135,11 +132,7 @@ BROKEN: list[tuple[dict[str, Any], Callable[[Tensors], Tensors] | None, str]] = 
 
 @pytest.mark.parametrize(("config", "tensors", "message"), BROKEN, ids=lambda value: None)
 def test_a_broken_or_foreign_lora_is_refused_in_one_line(
-    config: dict[str, Any],
-    tensors: Callable[[Tensors], Tensors] | None,
-    message: str,
-    models: Path,
-    tmp_path: Path,
+    config: dict[str, Any], tensors: Any, message: str, models: Path, tmp_path: Path
 ) -> None:
     lora = edited(models / "lora", tmp_path / "edited", config, tensors)
     assert message in refusal(models / "big", lora)
@@ -154,34 +147,30 @@ def test_a_lora_of_another_model_names_the_shapes_and_that_model(models: Path) -
 
 def test_what_is_no_lora_is_refused(models: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "has no adapter_config.json; give the folder of a LoRA" in refusal(
-        models / "big", tmp_path / "empty"
-    )
-    assert "is no LoRA: it has a config.json" in refusal(models / "big", models / "small")
     (tmp_path / "file").touch()
-    assert "is a file; give the folder" in refusal(models / "big", tmp_path / "file")
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
-    assert "is a GGUF file; give the folder that it was made from" in refusal(
-        models / "big", tmp_path / "model.gguf"
-    )
-    assert "neither a folder nor a hub name" in refusal(models / "big", Path("nowhere"))
-    pickle = edited(models / "lora", tmp_path / "pickle")
+    pickle, nothing, cut = (edited(models / "lora", tmp_path / name) for name in ("pickle", "nothing", "cut"))
     (pickle / "adapter_model.safetensors").rename(pickle / "adapter_model.bin")
-    assert "but a pickle, which can hold code; save it again with PEFT, as safetensors" in refusal(
-        models / "big", pickle
-    )
-    (pickle / "adapter_model.bin").unlink()
-    assert refusal(models / "big", pickle).endswith("has no adapter_model.safetensors; download it again")
-    cut = edited(models / "lora", tmp_path / "cut")
+    (nothing / "adapter_model.safetensors").unlink()
     content = (cut / "adapter_model.safetensors").read_bytes()
     (cut / "adapter_model.safetensors").write_bytes(content[:-9])
-    assert "adapter_model.safetensors" in refusal(models / "big", cut)
+    for place, message in (
+        (tmp_path / "empty", "has no adapter_config.json; give the folder of a LoRA"),
+        (models / "small", "is no LoRA: it has a config.json"),
+        (tmp_path / "file", "is a file; give the folder"),
+        (tmp_path / "model.gguf", "is a GGUF file; give the folder that it was made from"),
+        (Path("nowhere"), "neither a folder nor a hub name"),
+        (pickle, "but a pickle, which can hold code; save it again with PEFT, as safetensors"),
+        (nothing, "has no adapter_model.safetensors; download it again"),
+        (cut, "adapter_model.safetensors"),
+    ):
+        assert message in refusal(models / "big", place), place
 
 
 def test_a_lora_in_the_place_of_another_option_names_its_own(models: Path) -> None:
     lora = models / "lora"
     with pytest.raises(
-        CheckpointError, match=r"is a LoRA, which changes another model; give that one, and this as lora="
+        CheckpointError, match="is a LoRA, which changes another model; give that one, and this as"
     ):
         foredraft.load(lora)
     with pytest.raises(ConfigError, match=r"adapter is .*, which is a LoRA; give lora=.* in its place"):
@@ -216,14 +205,8 @@ def test_two_loras_that_replace_a_tensor_are_refused(models: Path, tmp_path: Pat
 
 
 def test_a_head_that_peft_saved_as_it_was_is_no_replacement(models: Path, tmp_path: Path) -> None:
-    base, [one, two] = (
-        models / "big",
-        [
-            save_lora(models / "big", tmp_path / f"head-{seed}", target_modules=["lm_head"], seed=seed)
-            for seed in (1, 2)
-        ],
-    )
-    name = "lm_head.weight"
+    base, name = models / "big", "lm_head.weight"
+    one, two = (save_lora(base, tmp_path / f"{n}", target_modules=["lm_head"], seed=n) for n in (1, 2))
     own, first, second, both = (
         merged_weights(with_loras(base, loras), torch.float32)[name]
         for loras in ([], [one], [two], [one, two])
@@ -237,15 +220,19 @@ def test_quantised_weights_are_refused(kind: str, models: Path, tmp_path: Path) 
     quantise(base, KINDS[kind])
     message = refusal(base, models / "lora")
     assert f"whose weights are quantised in {base}; merge it into the model that was quantised" in message
+
+
+@pytest.mark.parametrize("kind", [*KINDS][::6])
+def test_a_head_beside_quantised_weights_is_merged(kind: str, models: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(models / "big", tmp_path / "quantised")
+    quantise(base, KINDS[kind])
     head = save_lora(models / "big", tmp_path / "head", target_modules=["lm_head"])
-    with foredraft.load(base, lora=head, device="cpu", max_length=64) as llm:  # which is not quantised
+    with foredraft.load(base, lora=head, device="cpu", max_length=64) as llm:
         assert llm.weights is not None and llm.lora == (str(head),)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-def test_a_gguf_file_without_quantised_weights_merges_as_its_folder_does(
-    kind: str, models: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_of_floats_merges_as_its_folder_does(kind: str, models: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     from tests.support.gguf_files import save_dequantised, write_gguf
 
@@ -269,6 +256,7 @@ def test_a_gguf_file_with_quantised_weights_is_refused(models: Path, tmp_path: P
     assert f"whose weights are quantised in {file}" in refusal(file, models / "lora")
 
 
+@pytest.mark.heavy
 def test_memory_counts_a_head_that_is_no_longer_tied(models: Path) -> None:
     base, lora = models / "tied", models / "tied-head"
     [tied], [untied] = (
@@ -287,27 +275,11 @@ def test_the_hash_of_a_model_has_its_loras_by_their_content(models: Path, tmp_pa
     copy = shutil.copytree(lora, tmp_path / "copy")
     scaled = edited(lora, tmp_path / "scaled", {"lora_alpha": 25})
     for hash_of in (model_hash, target_hash):
-        plain, merged = hash_of(base), hash_of(with_loras(base, [lora]))
-        assert merged == hash_of(with_loras(base, [copy]))
-        assert (
-            len(
-                {
-                    plain,
-                    merged,
-                    hash_of(with_loras(base, [scaled])),
-                    hash_of(with_loras(base, [lora, scaled])),
-                }
-            )
-            == 4
+        plain, merged, again, other, both = (
+            hash_of(with_loras(base, loras)) for loras in ([], [lora], [copy], [scaled], [lora, scaled])
         )
-
-
-def plan_of(folder: Path, **fields: Any) -> PlanFile:
-    return PlanFile(**{
-        "model": "big", "model_hash": model_hash(folder), "layers": 3, "skip_attention": (1,), "skip_mlp": (2,),
-        "device": "cpu", "dtype": "float32", "max_draft": 3, "alpha": 0.8, "c": 0.5, "tau": 2.5, "speedup": 1.25,
-        "predicted": 1.3, "date": "2026-11-21", "foredraft": "0.1.0", **fields,
-    })  # fmt: skip
+        assert plain == hash_of(base) and merged == again
+        assert len({plain, merged, other, both}) == 4
 
 
 def test_a_plan_for_the_base_serves_and_says_so(models: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -328,15 +300,12 @@ def test_a_plan_for_the_base_serves_and_says_so(models: Path, caplog: pytest.Log
     with load(models, "lora", drafter="layer-skip") as llm:
         assert engine_of(llm).drafters["layer-skip"].skips == own.skips  # type: ignore[attr-defined]
     assert AGAIN not in caplog.text
+    # the base refuses what was made for the model with the LoRA
     with pytest.raises(ConfigError, match="which is another model than .*big;"):
-        load(
-            models, drafter="layer-skip", plan=own
-        )  # the base refuses what was made for the model with the LoRA
+        load(models, drafter="layer-skip", plan=own)
 
 
-def test_an_adapter_for_the_base_serves_and_says_so(
-    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bases_adapter_serves(models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with load(models, "lora", drafter="none") as plain:
         want = plain.generate("a b c", GREEDY)[0].token_ids
     adapter = save_adapter(models / "big", tmp_path / "adapter")
@@ -366,27 +335,11 @@ def test_a_copy_in_few_bits_has_the_merged_weights(models: Path) -> None:
     assert (copy - merged).abs().max() < 0.02 * merged.abs().max() < (copy - own).abs().max()
 
 
-@pytest.mark.parametrize(
-    "options", [{"drafter": "draft-model"}, {"drafter": "lookup"}, {"drafter": "suffix"}]
-)
-@pytest.mark.parametrize("batch", [1, 8])
-def test_greedy_text_is_that_of_plain_decoding(batch: int, options: dict[str, Any], models: Path) -> None:
-    prompts = ["a b c", "the drafter", "x", "1 2 3 1 2 3", "q p", "in one", "deux", "drei"][:batch]
-    with load(models, "lora", draft=models / "small", max_batch=batch, **options) as llm:
-        plain = llm.generate(prompts, GREEDY, drafter="none")
-        assert [each.token_ids for each in llm.generate(prompts, GREEDY)] == [
-            each.token_ids for each in plain
-        ]
-
-
 def test_the_names_of_a_wrapper_and_of_its_text_half_are_one(models: Path, tmp_path: Path) -> None:
     """Classes of transformers, and their files, put different prefixes in front of the same modules."""
     want = merged_weights(with_loras(models / "big", [models / "lora"]), torch.float32)
-    for old, new in (
-        ("model.model.", "model.model.language_model."),
-        ("model.model.", "model.language_model.model."),
-    ):
-        lora = edited(models / "lora", tmp_path / new, None, renamed(f"base_{old}", f"base_{new}"))
+    for new in ("model.model.language_model.", "model.language_model.model."):
+        lora = edited(models / "lora", tmp_path / new, None, renamed("base_model.model.", f"base_{new}"))
         got = merged_weights(with_loras(models / "big", [lora]), torch.float32)
         assert all(torch.equal(got[name], weight) for name, weight in want.items())
 
@@ -405,9 +358,8 @@ def conv1d(folder: Path, *, square: bool) -> tuple[Path, Path, Tensor, Tensor]:
         "peft_type": "LORA", "r": rank, "lora_alpha": 2, "target_modules": ["c_proj"], "fan_in_fan_out": True,
     }))  # fmt: skip
     module = "base_model.model.transformer.h.0.attn.c_proj"
-    save_file(
-        {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, lora / "adapter_model.safetensors"
-    )
+    tensors = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    save_file(tensors, lora / "adapter_model.safetensors")
     return base, lora, weight, (b @ a).T
 
 

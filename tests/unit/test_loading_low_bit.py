@@ -1,8 +1,4 @@
-"""A target gets a copy in few bits for drafter "auto", if it is large and memory is ample.
-
-Seen to fail on: each condition left out, no copy beside a draft model or a plan, and a copy that was not told
-of, told of twice or told of by `info` alone.
-"""
+"""A target gets a copy in few bits for drafter "auto", if it is large and memory is ample."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ import pytest
 import foredraft
 from foredraft import SamplingParams
 from foredraft.drafters import low_bit
-from foredraft.drafters.offered_copy import OFFER
+from foredraft.drafters.asset import OFFER
 from foredraft.kernels.compilation import library
-from foredraft.loading import drafting
+from foredraft.loading import checkpoints
 from foredraft.loading.inspection import inspect_models
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
@@ -58,6 +54,7 @@ def test_auto_drafts_with_a_copy_of_a_large_target(
     assert record.getMessage().endswith(f": {OFFER}")
 
 
+@pytest.mark.heavy
 def test_a_model_is_told_of_once(
     folders: tuple[Path, Path],
     tmp_path: Path,
@@ -103,33 +100,22 @@ def test_info_says_what_load_makes(
     assert row(draft=draft)[0], "beside a draft model, too"
     context = inspect_models(target, device="cpu").context
     monkeypatch.setattr(low_bit, "unserved_because", lambda *given: "there are none")
-    assert row() == (
-        False,
-        "low-bit has no copy of this model: a copy needs Foredraft's kernels: there are none",
-    )
+    why = "a copy needs Foredraft's kernels: there are none"
+    assert row() == (False, f"low-bit has no copy of this model: {why}")
     assert context.longest == inspect_models(target, device="cpu").context.longest
 
 
-def test_no_copy_is_made_where_it_is_not_wanted(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_copy_is_made_if_unwanted(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = folders
     monkeypatch.setattr(low_bit, "LEAST", 1)
     for options in ({}, {"draft": draft}, {"plan": "exit:1"}):  # whatever else is at hand
         assert "low-bit" in drafters(target, **options), options
-    for options in (
-        {"drafter": "lookup"},
-        {"policy": "fixed"},
-        {"weights": "int8"},
-        {"kernels": False},
-    ):
+    for options in ({"drafter": "lookup"}, {"policy": "fixed"}, {"weights": "int8"}, {"kernels": False}):
         assert "low-bit" not in drafters(target, **options), options
 
 
-def test_no_copy_is_made_where_memory_is_scarce(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_copy_is_made_in_little_room(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = folders
     monkeypatch.setattr(low_bit, "LEAST", 1)
-    monkeypatch.setattr(drafting, "free_memory", lambda device: 600_000)
+    monkeypatch.setattr(checkpoints, "free_memory", lambda device: 600_000)
     assert "low-bit" not in drafters(target)

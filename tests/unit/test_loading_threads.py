@@ -1,8 +1,4 @@
-"""The number of threads of a process: what decides, what is said, and what a second load changes.
-
-Seen to fail on: each place of the order swapped with the next; a second load without a number that resets the
-first's; a bad variable ignored; PyTorch left at its own number; a measured answer that is not used, or not kept.
-"""
+"""The number of threads of a process: what decides, what is said, and what a second load changes."""
 
 from __future__ import annotations
 
@@ -10,8 +6,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +17,13 @@ import torch
 import foredraft
 from foredraft import user_cache
 from foredraft.cli import main
-from foredraft.cli.errors import as_flag
+from foredraft.cli.words import as_flag
 from foredraft.errors import ConfigError
 from foredraft.kernels.compilation import library
-from foredraft.loading import threads
-from foredraft.loading.cpus import Cpus
-from foredraft.loading.threads import choose_threads, use_threads
-from foredraft.profiling import hyperthreads
-from foredraft.profiling.hyperthreads import faster_threads, known_faster
+from foredraft.loading import machine_limits
+from foredraft.loading.machine_limits import Cpus, choose_threads, use_threads
+from foredraft.profiling import host
+from foredraft.profiling.host import faster_threads, known_faster
 from foredraft.profiling.others import Load
 from foredraft.quantise import quantise_checkpoint
 from tests.support.checkpoints import save_checkpoint
@@ -41,7 +37,7 @@ SMALL: dict[str, Any] = {"device": "cpu", "drafter": "none", "max_length": 32, "
 def fresh_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No load before, no variable, four CPUs with a core each, and PyTorch's own number for them."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "_used", None)
+    monkeypatch.setattr(machine_limits, "_used", None)
     for name in ("FOREDRAFT_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     machine(monkeypatch, FOUR)
@@ -51,7 +47,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cpus: Cpus) -> None:
-    monkeypatch.setattr(threads, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(machine_limits, "usable_cpus", lambda: cpus)
     monkeypatch.setattr(os, "cpu_count", lambda: len(cpus.allowed))
     torch.set_num_threads(len(cpus.allowed))
 
@@ -74,9 +70,7 @@ class TestOrder:
         assert choose_threads(1).describe() == "1 thread: given by threads=1"
         assert choose_threads(1).describe(as_flag) == "1 thread: given by --threads 1"
 
-    def test_a_number_that_pytorch_takes_by_itself_is_not_the_programs(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_pytorchs_own_number_is_not_the_programs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine(monkeypatch, PAIRED)
         for number, program in ((3, True), (4, False), (6, False), (8, False), (9, True)):
             torch.set_num_threads(number)
@@ -85,9 +79,7 @@ class TestOrder:
         torch.set_num_threads(3)
         assert choose_threads(None).number == 4
 
-    def test_an_empty_variable_counts_as_unset_and_the_first_of_a_list_counts(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_empty_variable_is_none_and_a_list_its_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FOREDRAFT_THREADS", "")
         monkeypatch.setenv("OMP_NUM_THREADS", " ")
         assert choose_threads(None).number == 4
@@ -141,9 +133,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize("name", ["FOREDRAFT_THREADS", "OMP_NUM_THREADS"])
     @pytest.mark.parametrize("value", ["0", "-1", "many", "1025", "1.5", "٣", "9" * 5000])
-    def test_a_variable_is_refused_even_where_the_option_decides(
-        self, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-    ) -> None:
+    def test_wrong_variables_are_named(self, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
         monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError) as error:
             foredraft.load("./nowhere", threads=2)
@@ -171,17 +161,13 @@ class TestMistakes:
 
 
 class TestProcess:
-    """The number is the process's."""
-
     def test_pytorch_follows(self, model: Path, tmp_path: Path) -> None:
         foredraft.load(model, threads=3, **SMALL)
         assert torch.get_num_threads() == 3
         quantise_checkpoint(str(model), "int8", tmp_path / "coded", threads=2)
         assert torch.get_num_threads() == 2
 
-    def test_a_later_number_wins_with_one_line_and_no_number_keeps_it(
-        self, model: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_later_number_wins_with_one_line(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         first = foredraft.load(model, threads=3, **SMALL)
         foredraft.load(model, **SMALL)
         assert torch.get_num_threads() == 3 and not warnings(caplog)
@@ -203,7 +189,7 @@ class TestProcess:
 
     def test_a_default_is_asked_for_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert use_threads(None).number == 4
-        monkeypatch.setattr(threads, "usable_cpus", lambda: Cpus((0, 1), 2))
+        monkeypatch.setattr(machine_limits, "usable_cpus", lambda: Cpus((0, 1), 2))
         assert use_threads(None).number == torch.get_num_threads() == 2
 
 
@@ -211,75 +197,63 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
 
-class Step:
-    """A step that takes so many seconds with each number of threads."""
+def step_of(seconds: dict[int, float]) -> tuple[Callable[[int], None], list[int]]:
+    """Return a step that takes so many seconds with each number of threads, and a list of the numbers that it got."""
+    taken: list[int] = []
 
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds, self.taken = seconds, list[int]()
+    def step(number: int) -> None:
+        taken.append(number)
+        time.sleep(seconds[number])
 
-    def __call__(self, number: int) -> None:
-        self.taken.append(number)
-        time.sleep(self.seconds[number])
+    return step, taken
 
 
-def beside(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
-    """Let other programs use so many CPUs."""
-
-    class Pretended:
-        def load(self) -> Load:
-            return Load(10.0, others)
-
-    monkeypatch.setattr(hyperthreads, "Watch", Pretended)
+def other_programs(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    monkeypatch.setattr(host, "Watch", lambda: SimpleNamespace(load=lambda: Load(10.0, others)))
 
 
 class TestHyperthreads:
     @pytest.fixture(autouse=True)
     def quiet(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        beside(monkeypatch, 0.0)
+        other_programs(monkeypatch, 0.0)
 
     @pytest.mark.parametrize(
         ("on_cores", "on_all", "faster"), [(0.02, 0.002, 8), (0.002, 0.02, 4), (0.01, 0.01, 4)]
     )
-    def test_the_faster_number_is_measured_once_and_kept(
-        self, on_cores: float, on_all: float, faster: int
-    ) -> None:
+    def test_the_faster_number_is_kept(self, on_cores: float, on_all: float, faster: int) -> None:
         assert known_faster(4, 8, ["cpu"]) is None
-        step = Step({4: on_cores, 8: on_all})
-        assert faster_threads(4, 8, ["cpu"], step) == faster and set(step.taken) == {4, 8}
-        step.taken.clear()
+        step, taken = step_of({4: on_cores, 8: on_all})
+        assert faster_threads(4, 8, ["cpu"], step) == faster and set(taken) == {4, 8}
+        taken.clear()
         assert faster_threads(4, 8, ["cpu"], step) == known_faster(4, 8, ["cpu"]) == faster
-        assert not step.taken
+        assert not taken
         assert known_faster(4, 8, ["another"]) is None and known_faster(4, 6, ["cpu"]) is None
 
     def test_nothing_is_measured_where_both_numbers_are_equal(self) -> None:
-        step = Step({4: 1.0})
-        assert faster_threads(4, 4, ["cpu"], step) == 4 and not step.taken
+        step, taken = step_of({4: 1.0})
+        assert faster_threads(4, 4, ["cpu"], step) == 4 and not taken
 
     @pytest.mark.parametrize(("seconds", "steps"), [(0.05, 2), (0.11, 1)])
     def test_a_step_that_takes_long_is_not_measured_and_nothing_is_kept(
         self, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
     ) -> None:
-        monkeypatch.setattr(hyperthreads, "SECONDS", 0.1)
-        step = Step({4: seconds, 8: 0.001})
-        assert faster_threads(4, 8, ["cpu"], step) == 4 and step.taken == [4] * steps
+        monkeypatch.setattr(host, "SECONDS", 0.1)
+        step, taken = step_of({4: seconds, 8: 0.001})
+        assert faster_threads(4, 8, ["cpu"], step) == 4 and taken == [4] * steps
         assert known_faster(4, 8, ["cpu"]) is None
 
-    def test_beside_other_programs_the_cores_are_taken_and_nothing_is_kept(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        beside(monkeypatch, 1.0)
-        assert faster_threads(4, 8, ["cpu"], Step({4: 0.02, 8: 0.002})) == 4
+    def test_beside_other_programs_the_cores_are_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        other_programs(monkeypatch, 1.0)
+        assert faster_threads(4, 8, ["cpu"], step_of({4: 0.02, 8: 0.002})[0]) == 4
         assert known_faster(4, 8, ["cpu"]) is None
 
     @pytest.mark.parametrize("kept", [5, "8", None, [8]])
     def test_a_kept_answer_that_is_no_candidate_is_measured_anew(self, kept: Any) -> None:
-        user_cache.write(hyperthreads.KIND, hyperthreads._key(4, 8, ["cpu"]), kept)
+        user_cache.write(host.KIND, host._key(4, 8, ["cpu"]), kept)
         assert known_faster(4, 8, ["cpu"]) is None
 
     @pytest.mark.skipif(library() is None, reason="no C compiler")
-    def test_a_load_measures_the_kernels_and_the_next_one_knows(
-        self, model: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_load_measures_and_the_next_knows(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         machine(monkeypatch, Cpus((0, 1), 1))
         asked: list[tuple[int, int]] = []
 
@@ -288,10 +262,10 @@ class TestHyperthreads:
             for number in (physical, logical):  # what is timed is a pass of the model
                 step(number)
                 assert torch.get_num_threads() == number
-            user_cache.write(hyperthreads.KIND, hyperthreads._key(physical, logical, machine), logical)
+            user_cache.write(host.KIND, host._key(physical, logical, machine), logical)
             return logical
 
-        monkeypatch.setattr(threads, "faster_threads", measured)
+        monkeypatch.setattr(machine_limits, "faster_threads", measured)
         assert "1 thread: physical cores of 2 CPUs" in choose_threads(None).describe()
         foredraft.load(model, kernels=False, **SMALL)
         assert asked == [] and torch.get_num_threads() == 1  # without kernels bits depend on the number
@@ -302,16 +276,14 @@ class TestHyperthreads:
         assert asked == [(1, 2)] and torch.get_num_threads() == 1
 
     @pytest.mark.skipif(library() is None, reason="no C compiler")
-    def test_what_fails_while_measuring_leaves_the_cores(
-        self, model: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failed_measuring_leaves_cores(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         machine(monkeypatch, Cpus((0, 1), 1))
 
         def failing(physical: int, logical: int, machine: Any, step: Any) -> int:
             step(logical)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(threads, "faster_threads", failing)
+        monkeypatch.setattr(machine_limits, "faster_threads", failing)
         with pytest.raises(KeyboardInterrupt):
             foredraft.load(model, **SMALL)
         assert torch.get_num_threads() == 1

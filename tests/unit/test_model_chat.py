@@ -1,20 +1,15 @@
-"""Chat templates render the same text as transformers; every failure is one line.
-
-The templates imitate those of published checkpoints. Seen to fail on: white space around blocks kept, JSON
-escaped for HTML, the generation prompt left out, a token stored as an object, special_tokens_map.json ignored,
-tools that do not select their template, the caller's messages changed.
-"""
+"""Chat templates, like those of published checkpoints, render the same text as transformers; failures are one line."""
 
 from __future__ import annotations
 
 import copy
 import enum
+import functools
 import inspect
 import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 import transformers
@@ -22,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.errors import CheckpointError, RequestError
+from foredraft.model import chat as module
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from tests.support.checkpoints import tiny_tokenizer
+from tests.support.mutation import assert_caught, defect
 
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
@@ -119,16 +116,8 @@ TRAINED = """{% for message in messages %}
 {{ word }}
 {% endfor %}
 """
-TEMPLATES = {
-    "chatml": CHATML,
-    "headers": HEADERS,
-    "instruct": INSTRUCT,
-    "no-system": NO_SYSTEM,
-    "thinking": THINKING,
-    "dated": DATED,
-    "tools": TOOLS,
-    "trained": TRAINED,
-}
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "instruct": INSTRUCT, "no-system": NO_SYSTEM}
+TEMPLATES |= {"thinking": THINKING, "dated": DATED, "tools": TOOLS, "trained": TRAINED}
 
 USER = {"role": "user", "content": '  Is 2 < 3 & "so" on? 漢🙂 '}
 REPLY = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
@@ -155,7 +144,6 @@ TURNS = st.lists(
 
 
 def save(folder: Path, templates: dict[str, str] | str | None, **config: Any) -> Path:
-    """Save a tokenizer with its chat templates in tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     inner = tiny_tokenizer()
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -169,34 +157,37 @@ def save(folder: Path, templates: dict[str, str] | str | None, **config: Any) ->
     return folder
 
 
+@functools.cache
 def ours(folder: Path) -> Tokenizer:
     loaded = Tokenizer.from_folder(folder)
     assert loaded is not None and loaded.chat is not None
     return loaded
 
 
+@functools.cache
 def theirs(folder: Path) -> Any:
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def assert_alike(folder: Path, messages: list[dict[str, Any]], **variables: Any) -> None:
-    """Check that foredraft and transformers give the same text and ids, or both refuse."""
+def assert_alike(folder: Path, messages: list[dict[str, Any]], **variables: Any) -> bool:
+    """Check that foredraft and transformers give the same text and ids, or both refuse; return whether they give any."""
+    before = copy.deepcopy(messages)
     mine, reference = ours(folder), theirs(folder)
     variables = {"add_generation_prompt": True} | variables
-    refusal = ""
     try:
         expected = reference.apply_chat_template(messages, tokenize=False, **variables)
     except Exception as error:
-        refusal = " ".join(str(error).split())
-    if refusal:
         with pytest.raises(RequestError) as caught:
             mine.encode_chat(messages, **variables)
-        assert refusal in str(caught.value)
-        return
-    assert mine.chat is not None
-    assert mine.chat.render(messages, **variables) == expected
+        refusal = " ".join(str(error).split())
+        assert "\n" not in str(caught.value)
+        assert (refusal and refusal in str(caught.value)) or "continue_final_message" in variables
+        return False
+    assert mine.chat is not None and mine.chat.render(messages, **variables) == expected
     ids = reference.apply_chat_template(messages, tokenize=True, **variables)["input_ids"]
     assert mine.encode_chat(messages, **variables) == ids
+    assert messages == before
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -212,39 +203,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_conversation_renders_as_in_transformers(
     folders: Path, name: str, messages: list[dict[str, Any]]
 ) -> None:
-    before = copy.deepcopy(messages)
     for prompt in (True, False):
         assert_alike(folders / name, messages, add_generation_prompt=prompt)
-    assert messages == before
 
 
-def assert_continued_alike(folder: Path, messages: list[dict[str, Any]], **variables: Any) -> bool:
+def assert_continued_alike(folder: Path, messages: list[dict[str, Any]]) -> bool:
     """Check that a continued conversation ends where it does in transformers, or neither continues it."""
-    variables = {"continue_final_message": True, "add_generation_prompt": False} | variables
-    mine, reference = ours(folder), theirs(folder)
-    try:
-        expected = reference.apply_chat_template(messages, tokenize=False, **variables)
-    except Exception:
-        with pytest.raises(RequestError) as caught:
-            mine.encode_chat(messages, **variables)
-        assert "\n" not in str(caught.value)
-        return False
-    assert mine.chat is not None
-    assert mine.chat.render(messages, **variables) == expected
-    assert mine.chat.render(messages, **{**variables, "add_generation_prompt": True}) == expected
-    return True
+    continued = assert_alike(folder, messages, continue_final_message=True, add_generation_prompt=False)
+    if continued:
+        chat = ours(folder).chat
+        assert chat is not None
+        one, two = (
+            chat.render(messages, continue_final_message=True, add_generation_prompt=prompt)
+            for prompt in (True, False)
+        )
+        assert one == two
+    return continued
 
 
 CONTINUED: list[dict[str, Any]] = [
-    {"role": "assistant", "content": "Yes, "},
-    {"role": "assistant", "content": "  Yes"},
-    {"role": "assistant", "content": "\n"},
-    {"role": "assistant", "content": ""},
-    {"role": "assistant", "content": "<think>\nhm"},
+    *({"role": "assistant", "content": text} for text in ("Yes, ", "  Yes", "\n", "", "<think>\nhm", None)),
     {"role": "assistant", "content": "Yes", "reasoning_content": "hm"},
     {"role": "assistant", "content": [{"type": "text", "text": "Yes "}, {"type": "image"}]},
     {"role": "assistant", "content": [{"type": "image"}]},
-    {"role": "assistant", "content": None},
     {"role": "user", "content": "Is it "},
     REPLY,
     CALL,
@@ -256,74 +237,49 @@ CONTINUED: list[dict[str, Any]] = [
 def test_a_last_message_is_continued_as_in_transformers(
     folders: Path, name: str, message: dict[str, Any]
 ) -> None:
-    before = copy.deepcopy(message)
     for earlier in ([USER], [SYSTEM, USER], [USER, REPLY, AGAIN], []):
         assert_continued_alike(folders / name, [*earlier, message])
-    assert message == before
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_shows_a_message_as_it_is_continues_it(folders: Path, name: str) -> None:
-    continued = assert_continued_alike(folders / name, [USER, {"role": "assistant", "content": "Yes, and"}])
-    assert continued is (name != "tools")  # which shows messages as JSON
-
-
-@given(TURNS, st.sampled_from(sorted(TEMPLATES)))
-def test_any_last_message_is_continued_as_in_transformers(
-    folders: Path, messages: list[dict[str, Any]], name: str
-) -> None:
-    assert_continued_alike(folders / name, messages)
-
-
-def test_a_continued_message_is_rendered_without_a_generation_prompt(tmp_path: Path) -> None:
-    folder = save(tmp_path, "{{ add_generation_prompt }}: {{ messages[-1].content }}")
-    assert assert_continued_alike(folder, [USER, {"role": "assistant", "content": "Yes, and"}])
-
-
-def test_a_text_without_its_last_message_is_not_continued(tmp_path: Path) -> None:
-    """The template drops the end of the message, so there is no place to go on from."""
-    for source in ("{{ messages[-1].content[:3] }}", "{{ messages[-1].content | upper }}", "{{ bos_token }}"):
-        folder = save(tmp_path / str(len(source)), source)
-        assert not assert_continued_alike(folder, [USER, {"role": "assistant", "content": "Yes, and"}])
-    with pytest.raises(
-        RequestError, match="^continue_final_message needs a chat template that shows the last"
+def test_only_a_template_that_shows_a_message_as_it_is_continues_it(folders: Path, tmp_path: Path) -> None:
+    """Where it drops the end of the message, there is no place to go on from."""
+    said = [USER, {"role": "assistant", "content": "Yes, and"}]
+    for name in TEMPLATES:
+        assert assert_continued_alike(folders / name, said) is (name != "tools"), f"{name}: tools shows JSON"
+    sources = ("[:3] }}", " | upper }}", " }}: {{ add_generation_prompt }}", " }}")
+    for number, rest in enumerate(sources):
+        folder = save(tmp_path / str(number), "{{ messages[-1].content" + rest)
+        assert assert_continued_alike(folder, said) is (number >= 2), rest
+    folder = save(tmp_path, "{{ bos_token }}")
+    assert not assert_continued_alike(folder, said)
+    for message, needs in (
+        (AGAIN, "a chat template that shows the last"),
+        (CALL, "a last message whose content is"),
     ):
-        ours(folder).encode_chat([USER, AGAIN], continue_final_message=True)
-    with pytest.raises(
-        RequestError, match="^continue_final_message needs a last message whose content is text"
-    ):
-        ours(folder).encode_chat([USER, CALL], continue_final_message=True)
+        with pytest.raises(RequestError, match=f"^continue_final_message needs {needs}"):
+            ours(folder).encode_chat([USER, message], continue_final_message=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "variables"),
+    ("name", "variables", "inert"),
     [
-        ("thinking", {"enable_thinking": False}),
-        ("thinking", {"enable_thinking": True}),
-        ("dated", {"date": "1 May 2024"}),
-        ("dated", {"bos_token": "<begin>"}),
-        ("tools", {"tools": [WEATHER, WEATHER]}),
-        ("tools", {"tools": []}),
-        ("tools", {"documents": [{"title": "T", "text": "<b>"}]}),
+        ("thinking", {"enable_thinking": False}, False),
+        ("thinking", {"enable_thinking": True}, True),
+        ("thinking", {"tools": None, "documents": []}, True),
+        ("dated", {"date": "1 May 2024"}, False),
+        ("dated", {"bos_token": "<begin>"}, False),
+        ("tools", {"tools": [WEATHER, WEATHER]}, False),
+        ("tools", {"tools": []}, True),
+        ("tools", {"documents": [{"title": "T", "text": "<b>"}]}, False),
     ],
     ids=str,
 )
-def test_variables_are_passed_to_the_template(folders: Path, name: str, variables: dict[str, Any]) -> None:
+def test_variables_are_passed_to_the_template(
+    folders: Path, name: str, variables: dict[str, Any], inert: bool
+) -> None:
     assert_alike(folders / name, [USER, REPLY, AGAIN], **variables)
     plain = ours(folders / name).encode_chat([USER, REPLY, AGAIN])
-    changed = ours(folders / name).encode_chat([USER, REPLY, AGAIN], **variables)
-    inert = variables in ({"enable_thinking": True}, {"tools": []})
-    assert (plain == changed) is inert
-
-
-@pytest.mark.parametrize("name", ["tools", "documents"])
-def test_lists_that_the_template_does_not_read_are_refused_by_name(folders: Path, name: str) -> None:
-    """transformers drops them, and the model never hears of the tools."""
-    thinking = ours(folders / "thinking")
-    with pytest.raises(RequestError, match=f"the chat template does not read '{name}'; leave it out"):
-        thinking.encode_chat([USER], **{name: [WEATHER]})
-    for empty in (None, []):
-        assert thinking.encode_chat([USER], **{name: empty}) == thinking.encode_chat([USER])
+    assert (plain == ours(folders / name).encode_chat([USER, REPLY, AGAIN], **variables)) is inert
 
 
 def test_tool_calls_and_results_render_as_in_transformers(folders: Path) -> None:
@@ -338,6 +294,7 @@ def test_any_messages_render_as_in_transformers(
     folders: Path, messages: list[dict[str, Any]], name: str, prompt: bool
 ) -> None:
     assert_alike(folders / name, messages, add_generation_prompt=prompt)
+    assert_continued_alike(folders / name, messages)
 
 
 def test_special_tokens_are_read_from_both_files(tmp_path: Path) -> None:
@@ -345,40 +302,29 @@ def test_special_tokens_are_read_from_both_files(tmp_path: Path) -> None:
     kept = {"content": "<pad>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     table = {"2": kept | {"content": "</s>", "special": True}}
     older = {"bos_token": kept, "unk_token": "</s>"}
-    for name, config in {
-        "plain": {},
-        "object": {"pad_token": {"__type": "AddedToken"} | kept},
-        "null": {"bos_token": None},
-        "older": {},
-        "newer": {"added_tokens_decoder": table},
-    }.items():
+    for name, config, text in (
+        ("plain", {}, "<s>|</s>|||Why?"),
+        ("object", {"pad_token": {"__type": "AddedToken"} | kept}, "<s>|</s>|<pad>||Why?"),
+        ("null", {"bos_token": None}, "|</s>|||Why?"),
+        ("older", {}, "<pad>|</s>||</s>|Why?"),
+        ("newer", {"added_tokens_decoder": table}, None),
+    ):
         folder = save(tmp_path / name, shown, **config)
         if name in ("older", "newer"):
             (folder / "special_tokens_map.json").write_text(json.dumps(older))
         assert_alike(folder, [USER])
-    texts = {
-        name: ours(tmp_path / name).chat.render([AGAIN]) for name in ("plain", "object", "null", "older")
-    }  # type: ignore[union-attr]
-    assert texts == {
-        "plain": "<s>|</s>|||Why?",
-        "object": "<s>|</s>|<pad>||Why?",
-        "null": "|</s>|||Why?",
-        "older": "<pad>|</s>||</s>|Why?",
-    }
+        chat = ours(folder).chat
+        assert chat is not None and text in (None, chat.render([AGAIN])), name
 
 
 def test_templates_are_read_from_files_and_from_the_config(tmp_path: Path) -> None:
-    def write(path: Path, text: str) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-
     listed = save(tmp_path / "listed", {"default": "plain", "tool_use": "tools {{ tools | length }}"})
-    filed = save(tmp_path / "filed", "config")
-    write(filed / "chat_template.jinja", "file ü")
-    several = save(tmp_path / "several", "config")
-    write(several / "chat_template.jinja", "file")
-    write(several / "additional_chat_templates/tool_use.jinja", "tools")
-    write(several / "additional_chat_templates/rag.jinja", "rag")
+    filed, several = (save(tmp_path / name, "config") for name in ("filed", "several"))
+    (filed / "chat_template.jinja").write_text("file ü", encoding="utf-8")
+    (several / "chat_template.jinja").write_text("file")
+    (more := several / "additional_chat_templates").mkdir()
+    (more / "tool_use.jinja").write_text("tools")
+    (more / "rag.jinja").write_text("rag")
     for folder, plain, tools in (
         (listed, "plain", "tools 1"),
         (filed, "file ü", None),  # it reads no tools
@@ -390,12 +336,12 @@ def test_templates_are_read_from_files_and_from_the_config(tmp_path: Path) -> No
         if tools is not None:
             assert_alike(folder, [USER], tools=[WEATHER])
             assert chat.render([USER], tools=[WEATHER]) == tools
-    nameless = save(tmp_path / "nameless", {"rag": "rag", "tool_use": "tools"})
+    nameless = ours(save(tmp_path / "nameless", {"rag": "rag", "tool_use": "tools"}))
     with pytest.raises(
         RequestError, match="has chat templates named rag, tool_use, but none named default; put"
     ):
-        ours(nameless).encode_chat([USER])
-    assert ours(nameless).chat.render([USER], tools=[WEATHER]) == "tools"  # type: ignore[union-attr]
+        nameless.encode_chat([USER])
+    assert nameless.chat.render([USER], tools=[WEATHER]) == "tools"  # type: ignore[union-attr]
 
 
 def test_a_conversation_without_a_template_is_refused(tmp_path: Path) -> None:
@@ -405,6 +351,9 @@ def test_a_conversation_without_a_template_is_refused(tmp_path: Path) -> None:
         loaded.encode_chat([USER])
     (tmp_path / "tokenizer_config.json").unlink()
     assert ChatTemplate.from_folder(tmp_path) is None
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="has a chat template that cannot be read"):
+        Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -413,12 +362,6 @@ def test_a_conversation_without_a_template_is_refused(tmp_path: Path) -> None:
 def test_a_malformed_chat_template_entry_is_refused(tmp_path: Path, found: Any) -> None:
     save(tmp_path, None, chat_template=found)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template is neither"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_template_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    (save(tmp_path, None) / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match="has a chat template that cannot be read"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -431,8 +374,13 @@ def test_a_template_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         ("{{ messages[7] | tojson }}", "is not JSON serializable"),
         ("{{ messages.append(1) }}", "access to attribute 'append'"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ dict.update(messages[0], role='none') }}", "cannot be rendered with these messages"),
+        ("{{ dict.__base__ }}{{ dict.__base__() }}", "cannot be rendered with these messages"),
+        ("{{ namespace.__init__.__globals__ }}", "cannot be rendered with these messages"),
+        ("{% set n = namespace(_x=1) %}", "cannot be rendered with these messages"),
+        ("{% set n = namespace() %}{% set n._x = 1 %}", "cannot be rendered with these messages"),
         ("{{ 1 // 0 }}", "zero"),
-        ("{{ messages[0].content.encode('ascii') }}", "the attribute 'encode' of str"),
+        ("{{ messages[0].content.encode('ascii') }}", "'ascii' codec can't encode"),
     ],
 )
 def test_a_failing_template_is_reported_in_one_line(template: str, expected: str) -> None:
@@ -454,28 +402,6 @@ REASONED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        *({"role": "tool", "content": content} for content in ({"t": [22.5]}, 22, 1.5, [], [1, "a"], False)),
-        {"role": "tool", "tool_call_id": "1"},
-        CALL,
-        {"role": "assistant", "tool_calls": CALL["tool_calls"], "refusal": None},
-        {"role": "assistant", "content": ("a", "b")},
-        *({"role": "assistant", **reasoned} for reasoned in REASONED),
-    ],
-    ids=str,
-)
-def test_the_template_decides_which_keys_a_message_needs(tmp_path: Path, message: dict[str, Any]) -> None:
-    before = copy.deepcopy(message)
-    assert_alike(save(tmp_path, OPEN), [USER, message, AGAIN])
-    assert message == before
-
-
-class Role(enum.StrEnum):
-    USER = "user"
-
-
 class Grade(enum.IntEnum):
     GOOD = 2
 
@@ -485,55 +411,28 @@ class Share(float):
         return "much"
 
 
+CONTENTS = [{"t": [22.5]}, 22, 1.5, [], [1, "a"], False, ("a", "b"), Grade.GOOD, Share(0.5)]
+SCALARS = [np.float64(0.1), np.float32(0.5), np.int64(7), np.bool_(False), np.str_("x")]
+
+
 @pytest.mark.parametrize(
-    "value",
-    [Grade.GOOD, np.float64(0.1), np.float32(0.5), np.int64(7), np.bool_(False), Share(0.5), np.str_("x"), (1, 2)],
-    ids=repr,
-)  # fmt: skip
-def test_enumerations_and_numpy_scalars_render_as_in_transformers(tmp_path: Path, value: Any) -> None:
-    assert_alike(save(tmp_path, OPEN), [{"role": "tool", "content": value}], shown=value)
+    "message",
+    [
+        *({"role": "tool", "content": content} for content in (*CONTENTS, *SCALARS)),
+        {"role": "tool", "tool_call_id": "1"},
+        CALL,
+        {"role": "assistant", "tool_calls": CALL["tool_calls"], "refusal": None},
+        *({"role": "assistant", **reasoned} for reasoned in REASONED),
+    ],
+    ids=str,
+)
+def test_any_keys_and_values_render_as_in_transformers(tmp_path: Path, message: dict[str, Any]) -> None:
+    """The template decides which keys a message needs."""
+    assert_alike(save(tmp_path, OPEN), [USER, message, AGAIN], shown=message.get("content"))
 
 
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        (
-            {"enable_thinkng": False},
-            "does not read 'enable_thinkng'; leave it out (it reads enable_thinking)",
-        ),
-        ({"shown": CYCLE}, "shown is nested too deeply, or contains itself"),
-        ({"shown": np.zeros(2)}, "shown holds a ndarray"),
-        ({"shown": np.longdouble(1)}, "shown holds a longdouble"),
-        ({"shown": np.datetime64("2024-05-01")}, "shown holds a date"),
-        *(
-            ({name: True}, f"{name} is not a variable of a chat template; ")
-            for name in (
-                "chat_template",
-                "conversation",
-                "max_length",
-                "padding",
-                "return_assistant_tokens_mask",
-                "return_dict",
-                "return_tensors",
-                "sanitize_control_tokens",
-                "tokenize",
-                "tokenizer_kwargs",
-                "truncation",
-            )
-        ),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_a_variable_without_effect_is_refused(
-    folders: Path, variables: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        ours(folders / "thinking").encode_chat([USER], **variables)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_every_option_of_transformers_is_supported_or_refused(tmp_path: Path) -> None:
@@ -548,74 +447,100 @@ def test_every_option_of_transformers_is_supported_or_refused(tmp_path: Path) ->
             chat.render([USER], **{option: None})
 
 
-def test_an_endless_template_is_stopped() -> None:
-    endless = (
-        "{% for a in range(99999) %}{% for b in range(99999) %}" + "x" * 999 + "{% endfor %}{% endfor %}"
-    )
-    with pytest.raises(RequestError, match=r"\(its text is longer than 33554432 characters\)"):
-        ChatTemplate({"default": endless}).render([USER])
+REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
+    *(("chatml", messages, {}, "messages is not a list") for messages in ("hello", USER, 5)),
+    ("chatml", [], {}, "messages is empty"),
+    ("chatml", ["hello"], {}, "messages[0] is not an object"),
+    ("chatml", [USER, {"content": "x"}], {}, "messages[1] has no role"),
+    ("chatml", [{"role": 5, "content": "x"}], {}, "messages[0] has no role that is text"),
+    (
+        "chatml",
+        [{"role": "user"}],
+        {},
+        "'dict object' has no attribute 'content'",
+    ),  # which the template needs
+    ("chatml", [{"role": "user", "content": 5}], {}, "can only concatenate str"),
+    (
+        "chatml",
+        [{"role": "user", "content": CYCLE}],
+        {},
+        "messages[0] is nested too deeply, or contains itself; give",
+    ),
+    ("chatml", [{"role": "user", "content": "a\udcff"}], {}, "a message is not valid Unicode"),
+    (
+        "chatml",
+        [{"role": "user", "content": [Path("x")]}],
+        {},
+        "messages[0] holds a PosixPath; give text, numbers",
+    ),
+    # transformers drops lists that the template does not read, and the model never hears of the tools
+    *(
+        ("thinking", [USER], {name: [WEATHER]}, f"the chat template does not read '{name}'; leave it out")
+        for name in ("tools", "documents")
+    ),
+    ("thinking", [USER], {"enable_thinkng": 1}, "'enable_thinkng'; leave it out (it reads enable_thinking)"),
+    ("thinking", [USER], {"shown": CYCLE}, "shown is nested too deeply, or contains itself"),
+    ("thinking", [USER], {"shown": np.zeros(2)}, "shown holds a ndarray"),
+    ("thinking", [USER], {"tools": [{"call": len}]}, "tools holds a builtin_function_or_method"),
+    ("thinking", [USER], {"shown": np.longdouble(1)}, "shown holds a longdouble"),
+    ("thinking", [USER], {"shown": np.datetime64("2024-05-01")}, "shown holds a date"),
+]
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{% set n = namespace(self=1, values=2, made=3) %}{% set n.self = 4 %}{{ n.self }}{{ n.values }}{{ n.made }}",
-        "{% set n = namespace({'a': 1}, b=2) %}{{ n.a + n.b }}",
-    ],
-)  # fmt: skip
-def test_a_namespace_works_as_in_transformers(tmp_path: Path, template: str) -> None:
-    assert_alike(save(tmp_path, template), [USER])
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% set n = namespace(_x=1) %}",
-        "{% set n = namespace() %}{% set n._x = 1 %}",
-        "{{ dict.update(messages[0], role='none') }}",
-        "{{ dict.__base__ }}{{ dict.__base__() }}",
-        "{{ namespace.__init__.__globals__ }}",
-    ],
+    ("name", "messages", "variables", "expected"), REFUSED, ids=[case[3][:40] for case in REFUSED]
 )
-def test_a_template_cannot_leave_the_sandbox(tmp_path: Path, template: str) -> None:
-    folder = save(tmp_path, template)
-    with pytest.raises(jinja2.TemplateError):
-        theirs(folder).apply_chat_template([USER], tokenize=False)
-    with pytest.raises(RequestError, match="cannot be rendered with these messages") as caught:
-        ours(folder).encode_chat([USER])
-    assert "\n" not in str(caught.value)
-
-
-def test_only_plain_values_reach_the_template(folders: Path) -> None:
-    chat = ours(folders / "chatml").chat
-    assert chat is not None
-    assert chat.render([{"role": Role.USER, "content": "x"}]) == chat.render(
-        [{"role": "user", "content": "x"}]
-    )
-    with pytest.raises(RequestError, match=r"messages\[0\] holds a PosixPath; give text, numbers"):
-        chat.render([{"role": "user", "content": [Path("x")]}])
-    with pytest.raises(RequestError, match=r"tools holds a function"):
-        chat.render([USER], tools=[{"call": save}])
-
-
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ("hello", "messages is not a list"),
-        (USER, "messages is not a list"),
-        (5, "messages is not a list"),
-        ([], "messages is empty"),
-        (["hello"], "messages[0] is not an object"),
-        ([USER, {"content": "x"}], "messages[1] has no role"),
-        ([{"role": 5, "content": "x"}], "messages[0] has no role that is text"),
-        ([{"role": "user"}], "'dict object' has no attribute 'content'"),  # a key that this template needs
-        ([{"role": "user", "content": 5}], "can only concatenate str"),
-        ([{"role": "user", "content": CYCLE}], "messages[0] is nested too deeply, or contains itself; give"),
-        ([{"role": "user", "content": "a\udcff"}], "a message is not valid Unicode"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_malformed_messages_are_refused(folders: Path, messages: Any, expected: str) -> None:
+def test_malformed_messages_and_variables_without_effect_are_refused(
+    folders: Path, name: str, messages: Any, variables: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(RequestError) as caught:
-        ours(folders / "chatml").encode_chat(messages)
+        ours(folders / name).encode_chat(messages, **variables)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- templates that take a text as a list of parts ---------------------------------------------------------
+
+ALONE = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+FIRST = "{% for m in messages %}<{{ m.role }}>{{ m['content'][0]['text'] }}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+AS_IT_IS = "{% for m in messages %}<{{ m.role }}>{{ m.content }} (text){% endfor %}"
+SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+def rendered(template: str, **more: object) -> str:
+    return ChatTemplate({"default": template}).render(SAID, **more)  # type: ignore[arg-type]
+
+
+def test_a_template_of_parts_alone_shows_texts() -> None:
+    for template in (ALONE, FIRST):
+        assert rendered(template) == "<user>Hi<assistant>Ho"
+        assert rendered(template, continue_final_message=True) == "<user>Hi<assistant>Ho"
+
+
+def test_a_template_that_takes_texts_gets_texts() -> None:
+    assert rendered(BOTH) == "<user>Hi<assistant>Ho"
+    assert rendered(AS_IT_IS) == "<user>Hi (text)<assistant>Ho (text)"
+
+
+def test_parts_stay_as_they_are_given() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}]
+    assert ChatTemplate({"default": ALONE}).render(parts) == "<user>AB"
+    assert ChatTemplate({"default": BOTH}).render(parts) == "<user>[A][B]"
+
+
+@pytest.mark.parametrize(
+    ("answer", "check"),
+    [
+        (False, test_a_template_of_parts_alone_shows_texts),
+        (True, test_a_template_that_takes_texts_gets_texts),
+    ],
+)
+def test_a_defect_is_caught(answer: bool, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sometimes = defect("parts", module.takes_parts_alone, lambda sound: lambda render: answer, check)
+    assert_caught(sometimes, monkeypatch)

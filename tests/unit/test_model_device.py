@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 from torch import Tensor
 
 from foredraft.decode import constraint
-from foredraft.model import transfers as device
-from foredraft.model.transfers import upload
+from foredraft.model import memory as device
+from foredraft.model.memory import collect_the_new, upload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -44,37 +46,22 @@ def test_an_upload_to_the_cpu_copies_nothing() -> None:
 def test_an_upload_to_a_gpu_is_pinned_and_non_blocking(sent: list[Any], values: Any) -> None:
     upload(values, CUDA)
     assert sent == ["pinned", ("cuda", True)]
-
-
-def test_a_tensor_off_the_host_is_not_pinned(sent: list[Any]) -> None:
-    upload(torch.empty(2, device="meta"), CUDA)
+    sent.clear()
+    upload(torch.empty(2, device="meta"), CUDA)  # which is off the host already
     assert sent == [("cuda", True)]
-
-
-class Even(constraint.Constraint):
-    """A constraint that allows even tokens."""
-
-    length = 0
-
-    def mask(self) -> Tensor:
-        return torch.tensor([True, False, True])
-
-    def advance(self, token: int) -> int:
-        return self.length + 1
-
-    def rewind(self, length: int) -> None:
-        return None
 
 
 def test_constraint_masks_are_uploaded_without_blocking(
     sent: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    even: Any = SimpleNamespace(length=0, narrow=False, at_dead_end=False)
+    even.mask, even.advance = lambda: torch.tensor([True, False, True]), lambda token: 1
+    even.rewind = lambda length: None
     monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: torch.full(shape, True))
-    constraint.masks_along(Even(), [0], 3, CUDA)
+    constraint.masks_along(even, [0], 3, CUDA)
     assert sent == ["pinned", ("cuda", True)] * 2
     sent.clear()
-    walks = constraint.Walks([Even()], 3, CUDA)
-    walks.masks()
+    constraint.Walks([even], 3, CUDA).masks()
     assert sent == ["pinned", ("cuda", True)]
 
 
@@ -93,7 +80,20 @@ def test_a_download_keeps_every_bit_and_copies_once(monkeypatch: pytest.MonkeyPa
     sent = [torch.tensor([2**62, -1]), floats, torch.tensor([[True], [False]])]
     for one, other in zip(device.download(sent), sent, strict=True):
         assert one.shape == other.shape
-        assert one.to(other.dtype).equal(other) or one.view(torch.int32).equal(
-            floats.contiguous().view(torch.int32)
-        )
+        same_bits = [x.contiguous().view(torch.uint8) for x in (one.to(other.dtype), other)]
+        assert torch.equal(*same_bits)
     assert len(copies) == 1
+
+
+def test_what_is_loaded_is_left_out_of_garbage_collection_for_a_while() -> None:
+    gc.unfreeze()
+    try:
+        with collect_the_new():
+            assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() == 0
+        gc.freeze()
+        with collect_the_new():
+            pass
+        assert gc.get_freeze_count() > 1000, "what a program froze stays frozen"
+    finally:
+        gc.freeze()  # as `tests/conftest.py` does

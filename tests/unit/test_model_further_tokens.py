@@ -16,21 +16,18 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft.errors import CheckpointError
 from foredraft.loading.inspection import inspect_models
-from foredraft.model.further_tokens import predicts_further
 from foredraft.model.runner import Runner
+from foredraft.model.tensor_names import predicts_further
 from foredraft.model.weights import load_decoder
 from foredraft.quantise import quantise_checkpoint
 from tests.parity.test_logits import prompt_logits
 from tests.support.checkpoints import save_checkpoint
-from tests.support.planting import Mutant, assert_caught
+from tests.support.mutation import Mutant, Mutation, assert_caught
 
 TOKENS = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(7))
 MTP = ["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"]
-LAYER = [
-    "model.layers.3.eh_proj.weight",
-    "model.layers.3.self_attn.q_proj.weight",
-    "model.layers.3.enorm.weight",
-]
+LAYER = [f"model.layers.3.{name}.weight" for name in ("eh_proj", "self_attn.q_proj", "enorm")]
+ONE_MORE = [*LAYER, "model.layers.4.enorm.weight"]
 
 
 def with_tensors(folder: Path, names: list[str], **keys: object) -> Path:
@@ -41,6 +38,11 @@ def with_tensors(folder: Path, names: list[str], **keys: object) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | keys))
     return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("plain"), eos_token_id=None)
 
 
 @pytest.mark.parametrize(
@@ -54,47 +56,38 @@ def with_tensors(folder: Path, names: list[str], **keys: object) -> Path:
     ],
 )
 def test_they_stay_unread(
-    names: list[str], keys: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    names: list[str], keys: dict[str, object], plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, plain = (
-        with_tensors(tmp_path / "further", names, **keys),
-        save_checkpoint(tmp_path / "plain", eos_token_id=None),
-    )
+    folder = with_tensors(tmp_path / "further", names, **keys)
     with caplog.at_level(logging.INFO, "foredraft"):
         decoder = load_decoder(folder)
     [line] = [line for line in caplog.messages if "further tokens" in line]
     assert line == f"{len(names)} tensors that predict further tokens stay unread (the first: {min(names)})"
-    assert torch.equal(
-        prompt_logits(Runner(decoder), TOKENS), prompt_logits(Runner(load_decoder(plain)), TOKENS)
-    )
+    found, wanted = (prompt_logits(Runner(each), TOKENS) for each in (decoder, load_decoder(plain)))
+    assert torch.equal(found, wanted)
     sizes = [inspect_models(each, device="cpu", draft=None).models[0] for each in (folder, plain)]
     assert sizes[0].weight_bytes == sizes[1].weight_bytes and sizes[0].parameters == sizes[1].parameters
 
 
+NOT_PART = "tensor {} in model.safetensors is not part of a Llama"
+
+
 @pytest.mark.parametrize(
-    ("names", "keys", "named"),
+    ("names", "number", "says"),
     [
-        (LAYER, {}, "model.layers.3.eh_proj.weight"),
-        (LAYER, {"num_nextn_predict_layers": 0}, "model.layers.3.eh_proj.weight"),
-        (
-            [*LAYER, "model.layers.4.enorm.weight"],
-            {"num_nextn_predict_layers": 1},
-            "model.layers.4.enorm.weight",
-        ),
-        (["mtp_other.weight"], {}, "mtp_other.weight"),
-        (["model.layers.1.mtp.weight"], {"num_nextn_predict_layers": 1}, "model.layers.1.mtp.weight"),
+        (LAYER, None, NOT_PART),
+        (LAYER, 0, NOT_PART),
+        (["model.layers.4.enorm.weight", *LAYER[1:]], 1, NOT_PART),
+        (["mtp_other.weight"], None, NOT_PART),
+        (["model.layers.1.mtp.weight"], 1, NOT_PART),
+        (LAYER, -1, "num_nextn_predict_layers is -1"),
     ],
 )
 def test_other_tensors_are_refused_as_ever(
-    names: list[str], keys: dict[str, object], named: str, tmp_path: Path
+    names: list[str], number: int | None, says: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=f"tensor {named} in model.safetensors is not part of a Llama"):
-        load_decoder(with_tensors(tmp_path / "model", names, **keys))
-
-
-def test_a_wrong_number_of_layers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers is -1"):
-        load_decoder(with_tensors(tmp_path / "model", LAYER, num_nextn_predict_layers=-1))
+    with pytest.raises(CheckpointError, match=says.format(names[0])):
+        load_decoder(with_tensors(tmp_path / "model", names, num_nextn_predict_layers=number))
 
 
 def test_a_quantised_checkpoint_leaves_them_out(tmp_path: Path) -> None:
@@ -105,23 +98,20 @@ def test_a_quantised_checkpoint_leaves_them_out(tmp_path: Path) -> None:
         assert llm.weights is not None
 
 
-Function = Callable[..., Any]
-ONE_MORE = [*LAYER, "model.layers.4.enorm.weight"]
-
-
 def loads(names: list[str], **keys: object) -> Callable[[], None]:
-    """Return a check that a checkpoint with these tensors loads."""
+    """Return a check that a checkpoint with these tensors loads, and its copy in few bits."""
 
     def check() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            load_decoder(with_tensors(Path(folder) / "model", names, **keys))
+            model = with_tensors(Path(folder) / "model", names, **keys)
+            load_decoder(model)
+            quantise_checkpoint(str(model), "int8", Path(folder) / "int8")
+            load_decoder(Path(folder) / "int8")
 
     return check
 
 
 def refuses(names: list[str], **keys: object) -> Callable[[], None]:
-    """Return a check that a checkpoint with these tensors does not load."""
-
     def check() -> None:
         with pytest.raises(CheckpointError):
             loads(names, **keys)()
@@ -129,51 +119,35 @@ def refuses(names: list[str], **keys: object) -> Callable[[], None]:
     return check
 
 
-def copies() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model = with_tensors(Path(folder) / "model", LAYER + MTP, num_nextn_predict_layers=1)
-        quantise_checkpoint(str(model), "int8", Path(folder) / "int8")
-        load_decoder(Path(folder) / "int8")
+def counted(change: Callable[[int, int], tuple[int, int]]) -> Mutation:
+    """Change the numbers of layers that are the model's, and that predict further tokens."""
+    return lambda sound: lambda name, layers, more: sound(name, *change(layers, more))
 
 
+def spelled(begin: str, unread: bool) -> Mutation:
+    """Decide alike for all names that begin so."""
+    return lambda sound: lambda name, *rest: unread if name.startswith(begin) else sound(name, *rest)
+
+
+LOADED = pytest.fail.Exception  # nothing was refused
+NEXT = {"num_nextn_predict_layers": 1}
+NESTED = loads([f"model.{name}" for name in MTP])
+ONE_TOO_MANY = counted(lambda layers, more: (layers, more + 1))
+ALWAYS_ONE = counted(lambda layers, more: (layers, max(more, 1)))
+THE_LAST = counted(lambda layers, more: (layers - 1, more + 1))
 DEFECTS = [
-    ("nothing is left unread", lambda sound: lambda *_: False, loads(MTP), CheckpointError),
-    (
-        "one layer too many is left unread",
-        lambda sound: lambda name, layers, further: sound(name, layers, further + 1),
-        refuses(ONE_MORE, num_nextn_predict_layers=1),
-        pytest.fail.Exception,
-    ),
-    (
-        "layers are left unread where none is counted",
-        lambda sound: lambda name, layers, further: sound(name, layers, max(further, 1)),
-        refuses(LAYER),
-        pytest.fail.Exception,
-    ),
-    (
-        "the model's last layer is left unread",
-        lambda sound: lambda name, layers, further: sound(name, layers - 1, further + 1),
-        copies,
-        CheckpointError,
-    ),
-    (
-        "any name that begins so is left unread",
-        lambda sound: lambda name, *rest: name.startswith("mtp") or sound(name, *rest),
-        refuses(["mtp_other.weight"]),
-        pytest.fail.Exception,
-    ),
-    (
-        "the nested spelling is refused",
-        lambda sound: lambda name, *rest: not name.startswith("model.mtp") and sound(name, *rest),
-        loads([f"model.{name}" for name in MTP]),
-        CheckpointError,
-    ),
+    ("nothing is unread", spelled("", False), loads(MTP), CheckpointError),
+    ("one too many", ONE_TOO_MANY, refuses(ONE_MORE, **NEXT), LOADED),
+    ("none is counted", ALWAYS_ONE, refuses(LAYER), LOADED),
+    ("the model's last", THE_LAST, loads(LAYER, **NEXT), CheckpointError),
+    ("any name that begins so", spelled("mtp", True), refuses(["mtp_other.weight"]), LOADED),
+    ("the nested spelling is refused", spelled("model.mtp", False), NESTED, CheckpointError),
 ]
 
 
-@pytest.mark.parametrize(("name", "spoiler", "check", "raises"), DEFECTS, ids=[each[0] for each in DEFECTS])
+@pytest.mark.parametrize(("name", "mutation", "check", "raises"), DEFECTS, ids=[each[0] for each in DEFECTS])
 def test_a_defect_is_caught(
-    name: str, spoiler: Function, check: Callable[[], None], raises: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, mutation: Any, check: Callable[[], None], raises: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check()
-    assert_caught(Mutant(name, ((predicts_further, spoiler),), check, raises), monkeypatch)
+    assert_caught(Mutant(name, ((predicts_further, mutation),), check, raises), monkeypatch)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import numpy as np
 import pytest
 
 import foredraft
-from foredraft.cli import main
 from foredraft.errors import CheckpointError, ConfigError
+from foredraft.kernels.compilation import library
 from foredraft.model.gguf import file as module
 from foredraft.model.gguf.file import BLOCKS, GGUFFile
 from foredraft.model.hub import resolve
@@ -30,6 +28,7 @@ Arrays = dict[str, np.ndarray]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library()  # the kernels come from the cache of all tests
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 
 
@@ -55,7 +54,6 @@ def refusal(file: Path) -> str:
 def test_a_file_is_read_alike_in_blocks_of_any_size(
     block: int, sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts and their lengths lie across the ends of blocks."""
     file = tmp_path / "model.gguf"
     file.write_bytes(sound)
     whole = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"]
@@ -81,27 +79,26 @@ def test_a_broken_text_in_a_list_is_refused(
     assert says in refusal(file)
 
 
+def put(start: int, kind: str, value: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:start] + struct.pack(kind, value) + data[start + struct.calcsize(kind) :]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (lambda data: b"", "is empty"),
         (lambda data: b"GG", "is not a GGUF file"),
         (lambda data: b"ABCD" + data[4:], "is not a GGUF file"),
-        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "version 1"),
-        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "big-endian"),
+        (put(4, "<I", 1), "version 1"),
+        (put(4, ">I", 3), "big-endian"),
+        (put(8, "<Q", 2**62), "model.gguf"),  # tensors
+        (put(16, "<Q", 2**62), "model.gguf"),  # metadata
         (lambda data: data[:20], "ends too early"),
         (lambda data: data[:500], "ends too early"),
         (lambda data: data[:-100], "ends within tensor"),
-        (
-            lambda data: data.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"),
-            "has tensor 'blk.0.ffn_up.weight' twice",
-        ),
-        (
-            lambda data: data.replace(b"bos_token_id", b"eos_token_id"),
-            "has 'tokenizer.ggml.eos_token_id' twice",
-        ),
-        (lambda data: data[:8] + struct.pack("<Q", 2**62) + data[16:], "model.gguf"),
-        (lambda data: data[:16] + struct.pack("<Q", 2**62) + data[24:], "model.gguf"),
+        (lambda data: data.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"), "tensor 'blk.0.ffn_up.weight' twice"),
+        (lambda data: data.replace(b"bos_token_id", b"eos_token_id"), "ggml.eos_token_id' twice"),
+        (lambda data: data.replace(b"llama", b"lxama"), "'lxama', which is not supported; supported are"),
     ],
 )
 def test_a_broken_container_is_refused(
@@ -120,33 +117,11 @@ def add(name: str, *shape: int) -> Callable[[Arrays], Arrays]:
     return lambda tensors: tensors | {name: np.zeros(shape, np.float32)}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        (remove("blk.1.ffn_up.weight"), "lacks tensor blk.1.ffn_up.weight"),
-        (remove("token_embd.weight"), "has no matrix token_embd.weight"),
-        (
-            add("blk.0.attn_k.weight", 8, 64),
-            "has tensor blk.0.attn_k.weight of shape [8, 64], but its metadata",
-        ),
-        (add("blk.9.attn_k.weight", 64, 64), "has tensor blk.9.attn_k.weight, which is not part of a Llama"),
-        (
-            add("blk.01.attn_k.weight", 64, 64),
-            "has tensor blk.01.attn_k.weight, which is not part of a Llama",
-        ),
-        (add("rope_freqs.weight", 3), "has rope_freqs.weight of shape [3]"),
-        (lambda t: add("rope_freqs.weight", t["blk.0.attn_q.weight"].shape[0] // 8)(t), "rope_freqs.weight"),
-    ],
-)
-def test_other_tensors_than_the_models_are_refused(
-    tmp_path: Path, folder: Path, tensors: Callable[[Arrays], Arrays], says: str
-) -> None:
-    assert says in refusal(write_gguf(folder, tmp_path / "model.gguf", tensors=tensors))
+ROPE = "rope_freqs.weight"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_every_type_that_is_cut_or_shifted_is_named(tmp_path: Path, kind: str) -> None:
-    """The last tensor ends early by a byte, by a block and by half; its place is a byte late; its rows are odd."""
     folder = save_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     data, tensors = file.read_bytes(), GGUFFile(file).tensors
@@ -170,89 +145,45 @@ def test_a_file_of_every_type_that_is_cut_or_shifted_is_named(tmp_path: Path, ki
     )
 
 
-def test_a_type_that_is_not_supported_is_named(tmp_path: Path, folder: Path) -> None:
-    def edit(writer: Any) -> None:
-        blocks = np.zeros((4, 292), np.uint8)
-        writer.add_tensor("extra.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_K)
-
-    message = refusal(write_gguf(folder, tmp_path / "model.gguf", edit=edit))
-    assert "has tensor extra.weight of type Q8_K, which is not supported; take a file with F32" in message
+def unsupported_type(writer: Any) -> None:
+    kind = gguf.GGMLQuantizationType.Q8_K
+    writer.add_tensor("extra.weight", np.zeros((4, 292), np.uint8), raw_dtype=kind)
 
 
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [
-        (lambda w: w.add_uint32("llama.expert_count", 8), "expert_count is 8; only 0 is supported"),
-        (lambda w: w.add_uint32("llama.other_key", 1), "other_key"),
-        (lambda w: w.add_float32("llama.attention.scale", 0.5), "attention.scale"),
-        (lambda w: w.add_uint32("llama.attention.sliding_window", 16), "attention.sliding_window"),
-        (
-            lambda w: w.add_uint16("split.count", 3),
-            "is one of 3 parts, but its name does not end in -00001-of-00003.gguf",
-        ),
-        (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "supported are none, linear, yarn"),
-        (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "rope.scaling.attn_factor"),
-        (lambda w: w.add_eot_token_id(384), "eos_token_id is [2, 384], but vocab_size is 384"),
-        (lambda w: w.add_uint32("general.alignment", 12), "has the alignment 12; it must be a multiple of 8"),
-    ],
-)
-def test_metadata_that_are_not_understood_are_refused(
-    tmp_path: Path, folder: Path, edit: Callable[[Any], None], says: str
+TENSORS = [
+    (remove("blk.1.ffn_up.weight"), "lacks tensor blk.1.ffn_up.weight"),
+    (remove("token_embd.weight"), "has no matrix token_embd.weight"),
+    (add("blk.0.attn_k.weight", 8, 64), "has tensor blk.0.attn_k.weight of shape [8, 64], but its metadata"),
+    (add("blk.9.attn_k.weight", 64, 64), "has tensor blk.9.attn_k.weight, which is not part of a Llama"),
+    (add("blk.01.attn_k.weight", 64, 64), "has tensor blk.01.attn_k.weight, which is not part of a Llama"),
+    (add(ROPE, 3), "has rope_freqs.weight of shape [3]"),
+    (lambda t: add(ROPE, t["blk.0.attn_q.weight"].shape[0] // 8)(t), ROPE),
+]
+EDITS = [
+    (unsupported_type, "has tensor extra.weight of type Q8_K, which is not supported; take a file with F32"),
+    (lambda w: w.add_uint32("llama.expert_count", 8), "expert_count is 8; only 0 is supported"),
+    (lambda w: w.add_uint32("llama.other_key", 1), "other_key"),
+    (lambda w: w.add_float32("llama.attention.scale", 0.5), "attention.scale"),
+    (lambda w: w.add_uint32("llama.attention.sliding_window", 16), "attention.sliding_window"),
+    (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "supported are none, linear, yarn"),
+    (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "rope.scaling.attn_factor"),
+    (lambda w: w.add_eot_token_id(384), "eos_token_id is [2, 384], but vocab_size is 384"),
+    (lambda w: w.add_uint32("general.alignment", 12), "has the alignment 12; it must be a multiple of 8"),
+]
+CHANGES: list[tuple[dict[str, Callable[..., Any]], str]] = [
+    *(({"tensors": change}, says) for change, says in TENSORS),
+    *(({"edit": change}, says) for change, says in EDITS),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES, ids=[says[:40] for _, says in CHANGES])
+def test_tensors_and_metadata_that_are_not_understood_are_refused(
+    tmp_path: Path, folder: Path, change: dict[str, Callable[..., Any]], says: str
 ) -> None:
-    assert says in refusal(write_gguf(folder, tmp_path / "model.gguf", edit=edit))
+    assert says in refusal(write_gguf(folder, tmp_path / "model.gguf", **change))
 
 
-def test_an_unknown_architecture_is_named(tmp_path: Path, sound: bytes) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(sound.replace(b"llama", b"lxama"))
-    message = refusal(file)
-    assert "has the architecture 'lxama', which is not supported; supported are " in message
-    assert message.endswith("Did you mean 'llama'?")
-    file.write_bytes(sound.replace(b"llama", b"mamba"))
-    assert "'mamba', which is not supported: it is a model with recurrent layers; give a dense" in refusal(
-        file
-    )
-
-
-def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path, sound: bytes) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(sound)
-    made = resolve(file)
-    file.write_bytes(sound + b"\0")
-    with pytest.raises(CheckpointError, match="has changed while it was used"):
-        load_decoder(made)
-    load_decoder(resolve(file))  # made again
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.gguf cannot be read"):
-        load_decoder(made)
-
-
-def test_random_damage_is_refused_or_harmless(tmp_path: Path, sound: bytes) -> None:
-    """Whatever bytes are flipped or cut off, a `CheckpointError` comes, or a model."""
-    draw, file = random.Random(0), tmp_path / "model.gguf"
-    heads = sound.index(b"output_norm") + 400  # past the metadata, among the tensors' heads
-    for _ in range(200):
-        damaged = bytearray(sound)
-        for _ in range(draw.choice((1, 1, 4))):
-            damaged[draw.randrange(min(heads, len(damaged)))] = draw.randrange(256)
-        if draw.random() < 0.2:
-            del damaged[draw.randrange(len(damaged)) :]
-        file.write_bytes(bytes(damaged))
-        with suppress(CheckpointError):
-            load_decoder(resolve(file))
-
-
-# --- as a user meets them ------------------------------------------------------------------------------------
-
-
-def test_the_command_refuses_in_one_line(
-    tmp_path: Path, sound: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "model.gguf").write_bytes(sound[:500])
-    for command in (["info"], ["generate", "a"], ["quantise", "--out", str(tmp_path / "out")]):
-        assert main([*command, "--model", str(tmp_path / "model.gguf")]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and "model.gguf ends too early" in told
+CHAT = "tokenizer.chat_template"
 
 
 def no_pad(writer: Any) -> None:
@@ -262,44 +193,27 @@ def no_pad(writer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "says"),
+    ("changes", "says"),
     [
-        (lambda w: w.add_uint32("tokenizer.chat_template", 7), "has a chat template that is not a text"),
+        ({"edit": lambda w: w.add_uint32(CHAT, 7)}, "has a chat template that is not a text"),
+        ({"edit": lambda w: w.add_array(f"{CHAT}.tool_use", [1])}, "has a chat template that is not a text"),
         (
-            lambda w: w.add_array("tokenizer.chat_template.tool_use", [1]),
-            "has a chat template that is not a text",
+            {"edit": no_pad},
+            "has a vocabulary that is not its model's: it has no token 0, which is the model's eos_tok",
         ),
-        (no_pad, "has a vocabulary that is not its model's: it has no token 0, which is the model's eos_tok"),
+        ({"pre": "other"}, "has a vocabulary with the pre-tokenizer 'other', which is not supported"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_refused(
-    tmp_path: Path, folder: Path, edit: Callable[[Any], None], says: str
+    tmp_path: Path, folder: Path, changes: dict[str, Any], says: str
 ) -> None:
-    file = write_gguf(folder, tmp_path / "model.gguf", edit=edit)
+    file = write_gguf(folder, tmp_path / "model.gguf", **changes)
     with pytest.raises(CheckpointError) as caught:
         foredraft.load(file, device="cpu")
     message = str(caught.value)
     assert f"{file} {says}" in message and "\n" not in message and str(tmp_path / "cache") not in message
     assert message.endswith("give the folder of the model's tokenizer as tokenizer")
-    foredraft.load(file, tokenizer=folder, device="cpu", max_length=64).close()
-
-
-def test_a_vocabulary_that_is_not_known_needs_a_tokenizer(tmp_path: Path, folder: Path) -> None:
-    file = write_gguf(folder, tmp_path / "model.gguf", pre="other")
-    with pytest.raises(CheckpointError, match=r"pre-tokenizer 'other', which is not supported.*tokenizer"):
-        foredraft.load(file, device="cpu")
     with pytest.raises(ConfigError, match=r"which has no tokenizer\.json"):
         foredraft.load(file, tokenizer=tmp_path, device="cpu")
-    with (
-        foredraft.load(file, tokenizer=folder, device="cpu", max_length=64) as llm,
-        foredraft.load(folder, device="cpu", max_length=64) as plain,
-    ):
-        params = foredraft.SamplingParams(temperature=0, max_new_tokens=8)
-        assert llm.generate("the cat", params)[0].text == plain.generate("the cat", params)[0].text
-
-
-def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
-    model = save_checkpoint(tmp_path / "model", hidden_size=64, intermediate_size=96)
-    file = write_gguf(model, tmp_path / "model.gguf", "Q8_0")
-    with pytest.raises(ConfigError, match=r"model\.gguf is quantised already \(gguf, Q8_0\)"):
-        foredraft.load(file, device="cpu", weights="int4")
+    with foredraft.load(file, tokenizer=folder, device="cpu", max_length=64) as llm:
+        assert llm.loaded.tokenizer is not None

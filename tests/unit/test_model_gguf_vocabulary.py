@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import random
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foredraft.model.chat import ChatTemplate
 from foredraft.model.gguf import vocabulary
-from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, vocabulary_of
+from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, end_ids, special_ids, vocabulary_of
 from foredraft.model.gguf.words import DIGIT, DIGITS, RULES, WORDS
 from foredraft.model.tokenizer import BYTE_LEVEL
 from tests.support.strings import strings
@@ -56,7 +56,7 @@ def defined(text: str, metadata: dict[str, Any]) -> list[int]:
     return pieces
 
 
-def check_sentencepiece() -> None:
+def test_a_sentencepiece_vocabulary_joins_as_it_is_defined() -> None:
     metadata = sentencepiece()
     read = tokenizer_of(metadata)
     for text in [*TEXTS, *random_texts(), *strings(500)]:
@@ -69,15 +69,11 @@ def check_sentencepiece() -> None:
     assert read.encode("a<s>b", add_special_tokens=False).ids.count(1) == 1
 
 
-def test_a_sentencepiece_vocabulary_joins_as_it_is_defined() -> None:
-    check_sentencepiece()
-
-
 def test_lost_scores_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = vocabulary._merges
     monkeypatch.setattr(vocabulary, "_merges", lambda ids, scores: sound(ids, [0.0] * len(scores)))
     with pytest.raises(AssertionError):
-        check_sentencepiece()
+        test_a_sentencepiece_vocabulary_joins_as_it_is_defined()
 
 
 def test_the_space_before_a_text_may_be_left_out() -> None:
@@ -130,16 +126,9 @@ MORE = [
 
 
 def words_of(pre: str, text: str) -> list[str]:
-    """Return the words of a text in the characters of bytes."""
     cutter = tokenizer_of(byte_level(pre)).pre_tokenizer
     assert cutter is not None
     return [word for word, _ in cutter.pre_tokenize_str(text)]
-
-
-def check_words(pre: str, text: str, words: str) -> None:
-    spelling = {byte: character for character, byte in BYTE_LEVEL.items()}
-    expected = ["".join(spelling[byte] for byte in word.encode()) for word in words.split("|")]
-    assert words_of(pre, text) == expected
 
 
 PROBES = [(pre, PROBE, words) for names, words in PROBED.items() for pre in names.split()]
@@ -147,7 +136,9 @@ PROBES = [(pre, PROBE, words) for names, words in PROBED.items() for pre in name
 
 @pytest.mark.parametrize(("pre", "text", "words"), [*PROBES, *MORE])
 def test_words_are_those_of_the_rule(pre: str, text: str, words: str) -> None:
-    check_words(pre, text, words)
+    spelling = {byte: character for character, byte in BYTE_LEVEL.items()}
+    expected = ["".join(spelling[byte] for byte in word.encode()) for word in words.split("|")]
+    assert words_of(pre, text) == expected
 
 
 def test_falcon_cuts_the_characters_of_bytes() -> None:
@@ -175,7 +166,7 @@ def test_digits_that_are_cut_otherwise_are_caught(
     rule = WORDS[pre]
     monkeypatch.setitem(WORDS, pre, dataclasses.replace(rule, patterns=(digits, *rule.patterns[1:])))
     with pytest.raises(AssertionError):
-        check_words(*next(probe for probe in PROBES if probe[0] == pre))
+        test_words_are_those_of_the_rule(*next(probe for probe in PROBES if probe[0] == pre))
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "olmo", "command-r", "tiny_aya"])
@@ -209,7 +200,6 @@ def test_text_is_what_its_tokens_spell() -> None:
 
 
 def test_a_vocabulary_over_text_may_list_its_merges() -> None:
-    """Gemma 4's has them, and its words are whole texts."""
     pieces = [SPACE, *"abn", f"{SPACE}a", f"a{SPACE}a", "\n", "\n\n"]
     metadata = sentencepiece(
         tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
@@ -226,68 +216,86 @@ def test_a_vocabulary_over_text_may_list_its_merges() -> None:
 # --- special tokens, templates, refusals -------------------------------------------------------------------
 
 
-def test_special_tokens_are_named() -> None:
-    found = vocabulary_of(sentencepiece())
-    assert found is not None
-    assert found.config["bos_token"] == "<s>" and found.config["eos_token"] == "</s>"
-
-
-def test_every_template_of_a_file_is_read_by_its_name(tmp_path: Path) -> None:
-    prefix = "tokenizer.chat_template"
-    found = vocabulary_of(
-        sentencepiece()
-        | {prefix: "plain", f"{prefix}.tool_use": "{{ tools }}", f"{prefix}.rag": "rag"}
-        | {f"{prefix}s": ["tool_use", "rag"]}
-    )
-    assert found is not None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(found.config))
-    chat = ChatTemplate.from_folder(tmp_path)
-    assert chat is not None
-    assert chat.templates == {"default": "plain", "tool_use": "{{ tools }}", "rag": "rag"}
-    messages = [{"role": "user", "content": "a"}]
-    assert chat.render(messages) == "plain"
-    assert chat.render(messages, tools=[{"name": "b"}]) == "[{'name': 'b'}]"
-    assert chat.reads_tools
-
-
 def test_no_vocabulary_is_no_error() -> None:
     assert vocabulary_of({}) is None
     assert vocabulary_of({f"{KEY}model": "no_vocab"}) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"model": "t5"}, "kind 't5', which is not supported"),
-        ({"tokens": []}, "without tokens"),
-        ({"scores": [0.0]}, "without a score for each token"),
-        ({"token_type": [1]}, "without a type for each token"),
-        ({"precompiled_charsmap": [1]}, "precompiled_charsmap, which is not supported"),
-        ({"bos_token_id": 2**32 - 1}, "adds a token bos to texts, and does not say which it is"),
-    ],
-)
-def test_what_cannot_be_reproduced_is_refused(changes: dict[str, Any], says: str) -> None:
+PIECES, WORDS_OF = sentencepiece, partial(byte_level, pre="gpt-2")
+# the places of the last one's merges are so many that their texts take gigabytes
+TOO_LONG = {"tokens": ["<unk>", "a", "a" * 60_000], "scores": [0.0] * 3, "token_type": [2, 1, 1]}
+REFUSED = [
+    (PIECES, {"model": "t5"}, "kind 't5', which is not supported"),
+    (PIECES, {"tokens": []}, "without tokens"),
+    (PIECES, {"tokens": [*sentencepiece()[f"{KEY}tokens"][:-1], "a"]}, "twice|more than one id"),
+    (PIECES, TOO_LONG, "token 2 of 60,000 characters; at most 1,000"),
+    (PIECES, {"scores": [0.0]}, "without a score for each token"),
+    (PIECES, {"token_type": [1]}, "without a type for each token"),
+    (PIECES, {"precompiled_charsmap": [1]}, "precompiled_charsmap, which is not supported"),
+    (PIECES, {"bos_token_id": 2**32 - 1}, "adds a token bos to texts, and does not say which it is"),
+    (WORDS_OF, {"pre": "other"}, "the pre-tokenizer 'other', which is not supported"),
+    (WORDS_OF, {"pre": "qwen-2"}, "Did you mean 'qwen2'"),
+    (WORDS_OF, {"pre": None}, "the pre-tokenizer None, which is not supported"),
+    (WORDS_OF, {"merges": []}, "without merges"),
+    (WORDS_OF, {"merges": ["a"]}, "without merges"),
+]
+
+
+@pytest.mark.parametrize(("made", "changes", "says"), REFUSED)
+def test_what_cannot_be_reproduced_is_refused(
+    made: Callable[..., dict[str, Any]], changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UnreadableVocabularyError, match=says):
-        vocabulary_of(sentencepiece(**changes))
+        vocabulary_of(made(**changes))
+
+
+# --- which tokens end a text --------------------------------------------------------------------------------
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+def special_tokens(tokens: dict[str, int], **changes: Any) -> dict[str, Any]:
+    """Return metadata with tokens, given by their types, after one that is ordinary."""
+    found = {"model": "gpt2", "tokens": ["a", *tokens], "token_type": [NORMAL, *tokens.values()]}
+    return {KEY + name: value for name, value in (found | changes).items()}
+
+
+def test_ids_are_named_or_those_of_sentencepiece() -> None:
+    assert special_ids(sentencepiece()) == {"bos": 1, "eos": 2, "unk": 0}
+    assert special_ids({f"{KEY}model": "llama"}) == {"bos": 1, "eos": 2, "unk": 0}
+    assert special_ids({f"{KEY}model": "gpt2", f"{KEY}bos_token_id": 2**32 - 1}) == {}
+    named = dict.fromkeys(("<|im_end|>", "b", "c"), CONTROL)
+    assert end_ids(special_tokens(named, eos_token_id=1, eot_token_id=2, eom_token_id=3)) == [1, 2, 3]
+
+
+ENDS = ["<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "<eos>"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+def test_ends_are_found_by_their_texts(end: str, kind: int) -> None:
+    assert end_ids(special_tokens({"<|im_start|>": CONTROL, end: kind}, eos_token_id=0)) == [0, 2]
+
+
+OTHERS = ["</s>", "<|file_sep|>", "<|im_start|>"]
+WITHIN = [("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>")]  # ends within a turn, which end nothing
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("tokens", "ends"),
     [
-        ({"pre": "other"}, "the pre-tokenizer 'other', which is not supported"),
-        ({"pre": "qwen-2"}, "Did you mean 'qwen2'"),
-        ({"pre": None}, "the pre-tokenizer None, which is not supported"),
-        ({"merges": []}, "without merges"),
-        ({"merges": ["a"]}, "without merges"),
+        *(({end: NORMAL}, []) for end in ("<|im_end|>", "<eos>")),
+        *(({token: USER_DEFINED}, []) for token in OTHERS),
+        *(({"<|end|>": CONTROL, **dict.fromkeys(parts, CONTROL)}, [2, 3]) for parts in WITHIN),
+        *(({"<|end|>": CONTROL, first: CONTROL}, [1, 2]) for first, _ in WITHIN),
     ],
+    ids=str,
 )
-def test_rules_that_are_not_known_are_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UnreadableVocabularyError, match=says):
-        vocabulary_of(byte_level(**({"pre": "gpt-2"} | changes)))
+def test_other_tokens_end_nothing(tokens: dict[str, int], ends: list[int]) -> None:
+    assert end_ids(special_tokens(tokens)) == ends
 
 
-def test_a_token_twice_is_refused() -> None:
-    metadata = sentencepiece()
-    metadata[f"{KEY}tokens"][-1] = "a"
-    with pytest.raises(UnreadableVocabularyError, match="twice|more than one id"):
-        vocabulary_of(metadata)
+def test_lost_texts_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "ENDS", frozenset())
+    with pytest.raises(AssertionError):
+        test_ends_are_found_by_their_texts("<|im_end|>", CONTROL)

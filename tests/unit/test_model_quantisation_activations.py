@@ -1,10 +1,9 @@
-"""Quantised inputs of linear layers: bit for bit those of the library that defines them, and local to a row.
-
-Seen to fail on every defect of the table at the end.
-"""
+"""Quantised inputs of linear layers: bit for bit those of the library that defines them, and local to a row."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.bench.model_size import model_record
+from foredraft.bench.machine_record import model_record
 from foredraft.drafters.low_bit import low_bit_copy
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
 from foredraft.model.layers import Linear, QuantisedInputs
 from foredraft.model.quantisation import ActivationFormat, quantise
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes, NativeLinear, pack_codes, pack_native
+from foredraft.model.runner.native import NativeCodes, pack_codes, pack_native
 from foredraft.model.weights import load_decoder, parameter_count
 from tests.support import quantising
 from tests.support.checkpoints import save_checkpoint
-from tests.support.planting import Spoiler, assert_caught, defect
+from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.quantising import KINDS, by_token, edit_config
 
 FORMATS = list(ActivationFormat)
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BY_GROUP = by_token("float") | {"strategy": "group", "group_size": 128}
 KEYS = {  # of `input_activations`
     ActivationFormat.INT8: by_token("int"),
@@ -53,7 +52,9 @@ def widths(format: ActivationFormat, *others: int) -> tuple[int, ...]:
     return (128, 384, 2048) if format == ActivationFormat.FP8_GROUPS else (*others, 2048)
 
 
-def check_library(format: ActivationFormat, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_inputs_become_those_of_the_library(format: ActivationFormat, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
@@ -65,12 +66,6 @@ def check_library(format: ActivationFormat, dtype: torch.dtype) -> None:
         expected = forward_quantize(linear, x[None], "input", args)[0]
         assert (expected != x).any()
         assert torch.equal(format.rounded(x), expected)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
-def test_inputs_become_those_of_the_library(format: ActivationFormat, dtype: torch.dtype) -> None:
-    check_library(format, dtype)
 
 
 @NEEDS_KERNELS
@@ -87,10 +82,8 @@ def test_the_kernels_round_as_it_is_defined(format: ActivationFormat, dtype: tor
 
 
 def products(format: ActivationFormat, dtype: torch.dtype) -> list[Any]:
-    """Return every kind of product with one weight, over quantised inputs."""
     weight = torch.randn(72, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
-    codes = quantise(weight, 8)
-    native = [pack_native(weight, None), pack_codes(codes, dtype, None)]
+    native = [pack_native(weight, None), pack_codes(quantise(weight, 8), dtype, None)]
     return [replace(product, inputs=format) for product in native]
 
 
@@ -101,13 +94,11 @@ def test_a_row_has_the_same_bits_beside_any_others(format: ActivationFormat, dty
     x, before = inputs(256, dtype), torch.get_num_threads()
     try:
         for product in products(format, dtype):
-            whole = product(x)
-            plain = replace(product, inputs=None)
+            whole, plain = product(x), replace(product, inputs=None)
             assert torch.equal(whole, plain(format.rounded(x)))
-            for threads in (1, 2):
+            for threads, count in itertools.product((1, 2), (1, 2, 5, 16, 17, 33)):
                 torch.set_num_threads(threads)
-                for count in (1, 2, 5, 16, 17, 33):
-                    assert torch.equal(product(x[3:][:count]), whole[3:][:count]), (threads, count)
+                assert torch.equal(product(x[3:][:count]), whole[3:][:count]), (threads, count)
     finally:
         torch.set_num_threads(before)
 
@@ -120,11 +111,10 @@ def test_compiled_layers_round_every_step(format: ActivationFormat) -> None:
     assert torch.equal(torch.compile(identity, dynamic=False)(x), format.rounded(x))
 
 
-@pytest.mark.parametrize("name", ["w8a8", "fp8-dynamic"])
-@pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_KERNELS), False])
-def test_reports_count_the_weights(tmp_path: Path, name: str, native: bool) -> None:
-    runner = Runner(load_decoder(save(tmp_path / "model", name), native=native))
-    assert model_record("target", name, runner).parameters == parameter_count(runner.decoder.spec)
+def save(folder: Path, name: str) -> Path:
+    save_checkpoint(folder, "llama")
+    quantising.quantise(folder, KINDS[name])
+    return folder
 
 
 @NEEDS_KERNELS
@@ -135,95 +125,79 @@ def test_a_copy_in_few_bits_rounds_its_inputs_too(tmp_path: Path, bits: int) -> 
         assert isinstance(product, NativeCodes) and product.inputs == ActivationFormat.INT8
 
 
-def save(folder: Path, name: str, **keys: Any) -> Path:
-    save_checkpoint(folder, "llama", **keys)
-    quantising.quantise(folder, KINDS[name])
-    return folder
-
-
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_KERNELS), False])
-@pytest.mark.parametrize("name", ["w8a8", "fp8-dynamic", "int8"])
-def test_layers_round_their_inputs_and_the_head_does_not(tmp_path: Path, name: str, native: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("w8a8", ActivationFormat.INT8), ("fp8-dynamic", ActivationFormat.FP8), ("int8", None)],
+)
+def test_layers_round_their_inputs_and_the_head_does_not(
+    tmp_path: Path, name: str, wanted: ActivationFormat | None, native: bool
+) -> None:
     decoder = load_decoder(save(tmp_path / "model", name), native=native)
-    wanted = {"w8a8": ActivationFormat.INT8, "fp8-dynamic": ActivationFormat.FP8}.get(name)
     for product in decoder.products:
-        found = None
-        if isinstance(product, QuantisedInputs):
-            found = product.format
-        elif isinstance(product, NativeLinear | NativeCodes):
-            found = product.inputs
+        found = product.format if isinstance(product, QuantisedInputs) else getattr(product, "inputs", None)
         assert found == (None if product is decoder.output else wanted)
+    record = model_record("target", name, Runner(decoder))
+    assert record.parameters == parameter_count(decoder.spec), "reports count the weights"
 
 
-def test_layers_that_share_their_inputs_quantise_them_alike(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "w8a8")
-    config: dict[str, Any] = dict(KINDS["w8a8"].config)
-    keys = {"targets": ["re:.*k_proj"], "weights": config["config_groups"]["group_0"]["weights"]}
-    config["config_groups"] = {**config["config_groups"], "keys": keys}
-    edit_config(folder, {"quantization_config": config})
-    with pytest.raises(CheckpointError) as caught:
-        load_decoder(folder)
-    assert "layers that share their inputs quantise them differently" in str(caught.value)
-    assert "model.layers.0.self_attn.k_proj: none" in str(caught.value)
+def with_group(name: str, group: str, **keys: Any) -> dict[str, Any]:
+    """Return the keys of a config.json with the scheme of a kind, and a group of modules with other keys."""
+    config: dict[str, Any] = dict(KINDS[name].config)
+    changed = {**config["config_groups"]["group_0"], **keys}
+    return {"quantization_config": {**config, "config_groups": {**config["config_groups"], group: changed}}}
 
 
-def test_inputs_without_whole_groups_are_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "fp8-square")
-    config: dict[str, Any] = dict(KINDS["fp8-square"].config)
-    rounding = {**config["config_groups"]["group_0"], "input_activations": BY_GROUP}
-    edit_config(folder, {"quantization_config": {**config, "config_groups": {"group_0": rounding}}})
-    with pytest.raises(CheckpointError) as caught:
-        load_decoder(folder)
-    assert "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj" in str(caught.value)
-    assert "inputs of 64 columns have no whole groups (activations in FP8 by groups of 128)" in str(
-        caught.value
-    )
-
-
-def one_scale(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Take the scale from all rows of a pass."""
-    return lambda self, x: rounded(self, x.flatten()).view(x.shape)
-
-
-def without_rounding(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda self, x: x
-
-
-def in_float32(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Round to the dtype at the end only."""
-    return lambda self, x: rounded(self, x.float()).to(x.dtype)
-
-
-def by_127(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def spoilt(self: ActivationFormat, x: Tensor) -> Tensor:
-        scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-        return (x / scales).round().clamp(-128, 127) * scales
-
-    return spoilt
-
-
-def one_scale_a_row(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda self, x: rounded(ActivationFormat.FP8, x)
-
-
-def test_a_scale_of_a_whole_row_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("compressed_tensors")
-
-    def check() -> None:
-        check_library(ActivationFormat.FP8_GROUPS, torch.bfloat16)
-
-    check()
-    assert_caught(defect("planted", ActivationFormat.rounded, one_scale_a_row, check), monkeypatch)
+NONE = with_group("w8a8", "keys", targets=["re:.*k_proj"], input_activations=None)
+TOO_WIDE = with_group("fp8-square", "group_0", input_activations=BY_GROUP)
+Q, K = (rf"model\.layers\.0\.self_attn\.{name}_proj" for name in "qk")
 
 
 @pytest.mark.parametrize(
-    "spoiler", [one_scale, without_rounding, in_float32, by_127], ids=lambda s: s.__name__
+    ("name", "keys", "says"),
+    [
+        ("w8a8", NONE, rf"layers that share their inputs quantise them differently.*{K}: none"),
+        (
+            "fp8-square",
+            TOO_WIDE,
+            rf"{Q}, {K}.*inputs of 64 columns have no whole groups \(activations in FP8 by gr",
+        ),
+    ],
 )
-def test_a_planted_defect_is_caught(spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_cannot_be_rounded_are_refused(
+    tmp_path: Path, name: str, keys: dict[str, Any], says: str
+) -> None:
+    folder = save(tmp_path / "model", name)
+    edit_config(folder, keys)
+    with pytest.raises(CheckpointError, match=says):
+        load_decoder(folder)
+
+
+def by_127(rounded: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def mutated(self: ActivationFormat, x: Tensor) -> Tensor:
+        scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return (x / scales).round().clamp(-128, 127) * scales
+
+    return mutated
+
+
+INT8, GROUPS = ActivationFormat.INT8, ActivationFormat.FP8_GROUPS
+
+
+DEFECTS: list[tuple[str, Mutation, ActivationFormat]] = [
+    ("one scale", lambda rounded: lambda self, x: rounded(self, x.flatten()).view(x.shape), INT8),
+    ("without rounding", lambda rounded: lambda self, x: x, INT8),
+    ("in float32", lambda rounded: lambda self, x: rounded(self, x.float()).to(x.dtype), INT8),
+    ("by 127", by_127, INT8),
+    ("one scale a row", lambda rounded: lambda self, x: rounded(ActivationFormat.FP8, x), GROUPS),
+]
+
+
+@pytest.mark.parametrize(("name", "mutation", "format"), DEFECTS, ids=[case[0] for case in DEFECTS])
+def test_a_planted_defect_is_caught(
+    name: str, mutation: Mutation, format: ActivationFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("compressed_tensors")
-
-    def check() -> None:
-        check_library(ActivationFormat.INT8, torch.bfloat16)
-
+    check = functools.partial(test_inputs_become_those_of_the_library, format, torch.bfloat16)
     check()
-    assert_caught(defect("planted", ActivationFormat.rounded, spoiler, check), monkeypatch)
+    assert_caught(defect(name, ActivationFormat.rounded, mutation, check), monkeypatch)

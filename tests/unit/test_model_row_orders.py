@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.model.checkpoint import channel_order, grouped_rows, qkv_order
 from foredraft.model.rope import rope_table
-from foredraft.model.row_orders import channel_order, grouped_rows, qkv_order
 from foredraft.model.spec import ModelSpec
 from tests.support.checkpoints import LLAMA
-from tests.support.planting import Mutant, assert_caught, defect
+from tests.support.mutation import assert_caught, defect
 
 SPEC = ModelSpec.from_hf({**LLAMA, "model_type": "llama", "num_key_value_heads": 2})
 HALF = replace(SPEC, interleaved=True, rope=replace(SPEC.rope, share=0.5))
@@ -28,7 +28,7 @@ def rotated_as_stored(x: Tensor, position: int) -> Tensor:
     return out
 
 
-def interleaved_pairs() -> None:
+def test_neighbours_rotate_as_halves_after_reordering() -> None:
     order = channel_order(HALF)
     assert order is not None and sorted(order.tolist()) == [*range(16)]
     x, position = torch.randn(16, generator=torch.Generator().manual_seed(0)), 5
@@ -37,31 +37,19 @@ def interleaved_pairs() -> None:
     first = ordered[:8] * cos + ordered[:8].roll(4) * sin
     got = torch.cat([first, ordered[8:]])
     assert torch.allclose(got, rotated_as_stored(x, position)[order], atol=1e-6)
-
-
-def test_neighbours_rotate_as_halves_after_reordering() -> None:
-    interleaved_pairs()
+    assert channel_order(SPEC) is None and qkv_order(SPEC) is None, "stored in order"
 
 
 def test_queries_and_keys_are_reordered_and_values_are_not() -> None:
-    order, channels = qkv_order(HALF), channel_order(HALF)
-    assert order is not None and channels is not None
+    order, grouped = qkv_order(HALF), qkv_order(replace(HALF, grouped_qkv=True))
+    channels = channel_order(HALF)
+    assert order is not None and grouped is not None and channels is not None
     for head in range(4 + 2):  # queries and keys
         assert torch.equal(order[16 * head : 16 * (head + 1)], 16 * head + channels)
     assert torch.equal(order[96:], torch.arange(96, 128))
-
-
-def test_groups_and_neighbours_are_undone_together() -> None:
-    order = qkv_order(replace(HALF, grouped_qkv=True))
-    channels = channel_order(HALF)
-    assert order is not None and channels is not None
     stored = grouped_rows(4, 2, 16).view(-1, 16)
-    assert torch.equal(order[:96].view(-1, 16), stored[:6, channels])
-    assert torch.equal(order[96:], stored[6:].flatten())
-
-
-def test_what_is_stored_in_order_stays() -> None:
-    assert qkv_order(SPEC) is None and channel_order(SPEC) is None
+    assert torch.equal(grouped[:96].view(-1, 16), stored[:6, channels])
+    assert torch.equal(grouped[96:], stored[6:].flatten())
 
 
 def test_each_head_may_have_its_own_key() -> None:
@@ -69,16 +57,11 @@ def test_each_head_may_have_its_own_key() -> None:
     assert grouped_rows(heads=2, kv_heads=2, head_dim=1).tolist() == [0, 3, 1, 4, 2, 5]
 
 
-MUTANTS = [
-    defect(
+def test_rows_that_are_not_undone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_stored = defect(
         "interleaved rows not undone",
         channel_order,
         lambda sound: lambda spec: torch.arange(spec.head_dim),
-        interleaved_pairs,
+        test_neighbours_rotate_as_halves_after_reordering,
     )
-]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(mutant, monkeypatch)
+    assert_caught(as_stored, monkeypatch)

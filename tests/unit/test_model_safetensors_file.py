@@ -1,18 +1,15 @@
-"""Safetensors files: read as the format's own library reads them, refused in one line, larger than memory.
-
-Seen to fail on: a header's length that is not checked, offsets that are not checked against each other, a
-tensor's size that is not checked, rows read from the beginning of the tensor, misaligned values not copied, a
-whole file mapped.
-"""
+"""Safetensors files: read as the format's own library reads them, refused in one line, larger than memory."""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 from foredraft.cli import main
-from foredraft.drafters.adapter_files import target_hash
+from foredraft.drafters.adapter import target_hash
 from foredraft.errors import CheckpointError
-from foredraft.model import mapping, safetensors_file
+from foredraft.model import memory, safetensors_file
 from foredraft.model.safetensors_file import DTYPES, SafetensorsFile
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
@@ -67,17 +64,14 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 def two(start: int, end: int) -> dict[str, Any]:
-    """Return a header of two tensors, the second at these bytes."""
     return {"a": ONE, "b": {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}}
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "has 0 bytes, too few for a header"),
-    "seven bytes": (b"\0" * 7, "has 7 bytes, too few for a header"),
     "no header": (pack(b""), "has a header that is not JSON"),
     "a header beyond the file": (pack({}, length=3), "ends within its header of 3 bytes"),
     "a header without an end": (pack({}, length=2**64 - 1), f"ends within its header of {2**64 - 1} bytes"),
-    "not JSON": (pack(b"{nonsense}"), "has a header that is not JSON"),
     "not UTF-8": (pack(b'{"\xff": 1}'), "has a header that is not JSON"),
     "deep JSON": (pack(b"[" * 100_000), "has a header that is not JSON"),
     "a list": (pack([]), "has a header that is not a JSON object"),
@@ -85,7 +79,6 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "no shape": (pack({"a": {"dtype": "U8", "data_offsets": [0, 0]}}), "without dtype, shape and data_offsets"),
     "true as a size": (pack({"a": ONE | {"shape": [True]}}), "without dtype, shape and data_offsets of 'a'"),
     "a negative size": (pack({"a": ONE | {"shape": [-2]}}, b"\0" * 8), "without dtype, shape and data_offsets"),
-    "a fraction": (pack({"a": ONE | {"shape": [2.0]}}, b"\0" * 8), "without dtype, shape and data_offsets"),
     "an unknown dtype": (pack({"a": ONE | {"dtype": "F5"}}, b"\0" * 8), "tensor 'a' of dtype 'F5', which is not"),
     "one offset": (pack({"a": ONE | {"data_offsets": [8]}}, b"\0" * 8), "has tensor 'a' of shape [2] at [8]"),
     "an end before the start": (pack({"a": ONE | {"data_offsets": [8, 0]}}, b"\0" * 8), "at [8, 0]"),
@@ -94,23 +87,27 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "too many dimensions": (pack({"a": ONE | {"shape": [2, *[1] * 20]}}, b"\0" * 8), "has tensor 'a' of shape [2, 1, 1"),
     "an incomplete file": (pack({"a": ONE}, b"\0" * 7), "ends within tensor 'a'"),
     "tensors that overlap": (pack(two(4, 12), b"\0" * 12), "has tensor 'b', which begins within the tensor before it"),
-    "two tensors in one place": (pack(two(0, 8), b"\0" * 8), "which begins within the tensor before it"),
     "a gap": (pack(two(9, 12), b"\0" * 12), "has tensor 'b', which leaves a gap to the tensor before it"),
     "bytes behind": (pack({"a": ONE}, b"\0" * 9), "has 1 bytes behind its last tensor"),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"), attention_bias=True)
+
+
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_refused_in_one_line(name: str, folder: Path, tmp_path: Path) -> None:
     content, says = BROKEN[name]
-    folder = save_checkpoint(tmp_path / "model")
-    file = folder / "model.safetensors"
+    file = shutil.copytree(folder, tmp_path / "model") / "model.safetensors"
     file.write_bytes(content)
-    for read in (
+    reads: tuple[Callable[[], object], ...] = (
         lambda: SafetensorsFile(file),
-        lambda: load_decoder(folder, "meta"),
-        lambda: target_hash(folder),
-    ):
+        lambda: load_decoder(file.parent, "meta"),
+        lambda: target_hash(file.parent),
+    )
+    for read in reads:
         with pytest.raises(CheckpointError) as caught:
             read()
         message = str(caught.value)
@@ -118,30 +115,26 @@ def test_a_broken_file_is_refused_in_one_line(name: str, tmp_path: Path) -> None
         assert len(message) < 400 + len(str(file))
 
 
-def test_a_header_larger_than_any_is_not_read(tmp_path: Path) -> None:
+def test_what_is_no_file_or_shrinks_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     with file.open("wb") as opened:
         opened.write(struct.pack("<Q", 10**12))
         opened.truncate(2 * 10**12)
-    with pytest.raises(CheckpointError, match="has a header of 1000000000000 bytes, more than"):
-        SafetensorsFile(file)
-
-
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.safetensors"):
-        with pytest.raises(CheckpointError, match=r"cannot be read \("):
+    huge = "has a header of 1000000000000 bytes, more than"
+    for path, says in (
+        (file, huge),
+        (tmp_path, r"cannot be read \("),
+        (tmp_path / "none", r"cannot be read \("),
+    ):
+        with pytest.raises(CheckpointError, match=says):
             SafetensorsFile(path)
-
-
-def test_a_file_that_shrinks_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
     save_file({"a": make(torch.float32, 5000)}, file)
-    with SafetensorsFile(file) as opened:
+    with SafetensorsFile(file) as sound:
         file.write_bytes(file.read_bytes()[:5000])
         with pytest.raises(
             CheckpointError, match=r"tensor a, which cannot be read \(it has become shorter\)"
         ):
-            opened.get_tensor("a")
+            sound.get_tensor("a")
 
 
 def test_random_damage_is_refused_where_the_library_refuses_it(tmp_path: Path) -> None:
@@ -171,46 +164,45 @@ def test_random_damage_is_refused_where_the_library_refuses_it(tmp_path: Path) -
 # --- larger than the memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_a_file_larger_than_the_memory_is_described_and_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = save_sparse(tmp_path / "model")
-    capsys.readouterr()  # progress of saving
-    assert main(["info", str(folder), "--device", "cpu"]) == 0
-    captured = capsys.readouterr()
-    assert "the weights need 1024.0 GiB in bfloat16" in captured.out and captured.err == ""
-    assert main(["generate", "--model", str(folder), "--device", "cpu", "hi"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and "the weights need 1024.0 GiB in bfloat16" in captured.err
+    folder = model = save_sparse(tmp_path / "model")
     assert len(target_hash(folder)) == 64  # reads the first row of each tensor
+    if kind == "gguf":
+        pytest.importorskip("gguf")
+        from tests.support.gguf_files import write_sparse_gguf
+
+        model = write_sparse_gguf(folder, tmp_path / "model.gguf")
+    says = f"the weights need 1024.0 GiB in {'float16' if kind == 'gguf' else 'bfloat16'}"
+    capsys.readouterr()  # progress of saving
+    assert main(["info", str(model), "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    assert says in captured.out and captured.err == ""
+    tokenizer = ["--tokenizer", str(folder)]
+    assert main(["generate", "--model", str(model), "--device", "cpu", *tokenizer, "hi"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and says in captured.err
 
 
-def test_the_headers_are_enough_for_the_device_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> torch.Tensor:
-        raise AssertionError("values are read")
-
-    folder = save_checkpoint(tmp_path / "model", attention_bias=True)
-    monkeypatch.setattr(safetensors_file, "mapped_bytes", refuse)
+def test_the_headers_are_enough_for_the_device_meta(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "mapped_bytes", Mock(side_effect=AssertionError))
     load_decoder(folder, "meta")
     with pytest.raises(AssertionError):
         load_decoder(folder)
 
 
 def test_no_more_is_mapped_than_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mapped: list[int] = []
-    real: Callable[..., Any] = mapping.mmap.mmap
-
-    def noting(descriptor: int, length: int, **options: Any) -> Any:
-        mapped.append(length)
-        return real(descriptor, length, **options)
-
-    monkeypatch.setattr(mapping.mmap, "mmap", noting)
-    file, page = tmp_path / "x.safetensors", mapping.mmap.ALLOCATIONGRANULARITY
+    mapped = Mock(wraps=memory.mmap.mmap)
+    monkeypatch.setattr(memory.mmap, "mmap", mapped)
+    file, page = tmp_path / "x.safetensors", memory.mmap.ALLOCATIONGRANULARITY
     save_file({"a": make(torch.float32, 4096, 64), "b": make(torch.float32, 4096, 64)}, file)
     with SafetensorsFile(file) as opened:
         for name in ("a", "b"):
             opened.get_slice(name)[4000:4002]
-            assert mapped.pop() <= 2 * 64 * 4 + page
             opened.get_tensor(name)
-            assert mapped.pop() <= 4096 * 64 * 4 + page
-    assert not mapped
+    lengths = [call.args[1] for call in mapped.call_args_list]
+    assert [length <= rows * 64 * 4 + page for length, rows in zip(lengths, (2, 4096) * 2, strict=True)] == [
+        True
+    ] * 4

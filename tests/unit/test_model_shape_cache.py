@@ -1,8 +1,4 @@
-"""The cache of batch-invariant shapes: which circumstances share a result, and which files are not believed.
-
-These tests fail where the key lacks the threads, the dtype or the code, where shapes are accepted that probing
-cannot find, and where the fallback is kept.
-"""
+"""The cache of batch-invariant shapes: which circumstances share a result, and which files are not believed."""
 
 from __future__ import annotations
 
@@ -11,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import foredraft
 from foredraft import loading
+from foredraft.kernels.compilation import library
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner import InvariantShapes, cached_shapes, probe_shapes, shape_cache
+from foredraft.model.runner import InvariantShapes, cached_shapes, invariant_shapes, probe_shapes, shape_cache
 from foredraft.model.runner.invariant_shapes import FALLBACK
 from foredraft.model.weights import load_decoder
 from tests.support.cache_files import replace_document
@@ -30,6 +28,7 @@ FOUND = InvariantShapes((1, 2, 8, 64), row_low=4, row_high=64, length_quantum=25
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    library()  # the kernels come from the cache of all tests
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -39,19 +38,9 @@ def outline(tmp_path: Path) -> Decoder:
     return load_decoder(save_checkpoint(tmp_path / "model"), "meta")
 
 
-class Probe:
-    def __init__(self, finds: InvariantShapes = FOUND) -> None:
-        self.finds, self.calls = finds, 0
-
-    def __call__(self, outline: Decoder, device: torch.device) -> InvariantShapes:
-        self.calls += 1
-        return self.finds
-
-
 def shapes_and_probes(outline: Decoder, finds: InvariantShapes = FOUND) -> tuple[InvariantShapes, int]:
-    """Return the cached shapes, and how often they were probed."""
-    probe = Probe(finds)
-    return cached_shapes(outline, CPU, probe), probe.calls
+    probe = Mock(return_value=finds)
+    return cached_shapes(outline, CPU, probe), probe.call_count
 
 
 def only_file(folder: Path) -> Path:
@@ -66,92 +55,38 @@ def test_shapes_are_probed_once_and_kept(outline: Decoder, folder: Path) -> None
     assert only_file(folder).suffix == ".json"
 
 
-def test_shapes_survive_a_round_trip(outline: Decoder, folder: Path) -> None:
-    found = cached_shapes(outline, CPU, probe_shapes)
-    assert shapes_and_probes(outline) == (found, 0)
+CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch, Decoder], None]] = {
+    "threads": lambda patch, _: patch.setattr(torch, "get_num_threads", lambda: 3),
+    "torch": lambda patch, _: patch.setattr(torch, "__version__", "2.99"),
+    "capability": lambda patch, _: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SSE"),
+    "environment": lambda patch, _: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    "packing": lambda patch, _: patch.setattr(shape_cache, "packs", lambda *_: None),
+    "code": lambda patch, _: patch.setattr(shape_cache, "CODE", (shape_cache,)),
+    "dtype": lambda patch, outline: patch.setattr(outline, "dtype", torch.bfloat16),
+    "shape": lambda patch, outline: patch.setattr(
+        outline, "spec", replace(outline.spec, intermediate_size=128)
+    ),
+}
 
 
-def change_threads(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    return outline
-
-
-def change_torch(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(torch, "__version__", "2.99")
-    return outline
-
-
-def change_capability(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SSE")
-    return outline
-
-
-def change_environment(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    return outline
-
-
-def change_packing(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(shape_cache, "packs", lambda *_: None)
-    return outline
-
-
-def change_code(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(shape_cache, "CODE", (shape_cache,))
-    return outline
-
-
-def change_dtype(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(outline, "dtype", torch.bfloat16)
-    return outline
-
-
-def change_shape(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(outline, "spec", replace(outline.spec, intermediate_size=128))
-    return outline
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_threads,
-        change_torch,
-        change_capability,
-        change_environment,
-        change_packing,
-        change_code,
-        change_dtype,
-        change_shape,
-    ],
-)
+@pytest.mark.parametrize("name", CIRCUMSTANCES)
 def test_other_circumstances_are_probed_again(
-    change: Callable[[pytest.MonkeyPatch, Decoder], Decoder],
-    outline: Decoder,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, outline: Decoder, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes_and_probes(outline)
+    CIRCUMSTANCES[name](monkeypatch, outline)
     other = replace(FOUND, apart=False)
-    assert shapes_and_probes(change(monkeypatch, outline), other) == (other, 1)
+    assert shapes_and_probes(outline, other) == (other, 1)
     assert len(list(folder.rglob("*.json"))) == 2
 
 
-CHANGES: tuple[dict[str, Any], ...] = (
-    {"query_buckets": []},
-    {"query_buckets": None},
-    {"query_buckets": [1, 7]},
-    {"query_buckets": [8, 1]},
-    {"row_low": 0},
-    {"row_low": 16},
-    {"row_high": 10**9},
-    {"row_step": 3},
-    {"length_quantum": 1},
-    {"length_quantum": "256"},
-    {"row_low": 4.0},
-    {"apart": 1},
-    {"found": False},
+CHANGES: list[dict[str, Any]] = [
+    *({"query_buckets": value} for value in ([], None, [1, 7], [8, 1])),
+    *({"row_low": value} for value in (0, 16, 4.0)),
+    *({"length_quantum": value} for value in (1, "256")),
+    *({key: value} for key, value in {"row_high": 10**9, "row_step": 3, "apart": 1, "found": False}.items()),
     {"more": 1},
-)
+]
 
 
 @pytest.mark.parametrize("document", ["word", [], {}, {"query_buckets": [1, 8]}, *CHANGES], ids=str)
@@ -174,21 +109,18 @@ def test_the_fallback_is_not_kept(outline: Decoder, folder: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.heavy
 def test_loading_twice_probes_once_and_confirms_twice(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from foredraft.model.runner import invariant_shapes
-
-    probes: list[Any] = []
-    confirmed: list[Any] = []
-    confirm = invariant_shapes._confirmed_buckets
+    probe, confirm = Mock(wraps=probe_shapes), Mock(wraps=invariant_shapes._confirmed_buckets)
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
-    monkeypatch.setattr(loading.runners, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
-    monkeypatch.setattr(invariant_shapes, "_confirmed_buckets", lambda *a: confirmed.append(a) or confirm(*a))
+    monkeypatch.setattr(loading.runners, "probe_shapes", probe)
+    monkeypatch.setattr(invariant_shapes, "_confirmed_buckets", confirm)
     model = save_checkpoint(tmp_path / "model")
-    found = [
+    one, two = (
         foredraft.load(model, device="cpu", max_batch=1, max_length=512).loaded.runner.shapes
         for _ in range(2)
-    ]
-    assert found[0] == found[1]
-    assert (len(probes), len(confirmed)) == (1, 2)
+    )
+    assert one == two and one.found
+    assert (probe.call_count, confirm.call_count) == (1, 2)

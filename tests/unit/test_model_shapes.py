@@ -1,15 +1,10 @@
-"""Batch-invariant shapes: a column's bits do not depend on its pass, and the self-check keeps only shapes that agree.
-
-These tests fail where the row span, the length quantum or the query bucket (float32) is not applied; where the
-self-check keeps every shape; where it probes ordinary products though the model's are packed, a transposed shape,
-or two products at a time; where it probes the draft model; and where a wrong checkpoint is refused after probing.
-"""
+"""Batch-invariant shapes: a column's bits do not depend on its pass, and the self-check keeps only shapes that agree."""
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,49 +16,40 @@ from torch import Tensor
 import foredraft
 from foredraft import loading
 from foredraft.errors import CheckpointError
+from foredraft.kernels.compilation import library
 from foredraft.model import attention
+from foredraft.model import weights as weights_module
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear, Product, RowSpan, product
 from foredraft.model.runner import InvariantShapes, Runner
 from foredraft.model.runner import invariant_shapes as shapes_module
-from foredraft.model.runner.invariant_shapes import (
-    ANY_SHAPE,
-    FALLBACK,
-    QUERY_COUNTS,
-    find_shapes,
-    probe_shapes,
-)
-from foredraft.model.runner.packed import PackedLinear, _packed, pack
-from foredraft.model.runner.probes import ProductProbe
+from foredraft.model.runner.compiled import PackedLinear, _packed, pack
+from foredraft.model.runner.invariant_shapes import ANY_SHAPE, FALLBACK, find_shapes, probe_shapes
+from foredraft.model.runner.probes import AttentionProbe, ProductProbe
+from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.support.caches import held
-from tests.support.checkpoints import save_checkpoint, save_variant
+from tests.support.checkpoints import LLAMA, save_checkpoint, save_variant
 
 # wide enough that libraries choose different kernels for different shapes, as on real models
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+WINDOW = {"sliding_window": 200}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+HEADS = ("num_attention_heads", "num_key_value_heads")
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 320,
-        "intermediate_size": 864,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-    },
-    "qwen3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
-    "gemma2": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200},
-    "gemma3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200},
-    "cohere2": {"hidden_size": 256, "intermediate_size": 512, "sliding_window": 200},
+    "llama": {"hidden_size": 320, "intermediate_size": 864} | dict.fromkeys(HEADS, 5),
+    "qwen3": {**WIDE, "head_dim": 64},
+    "gemma2": {**WIDE, **WINDOW, "head_dim": 64},
+    "gemma3": {**WIDE, **WINDOW, "head_dim": 64},
+    "cohere2": {**WIDE, **WINDOW},
     "gpt2": {"hidden_size": 256, "n_inner": 512},
-    "gpt_neox": {"hidden_size": 256, "intermediate_size": 512},
-    "olmo3": {"hidden_size": 256, "intermediate_size": 512, "sliding_window": 200},
-    "granite": {"hidden_size": 256, "intermediate_size": 512},
-    "ministral3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
-    "phi3": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
-    },
-    "smollm3": {"hidden_size": 256, "intermediate_size": 512},
-    "gemma4": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200}
-    | {"global_head_dim": 128, "hidden_size_per_layer_input": 64},
+    "gpt_neox": WIDE,
+    "olmo3": {**WIDE, **WINDOW},
+    "granite": WIDE,
+    "ministral3": {**WIDE, "head_dim": 64},
+    "phi3": {**WIDE, "rope_parameters": PARTIAL},
+    "smollm3": WIDE,
+    "gemma4": {**WIDE, **WINDOW, "head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 64},
 }
 START = 240  # wide passes cross the first quantum of 256
 
@@ -121,57 +107,29 @@ def run(runner: Runner, width: int, place: int, batch: int, far: int, seed: int)
     return out[place]
 
 
+@pytest.mark.heavy
 def test_the_bits_of_a_column_do_not_depend_on_its_pass(runner: Runner) -> None:
-    reference = run(runner, 8, 0, 1, START, 0)
+    """Greedy losslessness needs it: plain steps, a verifying pass and a batch see the same logits."""
+    shapes = runner.shapes
+    assert shapes.found and 64 in shapes.query_buckets and shapes.row_low <= 8 <= shapes.row_high
+    assert runner.max_queries == max(shapes.query_buckets)
     widest = run(runner, 64, 0, 1, START, 1)
-    assert torch.equal(widest[:8], reference)
-    for width in (1, 2, 5, 9, 33):
-        alone = run(runner, width, 0, 1, START, width)
-        assert torch.equal(alone, widest[:width]), f"{width} columns alone"
-        for batch, place, far in ((2, 1, 1300), (5, 4, 700)):
+    for width in (1, 5, 8, 33):
+        for batch, place, far in ((1, 0, START), (2, 1, 1300), (5, 4, 700)):
             got = run(runner, width, place, batch, far, 7 * width + batch)
             assert torch.equal(got, widest[:width]), f"{width} columns at place {place} of {batch}"
-
-
-def test_plain_steps_have_the_bits_of_one_pass(runner: Runner) -> None:
-    """Greedy losslessness needs it: plain steps and a verifying pass see the same logits."""
-    wide = run(runner, 24, 0, 1, START, 0)
     cache, ids = prefilled(runner, 1, 1500, 5)
     runner.prefill(cache, 0, ids[0, :START].tolist(), 0)
-    for column in range(24):
+    for column in range(20):
         out = runner.forward(cache, ids[:, START + column : START + column + 1], [START + column]).logits
-        assert out is not None
-        assert torch.equal(out[0, 0], wide[column])
-
-
-def test_chosen_columns_have_the_same_bits(runner: Runner) -> None:
-    cache, ids = prefilled(runner, 1, 1500, 0)
-    runner.prefill(cache, 0, ids[0, :START].tolist(), 0)
-    tokens = ids[:, START : START + 6]
-    every = runner.forward(cache, tokens, [START]).logits
-    one = runner.forward(cache, tokens, [START], at=torch.tensor([4])).logits
-    assert every is not None
-    assert one is not None
-    assert torch.equal(one[0, 0], every[0, 4])
-
-
-def test_prefill_has_the_same_bits_in_any_row(runner: Runner) -> None:
+        assert out is not None and torch.equal(out[0, 0], widest[column]), f"plain step {column}"
     kept = []
     for row, seed in ((0, 0), (2, 9)):
         cache, ids = prefilled(runner, 3, 1500, seed)
         runner.prefill(cache, row, ids[0, :256].tolist(), 0)
         runner.prefill(cache, row, ids[0, 256:290].tolist(), 256)
         kept.append(held(cache, row, 290))
-    assert torch.equal(kept[0], kept[1])
-
-
-def test_this_machine_has_batch_invariant_shapes(runner: Runner) -> None:
-    """The other tests prove little on a machine where only the fallback holds."""
-    found = runner.shapes
-    assert found.found
-    assert 64 in found.query_buckets
-    assert runner.max_queries == max(found.query_buckets)
-    assert found.row_low <= 8 <= found.row_high
+    assert torch.equal(*kept), "prefill in another row"
 
 
 def test_passes_are_padded_to_buckets_and_quanta() -> None:
@@ -201,34 +159,6 @@ def test_products_are_padded_and_cut_to_the_span(rows: int, span: RowSpan) -> No
     assert all(span.low <= count <= span.high and count % span.step == 0 for count in seen)
 
 
-@pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [True, False])
-def test_packed_products_equal_ordinary_ones(dtype_: torch.dtype, bias: bool) -> None:
-    weight, x = torch.randn(48, 64).to(dtype_), torch.randn(5, 64).to(dtype_)
-    offset = torch.randn(48).to(dtype_) if bias else None
-    made = pack(weight, offset)
-    torch.testing.assert_close(made(x), Linear(weight, offset)(x), rtol=2e-2, atol=2e-2)
-    assert torch.equal(made.dense(), weight)
-    assert made.shape == (48, 64)
-
-
-def test_packing_that_fails_leaves_ordinary_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    from foredraft.model.runner import packed
-
-    def broken(*_: object) -> Tensor:
-        raise RuntimeError("mkldnn: no such primitive\nstack")
-
-    packed._fault.cache_clear()
-    monkeypatch.setattr(packed, "_linear", broken)
-    assert isinstance(pack(torch.randn(48, 64)), Linear)
-    packed._fault.cache_clear()
-    monkeypatch.setattr(packed, "_linear", lambda x, weight, bias: torch.zeros(x.shape[0], weight.shape[0]))
-    assert isinstance(pack(torch.randn(48, 64)), Linear)
-    packed._fault.cache_clear()
-    monkeypatch.undo()
-    assert isinstance(pack(torch.randn(48, 64)), PackedLinear)
-
-
 class FussyLinear(Linear):
     """A product whose bits depend on its row count, except for the counts in `alike`."""
 
@@ -239,14 +169,16 @@ class FussyLinear(Linear):
         return out if x.shape[0] in self.alike else out * (1 + 1e-3 * x.shape[0])
 
 
-@pytest.fixture
-def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a decoder whose products are `FussyLinear`."""
-    import foredraft.model.weights as weights
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_decoder(save_checkpoint(tmp_path_factory.mktemp("model")))
 
-    for module in (weights, shapes_module):
+
+@pytest.fixture
+def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    for module in (weights_module, shapes_module):
         monkeypatch.setattr(module, "pack", FussyLinear)
-    monkeypatch.setattr(weights, "packs", lambda *_: False)
+    monkeypatch.setattr(weights_module, "packs", lambda *_: False)
     return load_decoder(save_checkpoint(tmp_path))
 
 
@@ -278,108 +210,83 @@ def test_without_agreeing_row_counts_one_shape_serves_all(
     cache, ids = prefilled(runner, 3, 200, 0)
     one = runner.forward(cache, ids[:, :5], [0]).logits
     other = runner.forward(cache, ids[:, :5].repeat(3, 1), [0, 0, 0]).logits
-    assert one is not None
-    assert other is not None
-    assert torch.equal(one[0], other[2])
+    assert one is not None and other is not None and torch.equal(one[0], other[2])
 
 
-@pytest.mark.parametrize("depends_on", ["queries", "length", "batch"])
-def test_shapes_at_which_attention_differs_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depends_on: str
-) -> None:
-    """Attention rounds differently in narrow passes, at short lengths, or in batches."""
+Odd = Callable[[int, int, int], bool]
+
+
+def round_otherwise(monkeypatch: pytest.MonkeyPatch, odd: Odd) -> None:
     original = attention._batch_attention
 
     def rounding(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         out = original(spec, q, k, v, mask)
-        odd = {
-            "queries": q.shape[2] // spec.groups < 5,
-            "length": k.shape[2] % 1024 != 0,
-            "batch": q.shape[0] != 1,
-        }
-        return out * 1.001 if odd[depends_on] else out
+        return out * 1.001 if odd(len(q), q.shape[2] // spec.groups, k.shape[2]) else out
 
     monkeypatch.setattr(attention, "_batch_attention", rounding)
-    found = find_shapes(load_decoder(save_checkpoint(tmp_path)))
-    assert found.found
-    if depends_on == "queries":
-        assert min(found.query_buckets) == 5
-    elif depends_on == "length":
-        assert found.length_quantum == 1024
-    else:
-        assert found.apart
 
 
 @pytest.mark.parametrize(
-    "depends_on", ["32 rows", "a batch over thousands", "thousands", "thousands and queries"]
+    ("odd", "left"),
+    [
+        (lambda rows, queries, length: queries < 5, lambda shapes: min(shapes.query_buckets) == 5),
+        (lambda rows, queries, length: length % 1024 != 0, lambda shapes: shapes.length_quantum == 1024),
+        (lambda rows, queries, length: rows != 1, lambda shapes: shapes.apart),
+    ],
+    ids=["narrow passes", "short lengths", "batches"],
+)
+def test_shapes_at_which_attention_differs_are_dropped(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, odd: Odd, left: Callable[[InvariantShapes], bool]
+) -> None:
+    round_otherwise(monkeypatch, odd)
+    found = find_shapes(decoder)
+    assert found.found and left(found)
+
+
+@pytest.mark.parametrize(
+    ("odd", "left"),
+    [
+        (lambda rows, queries, length: rows == 32, "apart"),
+        (lambda rows, queries, length: rows > 1 and length > 5000, "apart"),
+        (lambda rows, queries, length: length > 6000, "none"),
+        (lambda rows, queries, length: length > 5000 and queries < 5, "wide"),
+    ],
+    ids=["32 rows", "a batch over thousands", "thousands", "thousands and queries"],
 )
 def test_a_gpu_is_probed_at_what_its_batches_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depends_on: str
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, odd: Odd, left: str
 ) -> None:
     """Here on a CPU, which as itself is not: loading would take longer."""
-    original = attention._batch_attention
-
-    def rounding(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        out, far = original(spec, q, k, v, mask), k.shape[2] > 5000
-        odd = {
-            "32 rows": len(q) == 32,
-            "a batch over thousands": len(q) > 1 and far,
-            "thousands": k.shape[2] > 6000,
-            "thousands and queries": far and q.shape[2] // spec.groups < 5,
-        }
-        return out * 1.001 if odd[depends_on] else out
-
-    decoder = load_decoder(save_checkpoint(tmp_path))
     whole = probe_shapes(decoder, decoder.device)
-    monkeypatch.setattr(attention, "_batch_attention", rounding)
+    round_otherwise(monkeypatch, odd)
     assert probe_shapes(decoder, decoder.device) == whole
     monkeypatch.setitem(shapes_module.REACH, "cpu", shapes_module.REACH["cuda"])
     found = probe_shapes(decoder, decoder.device)
-    if depends_on == "thousands":
-        assert not found.found
-    elif depends_on == "thousands and queries":
+    assert found.found == (left != "none") and found.apart == (left != "wide")
+    if left == "wide":
         assert found == replace(whole, query_buckets=tuple(n for n in whole.query_buckets if n >= 5))
-    else:
-        assert found.apart and found.found
 
 
 def test_without_agreeing_query_counts_one_shape_serves_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = attention._batch_attention
     monkeypatch.setattr(
         attention, "_batch_attention", lambda *a: original(*a) * (1 + 1e-3 * a[1].shape[2] * a[2].shape[2])
     )
-    assert find_shapes(load_decoder(save_checkpoint(tmp_path))) == FALLBACK
+    assert find_shapes(decoder) == FALLBACK
     assert "no two query counts" in caplog.text
-
-
-def test_the_candidates_fit_the_cache() -> None:
-    context = shapes_module.FAR_CONTEXT + max(QUERY_COUNTS)
-    assert all(length >= context and length % 1024 == 0 for length in shapes_module.FAR_LENGTHS)
-    assert max(QUERY_COUNTS) == 64
-    assert shapes_module.REFERENCE in QUERY_COUNTS
 
 
 def of_the_same_kind(weight: Tensor, decoder: Decoder) -> Product:
     """Return a product of the class that the decoder uses for weights of this shape."""
-    layer = decoder.layers[0]
-    products = (
-        layer.attention.qkv,
-        layer.attention.output,
-        layer.mlp.gate_up,
-        layer.mlp.down,
-        decoder.output,
-    )
+    products = (*decoder.layers[0].products, decoder.output)
     [kind] = {type(loaded) for loaded in products if tuple(loaded.dense().shape) == tuple(weight.shape)}
     return PackedLinear(_packed(weight)) if kind is PackedLinear else Linear(weight)
 
 
 @pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "variant",
-    ["llama-gqa-tied", "llama-biases", "mistral-head-dim-tied", "qwen2", "qwen3", "gemma2", "gemma3-absent"],
-)
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "llama-biases", "qwen3", "gemma2"])
 def test_probing_without_weights_equals_probing_with_them(
     variant: str, dtype_: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,7 +299,6 @@ def test_probing_without_weights_equals_probing_with_them(
 
 
 def test_one_product_is_probed_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe frees the ordinary weight as soon as it is packed."""
     weights: list[weakref.ref[Tensor]] = []
     products: list[weakref.ref[Tensor]] = []
 
@@ -416,9 +322,8 @@ def test_one_product_is_probed_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_layers_that_differ_in_batches_attend_row_by_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder = load_decoder(save_checkpoint(tmp_path))
     probed = probe_shapes(decoder, decoder.device)
     assert not probed.apart
     original = attention.masked_attention
@@ -442,6 +347,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         probed.append(device)
         return probe_shapes(outline, device)
 
+    library()  # the kernels come from the cache of all tests
     monkeypatch.setenv("FOREDRAFT_CACHE", "")
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(loading.runners, "probe_shapes", watching)
@@ -463,3 +369,67 @@ def test_a_wrong_checkpoint_is_refused_before_it_is_probed(
     monkeypatch.setattr(loading.runners, "probe_shapes", lambda *_: pytest.fail("probed"))
     with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[97, 64\]"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
+
+
+# --- probes, which show the order of additions that ordinary values hide -------------------------------
+
+
+COLUMNS, OUTPUTS = 320, 96
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+class SplitLinear(Linear):
+    """A product that sums more than 8 rows in two parts, in float32, and so in another order."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide, weight = x.float(), self.weight.float()
+        parts = [slice(0, COLUMNS)] if x.shape[0] <= 8 else [slice(0, 128), slice(128, COLUMNS)]
+        sums = [(wide[:, None, part] * weight[:, part]).sum(-1) for part in parts]
+        return torch.stack(sums).sum(0).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_product_probe_shows_the_order_of_additions(dtype: torch.dtype) -> None:
+    like = torch.zeros(1, dtype=dtype)
+    probe = ProductProbe(SplitLinear, (OUTPUTS, COLUMNS), 16, like, seeded())
+    assert probe.agrees(8, 8)
+    assert probe.agrees(5, 8)
+    assert not probe.agrees(9, 8)
+    exact = probe.rows.double() @ probe.product.dense().double().T
+    assert exact.abs().max() < 1e-12  # the terms cancel, so the result of a kernel is its rounding error
+
+
+def test_scores_and_half_of_the_values_of_an_attention_probe_cancel() -> None:
+    spec = ModelSpec.from_hf({**LLAMA, "model_type": "llama", "num_key_value_heads": 2})
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = AttentionProbe(spec, 187, 8, torch.zeros(1, dtype=dtype), seeded())
+        scores = probe.q.double() @ probe.k.double().transpose(2, 3)
+        assert scores.abs().max() < 1e-6
+        halves = probe.output(1, 8, 256, 0, 1.0, apart=False).float().abs().mean((0, 1, 2)).split(8)
+        assert halves[0].mean() < 1e-6 < halves[1].mean()
+
+
+def test_a_kernel_that_splits_long_contexts_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel computes in bfloat16, whose rounding hides most differences."""
+
+    def blockwise(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q.double() @ k.double().transpose(2, 3) * spec.attention_scale + mask
+        weights = torch.softmax(scores, -1).float()
+        size = 64 if k.shape[2] > 512 else 96
+        parts = [
+            (w.double() @ x.double()).float()
+            for w, x in zip(weights.split(size, -1), v.split(size, 2), strict=True)
+        ]
+        total = torch.zeros_like(parts[0])
+        for part in parts:
+            total = total + part
+        return total.to(q.dtype)
+
+    monkeypatch.setattr(attention, "_batch_attention", blockwise)
+    found = find_shapes(load_decoder(save_checkpoint(tmp_path, dtype=torch.bfloat16)))
+    assert found == FALLBACK or found.length_quantum == 1024

@@ -1,17 +1,12 @@
-"""The tokenizer, and streams of text: pieces join to the decoded text, and no partial character is returned.
-
-The reference is the `tokenizers` library, which decodes all ids at once, while a stream gets one after another.
-Seen to fail on: an incomplete character returned at once, no left context (a word after a special token loses
-its space), a run of byte tokens returned as it grows, an endless run held back for good, the prompt's last run of
-byte tokens counted as output.
-"""
+"""The tokenizer: its files, and streams beside those of test_model_tokenizer_streams.py: long runs, and prompts."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -20,42 +15,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, RequestError
 from foredraft.model.tokenizer import BYTE_LEVEL as TABLE
 from foredraft.model.tokenizer import Tokenizer, token_bytes
 from tests.support.checkpoints import TEXT, tiny_tokenizer
-from tests.support.decoded import decoded
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    loaded = Tokenizer.from_folder(folder)
-    assert loaded is not None
-    return loaded
-
-
-BYTE_LEVEL = Tokenizer(tiny_tokenizer())
+from tests.support.running import forked, run_code
 
 
 def sentencepiece() -> Tokenizer:
     """Return a tokenizer like Llama 2's: spaces as ▁, byte tokens, the first space stripped."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "▁a",
-        "▁b",
-        "é",
-    ]
-    inner = Inner(
-        models.BPE({p: i for i, p in enumerate(pieces)}, [("▁", "a"), ("▁", "b")], byte_fallback=True)
-    )
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ a b ▁a ▁b é".split()]
+    merges = [("▁", "a"), ("▁", "b")]
+    inner = Inner(models.BPE({piece: id for id, piece in enumerate(pieces)}, merges, byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -64,23 +35,15 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer(inner)
 
 
-SENTENCEPIECE = sentencepiece()
+BYTE_LEVEL, SENTENCEPIECE = Tokenizer(tiny_tokenizer()), sentencepiece()
 
 
-def streamed(
-    tokenizer: Tokenizer, ids: list[int], after: Sequence[int] = (), skip_special: bool = True
-) -> list[str]:
-    stream = tokenizer.detokenizer(after, skip_special=skip_special)
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = tokenizer.detokenizer()
     return [*(stream.push([id]) for id in ids), stream.pending()]
 
 
-def whole(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> str:
-    """Return the text of ids, decoded by the library at once."""
-    return tokenizer.text(ids, skip_special)
-
-
 def byte_ids(*values: int) -> list[int]:
-    """Return the byte tokens of `SENTENCEPIECE`."""
     return [3 + value for value in values]
 
 
@@ -89,54 +52,13 @@ BAD = "\N{REPLACEMENT CHARACTER}"
 A, B = 262, 263  # "▁a", "▁b"
 
 
-def test_text_survives_a_round_trip_and_special_tokens_are_added(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(TEXT)
+def test_text_survives_a_round_trip_and_special_tokens_are_added() -> None:
+    ids = BYTE_LEVEL.encode(TEXT)
     assert ids[0] == 1  # the post-processor puts <s> first
-    assert tokenizer.encode(TEXT, add_special_tokens=False) == ids[1:]
-    assert tokenizer.decode(ids) == TEXT
-    assert tokenizer.decode(ids, skip_special=False) == "<s>" + TEXT
-    assert tokenizer.decode([*ids, 10**6]) == TEXT  # an id without a token
-
-
-@pytest.mark.parametrize("loaded", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
-def test_streamed_pieces_join_to_the_decoded_text(loaded: Tokenizer) -> None:
-    text = "a b aé 漢字 🙂 b" if loaded is SENTENCEPIECE else TEXT
-    ids = loaded.encode(text, add_special_tokens=False)
-    pieces = streamed(loaded, ids)
-    assert "".join(pieces) == loaded.decode(ids) == whole(loaded, ids) == text
-    assert not any(BAD in piece for piece in pieces)
-    assert pieces[-1] == ""
-
-
-def test_a_character_is_returned_with_its_last_byte(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("漢", add_special_tokens=False)
-    assert len(ids) == 3
-    assert streamed(tokenizer, ids) == ["", "", "漢", ""]
-
-
-def test_an_incomplete_character_is_left_out(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("x漢", add_special_tokens=False)[:-1]
-    assert streamed(tokenizer, ids) == ["x", "", "", ""]
-    assert tokenizer.decode(ids) == "x"
-
-
-@given(st.text(max_size=30), st.lists(st.integers(1, 5)))
-def test_pushing_several_ids_equals_pushing_one_by_one(text: str, sizes: list[int]) -> None:
-    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
-    stream, at, out = BYTE_LEVEL.detokenizer(), 0, ""
-    for size in sizes:
-        out += stream.push(ids[at : at + size])
-        at += size
-    out += stream.push(ids[at:]) + stream.pending()
-    assert out == "".join(streamed(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
-
-
-@given(st.lists(st.integers(0, 383), max_size=40), st.booleans())
-def test_any_byte_level_ids_stream_to_their_decoded_text(ids: list[int], skip_special: bool) -> None:
-    """Models generate invalid UTF-8 and special tokens anywhere."""
-    text = decoded(BYTE_LEVEL, ids, skip_special)
-    assert "".join(streamed(BYTE_LEVEL, ids, (), skip_special)) == text
-    assert BYTE_LEVEL.decode(ids, skip_special=skip_special) == text
+    assert BYTE_LEVEL.encode(TEXT, add_special_tokens=False) == ids[1:]
+    assert BYTE_LEVEL.decode(ids) == TEXT
+    assert BYTE_LEVEL.decode(ids, skip_special=False) == "<s>" + TEXT
+    assert BYTE_LEVEL.decode([*ids, 10**6]) == TEXT  # an id without a token
 
 
 # Words, special tokens, and byte tokens: whole characters, partial ones, and invalid bytes.
@@ -146,14 +68,6 @@ STRETCHES = st.sampled_from(
     + [byte_ids(0xFF), byte_ids(0xE0, 0x80), byte_ids(0xED, 0xA0)]
 )
 FALLBACK = st.lists(STRETCHES, max_size=10).map(lambda parts: [*chain.from_iterable(parts)])
-
-
-@given(FALLBACK, st.booleans())
-def test_any_byte_tokens_stream_to_their_decoded_text(ids: list[int], skip_special: bool) -> None:
-    """Only the first word of a text loses its space; an invalid byte makes its whole run U+FFFD."""
-    text = decoded(SENTENCEPIECE, ids, skip_special)
-    assert "".join(streamed(SENTENCEPIECE, ids, (), skip_special)) == text
-    assert SENTENCEPIECE.decode(ids, skip_special=skip_special) == text
 
 
 @pytest.mark.parametrize("start", [[], [1], [A]], ids=["bare", "special", "word"])
@@ -166,42 +80,34 @@ def test_a_long_run_of_bytes_is_not_held_back(start: list[int], tail: list[int],
     """It is returned in parts of eleven characters; an invalid byte affects only its own part."""
     ids = [*start, *HAN * 100, *tail]
     pieces = streamed(SENTENCEPIECE, ids)
-    assert "".join(pieces) == SENTENCEPIECE.decode(ids) == whole(SENTENCEPIECE, [*start, *HAN * 99]) + rest
+    assert (
+        "".join(pieces) == SENTENCEPIECE.decode(ids) == SENTENCEPIECE.text([*start, *HAN * 99], True) + rest
+    )
     waits = "".join("x" if piece else " " for piece in pieces).split("x")
     assert max(map(len, waits)) < 36
 
 
-def test_text_continues_after_an_invalid_byte() -> None:
-    """The library turns the character before the invalid byte into U+FFFD too, after it was returned."""
-    ids = [A, *HAN, *byte_ids(0xFF), *[A, B] * 3]
-    pieces = streamed(SENTENCEPIECE, ids)
-    assert pieces == ["a", "", "", "", BAD * 4, *[" a", " b"] * 3, ""]
+INVALID = next(id for id in range(3, 259) if BYTE_LEVEL.encode("ÿ", False)[:1] == [id])
+WORD = BYTE_LEVEL.encode("x漢", False)
+STREAMS: dict[str, tuple[Tokenizer, list[int], list[str]]] = {
+    "a character comes with its last byte": (BYTE_LEVEL, WORD, ["x", "", "", "漢", ""]),
+    "an incomplete character is left out": (BYTE_LEVEL, WORD[:-1], ["x", "", "", ""]),
+    "an invalid byte comes with the next id": (BYTE_LEVEL, [INVALID] * 9, ["", *[BAD] * 8, ""]),
+    # the library turns the character before the invalid byte into U+FFFD too, after it was returned
+    "text goes on behind an invalid byte": (
+        SENTENCEPIECE,
+        [A, *HAN, *byte_ids(0xFF), *[A, B] * 3],
+        ["a", "", "", "", BAD * 4, *[" a", " b"] * 3, ""],
+    ),
+    "an invalid run comes at once": (SENTENCEPIECE, [A, *byte_ids(0xFF), *HAN * 50], ["a", *[BAD] * 151, ""]),
+}
 
 
-def test_bytes_of_an_invalid_run_are_returned_at_once() -> None:
-    pieces = streamed(SENTENCEPIECE, [A, *byte_ids(0xFF), *HAN * 50])
-    assert pieces == ["a", *[BAD] * 151, ""]
-
-
-def test_invalid_byte_level_bytes_are_returned_with_the_next_id() -> None:
-    (bad,) = [id for id in range(3, 259) if BYTE_LEVEL.encode("ÿ", False)[:1] == [id]]
-    pieces = streamed(BYTE_LEVEL, [bad] * 100)
-    assert pieces == ["", *[BAD] * 99, ""], "the last one may begin a character"
-
-
-@pytest.mark.parametrize("loaded", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
-@given(data=st.data())
-def test_prompt_and_output_join_at_every_split(loaded: Tokenizer, data: st.DataObject) -> None:
-    """The text of the prompt plus that of the output is the whole text, streamed or decoded."""
-    text = data.draw(st.text(st.sampled_from("ab é漢🙂\n"), max_size=24))
-    ids = loaded.encode(text)
-    at = data.draw(st.integers(0, len(ids)))
-    prompt, new = ids[:at], ids[at:]
-    added = loaded.decode(new, prompt)
-    assert "".join(streamed(loaded, new, prompt)) == added
-    assert loaded.decode(prompt) + added == whole(loaded, ids), (
-        "also where the prompt ends within a character"
-    )
+@pytest.mark.parametrize("name", STREAMS)
+def test_pieces_come_as_soon_as_they_are_final(name: str) -> None:
+    loaded, ids, pieces = STREAMS[name]
+    assert streamed(loaded, ids) == pieces
+    assert loaded.decode(ids) == "".join(pieces)
 
 
 @given(FALLBACK, st.lists(st.integers(0, 12), max_size=6), FALLBACK, st.booleans())
@@ -216,31 +122,11 @@ def test_every_way_to_push_ids_gives_the_decoded_text(
     assert out == SENTENCEPIECE.decode(ids, prompt, skip_special=skip_special)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [A],
-        [1, A],
-        [A, B, A, B, A, B, A, 2],
-        [A, 2, 1, 2, 1, 2],
-        [A, *byte_ids(0x0A)],
-        [B, *HAN * 40],
-        HAN * 11,
-    ],
-)
-def test_the_first_new_word_keeps_its_space(prompt: list[int]) -> None:
-    assert SENTENCEPIECE.decode([B], prompt) == " b"
-    assert SENTENCEPIECE.decode([], prompt) == ""
-
-
-@pytest.mark.parametrize("prompt", [[], [1], [2, 1]])
-def test_the_first_word_of_a_text_loses_its_space(prompt: list[int]) -> None:
-    assert SENTENCEPIECE.decode([B], prompt) == "b"
-
-
-def test_a_prompt_may_end_in_byte_tokens() -> None:
-    """Its whole characters are not output; an incomplete one is output once it is complete."""
+def test_the_first_new_word_keeps_its_space_and_a_prompt_may_end_in_byte_tokens() -> None:
     newline = [A, *byte_ids(0x0A)]
+    for prompt in ([1, A], [A, B] * 3, [A, 2, 1, 2, 1, 2], newline, [B, *HAN * 40], HAN * 11):
+        assert SENTENCEPIECE.decode([B], prompt) == " b" and SENTENCEPIECE.decode([], prompt) == "", prompt
+    assert SENTENCEPIECE.decode([B], []) == SENTENCEPIECE.decode([B], [2, 1]) == "b", "the first of a text"
     assert SENTENCEPIECE.decode(byte_ids(0x0A, 0x0A), newline) == "\n\n"
     assert SENTENCEPIECE.decode(byte_ids(0xFF), newline) == BAD
     assert SENTENCEPIECE.decode([B], [A, *HAN[:2]]) == " b"
@@ -250,58 +136,29 @@ def test_a_prompt_may_end_in_byte_tokens() -> None:
     assert BYTE_LEVEL.decode(cut[4:], cut[:3]) == "y"
 
 
-def test_each_push_decodes_a_bounded_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 0
-    text = Tokenizer.text
-
-    def recorded(self: Tokenizer, ids: list[int], skip_special: bool) -> str:
-        nonlocal most
-        most = max(most, len(ids))
-        return text(self, ids, skip_special)
-
-    monkeypatch.setattr(Tokenizer, "text", recorded)
-    for loaded, ids in (
-        (SENTENCEPIECE, [A, 260]),
-        (SENTENCEPIECE, HAN),
-        (SENTENCEPIECE, byte_ids(0xFF)),
-        (BYTE_LEVEL, [7]),
-    ):
-        assert loaded.decode(ids * 500, [A] * 500)
-    assert most < 80
-
-
-def test_fingerprints_differ_between_vocabularies(tokenizer: Tokenizer) -> None:
-    assert Tokenizer(tiny_tokenizer()).fingerprint == tokenizer.fingerprint
-    assert Tokenizer(tiny_tokenizer(300)).fingerprint != tokenizer.fingerprint
+def test_fingerprints_differ_between_vocabularies() -> None:
+    assert Tokenizer(tiny_tokenizer()).fingerprint == BYTE_LEVEL.fingerprint
+    assert Tokenizer(tiny_tokenizer(300)).fingerprint != BYTE_LEVEL.fingerprint
     renamed = tiny_tokenizer()
     renamed.add_special_tokens(["<|im_end|>"])
-    assert Tokenizer(renamed).fingerprint != tokenizer.fingerprint
+    assert Tokenizer(renamed).fingerprint != BYTE_LEVEL.fingerprint
+    composed = tiny_tokenizer()
+    composed.normalizer = normalizers.NFC()
+    other = Tokenizer(composed)
+    assert other.digest != BYTE_LEVEL.digest and other.has_ids_of(BYTE_LEVEL), "ids mean the same"
 
 
-def test_equal_files_are_read_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_equal_files_are_read_once(tmp_path: Path) -> None:
     """A tokenizer that two models share has one set of tables, and its own number of ids in each."""
     tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    shared = Tokenizer.from_folder(tmp_path, 100, like=tokenizer)
-    assert shared is not None and shared.inner is tokenizer.inner and shared.model_vocab_size == 100
+    one = Tokenizer.from_folder(tmp_path)
+    shared = Tokenizer.from_folder(tmp_path, 100, like=one)
+    assert one is not None and shared is not None
+    assert shared.inner is one.inner and shared.model_vocab_size == 100
     tiny_tokenizer(300).save(str(tmp_path / "tokenizer.json"))
-    other = Tokenizer.from_folder(tmp_path, 100, like=tokenizer)
-    assert other is not None and other.inner is not tokenizer.inner and other.size != tokenizer.size
-    assert not other.has_ids_of(tokenizer)
-
-
-def test_ids_mean_the_same_in_equal_vocabularies_of_different_files(tokenizer: Tokenizer) -> None:
-    inner = tiny_tokenizer()
-    inner.normalizer = normalizers.NFC()
-    other = Tokenizer(inner)
-    assert other.digest != tokenizer.digest and other.has_ids_of(tokenizer)
-
-
-def test_what_takes_long_is_computed_once_and_only_when_it_is_asked_for(tmp_path: Path) -> None:
-    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    loaded = Tokenizer.from_folder(tmp_path)
-    assert loaded is not None and "fingerprint" not in vars(loaded)
-    assert loaded.special is loaded.special
-    assert loaded.fingerprint is loaded.fingerprint
+    other = Tokenizer.from_folder(tmp_path, 100, like=one)
+    assert other is not None and other.inner is not one.inner and other.size != one.size
+    assert not other.has_ids_of(one)
 
 
 def test_bytes_of_byte_level_tokens_are_those_of_the_table() -> None:
@@ -312,19 +169,12 @@ def test_bytes_of_byte_level_tokens_are_those_of_the_table() -> None:
 
 
 def test_truncation_in_the_file_is_switched_off(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(tmp_path) is None
     inner = tiny_tokenizer()
     inner.enable_truncation(4)
     inner.save(str(tmp_path / "tokenizer.json"))
     loaded = Tokenizer.from_folder(tmp_path)
-    assert loaded is not None
-    assert len(loaded.encode(TEXT)) > 4
-
-
-def test_an_absent_tokenizer_is_none_and_a_broken_one_is_refused(tmp_path: Path) -> None:
-    assert Tokenizer.from_folder(tmp_path) is None
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 1}))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a readable tokenizer"):
-        Tokenizer.from_folder(tmp_path)
+    assert loaded is not None and len(loaded.encode(TEXT)) > 4
 
 
 PIECE = next(piece for piece, id in tiny_tokenizer().get_vocab().items() if id == 300)
@@ -336,10 +186,7 @@ PIECE = next(piece for piece, id in tiny_tokenizer().get_vocab().items() if id =
         ({"1": "<s>", "2": "</s>"}, None),
         ({"384": "<tool>"}, "no added token '<tool>' with the id 384"),
         ({"2": "</s>", "3": "<s>"}, "no added token '<s>' with the id 3"),
-        (
-            {"300": PIECE},
-            f"no added token {PIECE!r} with the id 300",
-        ),  # in the vocabulary, but not an added token
+        ({"300": PIECE}, f"no added token {PIECE!r} with the id 300"),
     ],
     ids=str,
 )
@@ -370,3 +217,74 @@ def test_malformed_added_tokens_are_refused(tmp_path: Path, listed: object) -> N
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: added_tokens_decoder holds"):
         Tokenizer.from_folder(tmp_path)
+
+
+# --- broken files: panics become errors, and what would end the process is refused ---------------------
+
+
+PLAIN: dict[str, Any] = {
+    "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+    "decoder": None,
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [], "unk_token": "a"},
+}  # fmt: skip
+
+
+def written(folder: Path, content: dict[str, Any]) -> Path:
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
+    return folder
+
+
+def processor(*single: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "TemplateProcessing", "single": list(single), "pair": [], "special_tokens": {}}
+
+
+STRIP = {"type": "Strip", "content": "a", "start": 0, "stop": 5}
+BROKEN: dict[str, dict[str, Any]] = {
+    "a model": {"model": 1},
+    # the library panics at these
+    "a decoder": {"decoder": STRIP},
+    "a template": {"post_processor": processor({"Sequence": {"id": "B", "type_id": 0}})},
+    "a special token": {"post_processor": processor({"SpecialToken": {"id": "B", "type_id": 0}})},
+    "a charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_tokenizer_that_is_broken_or_panics_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a readable tokenizer"):
+        Tokenizer.from_folder(written(tmp_path, PLAIN | BROKEN[name]))
+
+
+def test_a_panic_on_some_text_is_the_error_of_its_request(tmp_path: Path) -> None:
+    """The tokens that the try at loading decodes are long enough for this decoder; others are not."""
+    content = PLAIN | {"decoder": STRIP}
+    content["model"] = PLAIN["model"] | {"vocab": {"aaaaaa": 0, "a": 1}, "unk_token": "aaaaaa"}
+    tokenizer = Tokenizer.from_folder(written(tmp_path, content))
+    assert tokenizer is not None
+    with pytest.raises(RequestError, match=r"tokenizer cannot decode token ids \(.*download it again"):
+        tokenizer.text([1], False)
+    with pytest.raises(RequestError, match="tokenizer cannot decode tokens"):
+        tokenizer.text_of(["a"])
+
+
+def test_a_prefix_that_ends_the_process_is_refused(tmp_path: Path) -> None:
+    """The library cuts the prefix off within a character, and aborts: seen from beside."""
+    merges = {"vocab": {"a": 0, "é": 1, "aé": 2}, "merges": [["a", "é"]], "continuing_subword_prefix": "x"}
+    folder = written(tmp_path, PLAIN | {"model": PLAIN["model"] | merges})
+    code = f"from foredraft.model.tokenizer import Tokenizer as T; T.from_folder(__import__('pathlib').Path({str(folder)!r}))"
+    done = forked(run_code, code)
+    assert done.returncode == 1 and "whose second part lacks the prefix 'x'" in done.stderr
+
+
+def test_a_panic_while_a_server_loads_ends_the_wait() -> None:
+    """It is no `Exception`: the app must not say for ever that the model is being loaded."""
+    state = pytest.importorskip("foredraft.serve.state")
+
+    class PanicException(BaseException):
+        pass
+
+    def load() -> Any:
+        raise PanicException("index out of bounds")
+
+    with pytest.raises(RuntimeError, match="loading failed: index out of bounds"):
+        asyncio.run(asyncio.wait_for(state._in_a_daemon(load), 20))

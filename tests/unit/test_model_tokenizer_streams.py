@@ -1,8 +1,7 @@
 """Streams of text over every type of tokenizer that checkpoints have, and planted defects that must be caught.
 
-The reference is the `tokenizers` library, which decodes all ids at once. Ids come from real texts or are random,
-with special tokens between them. Runs of byte tokens stay shorter than `MAX_HELD_BYTES`; test_model_tokenizer.py
-tests longer ones.
+The reference is the `tokenizers` library, which decodes all ids at once. Runs of byte tokens stay shorter than
+`MAX_HELD_BYTES`; test_model_tokenizer.py tests longer ones.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Inner
@@ -22,7 +21,8 @@ from foredraft.model import tokenizer as module
 from foredraft.model.tokenizer import BYTE_LEVEL, CONTEXT, MAX_HELD_BYTES, Detokenizer, Tokenizer
 from tests.support.checkpoints import TEXT
 from tests.support.decoded import decoded
-from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
+from tests.support.mutation import Mutant, Mutation, assert_caught, defect, replaced
+from tests.support.mutations import around
 
 Function = Callable[..., Any]
 BAD = "\N{REPLACEMENT CHARACTER}"
@@ -39,13 +39,9 @@ def byte_level(*, words: bool, normal_form: bool) -> Tokenizer:
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
     inner.pre_tokenizer = pre_tokenizers.Sequence([split, alone]) if words else alone
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator([TEXT, *[BAD] * 50], trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
+    inner.train_from_iterator([TEXT, *[BAD] * 50], trainers.BpeTrainer(vocab_size=400, **options))
     # added tokens that are not special, in plain text
     inner.add_tokens([AddedToken("<think>", normalized=False), AddedToken(f"a {BAD}", normalized=False)])
     return Tokenizer(inner)
@@ -73,30 +69,22 @@ def sentencepiece(normalizer: Any, pre_tokenizer: Any, *decoding: Any) -> Tokeni
 
 
 SPACES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+STRIPPED, TO_SPACES = decoders.Strip(" ", 1, 0), normalizers.Replace(" ", "▁")
+META = [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
+PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), TO_SPACES])
+FIRST = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
 TOKENIZERS = {
     "gpt2": byte_level(words=False, normal_form=False),
     "llama3": byte_level(words=True, normal_form=False),
     "qwen": byte_level(words=True, normal_form=True),
-    "llama2": sentencepiece(
-        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
-        None,
-        *SPACES,
-        decoders.Strip(" ", 1, 0),
-    ),
-    "mistral": sentencepiece(
-        None,
-        pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
-        *SPACES,
-        decoders.Strip(" ", 1, 0),
-    ),
-    "gemma": sentencepiece(
-        normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "merged_with_previous"), *SPACES
-    ),
-    "metaspace": sentencepiece(
-        None, pre_tokenizers.Metaspace(), decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()
-    ),
+    "llama2": sentencepiece(PREPENDED, None, *SPACES, STRIPPED),
+    "mistral": sentencepiece(None, FIRST, *SPACES, STRIPPED),
+    "gemma": sentencepiece(TO_SPACES, pre_tokenizers.Split(" ", "merged_with_previous"), *SPACES),
+    "metaspace": sentencepiece(None, pre_tokenizers.Metaspace(), *META),
 }
 NAMES = sorted(TOKENIZERS)
+# examples are short, and to shrink those of planted defects takes long
+SETTINGS = settings(max_examples=100, database=None, phases=[Phase.generate])
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
@@ -135,13 +123,10 @@ def settled(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> str:
 
 def corners(tokenizer: Tokenizer) -> list[list[int]]:
     """Return ids that put long characters and special tokens at every offset from the end of a window."""
-    found = []
+    found, guesses = [], tokenizer.encode("the drafter " * 4, False)
     for words in range(10):
         text = tokenizer.encode("the " * words + "𝄞𐍈" * 4, False)
-        found += [
-            text,
-            [*tokenizer.encode("the drafter " * 4, False), *[0, 1] * words, *tokenizer.encode(" a b", False)],
-        ]
+        found += [text, [*guesses, *[0, 1] * words, *tokenizer.encode(" a b", False)]]
         found += [[*chain.from_iterable([id, *[2] * (words % 4)] for id in text[:MAX_HELD_BYTES])]]
     return [ids for ids in found if longest_run(tokenizer, ids) <= MAX_HELD_BYTES]
 
@@ -162,12 +147,13 @@ def assert_streams(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_s
     assert out + stream.push(ids[at:]) + stream.pending() == expected
 
 
-def check_text(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_streamed_pieces_join_to_the_decoded_text(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     for ids in corners(tokenizer):
         assert_streams(tokenizer, ids, [1, 2, 3], True)
 
-    @settings(max_examples=150, database=None, report_multiple_bugs=False)
+    @SETTINGS
     @given(ids_of(tokenizer), st.lists(st.integers(0, 7), max_size=8), st.booleans())
     def any_ids(ids: list[int], cuts: list[int], skip_special: bool) -> None:
         assert_streams(tokenizer, ids, cuts, skip_special)
@@ -175,26 +161,22 @@ def check_text(name: str) -> None:
     any_ids()
 
 
-def check_prompt(name: str) -> None:
-    """Check that the text of the prompt is not returned again, however the prompt ends."""
+@pytest.mark.parametrize("name", NAMES)
+def test_the_prompt_is_not_returned_again(name: str) -> None:
     tokenizer = TOKENIZERS[name]
 
-    @settings(max_examples=150, database=None, report_multiple_bugs=False)
+    @SETTINGS
     @given(ids_of(tokenizer), ids_of(tokenizer))
     def continues(prompt: list[int], new: list[int]) -> None:
         if longest_run(tokenizer, prompt + new) > MAX_HELD_BYTES:
             return
-        before, whole, added = (
-            tokenizer.text(prompt, True),
-            decoded(tokenizer, prompt + new),
-            tokenizer.decode(new, prompt),
-        )
+        before, whole = tokenizer.text(prompt, True), decoded(tokenizer, prompt + new)
+        added = tokenizer.decode(new, prompt)
         assert whole.endswith(added)
         assert tokenizer.decode([], prompt) == ""
         shown = [id for id in prompt if tokenizer.is_visible(id, True)]
-        if not tokenizer.ends_mid_character(shown) and not any(
-            tokenizer.byte(id) is not None for id in shown[-1:]
-        ):
+        in_bytes = any(tokenizer.byte(id) is not None for id in shown[-1:])
+        if not tokenizer.ends_mid_character(shown) and not in_bytes:
             assert before + added == whole
 
     continues()
@@ -203,13 +185,10 @@ def check_prompt(name: str) -> None:
     if tokenizer.decode(cut) != tokenizer.decode(han):
         assert tokenizer.decode(cut) == "the "
         assert tokenizer.decode(han[-1:], cut) == "漢"
-        assert BAD not in tokenizer.decode(word, cut), (
-            "a character that the prompt breaks off is the prompt's"
-        )
+        assert BAD not in tokenizer.decode(word, cut), "a character that the prompt breaks off is its own"
 
 
-def check_cost() -> None:
-    """Check that the library decodes a bounded number of ids per pushed id."""
+def test_decoding_cost_is_linear() -> None:
     for tokenizer in TOKENIZERS.values():
         for ids in streams(tokenizer):
             assert decodings(tokenizer, ids * 40) < 40 * len(ids) * 40
@@ -223,7 +202,6 @@ def streams(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def decodings(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """Return how many ids the library decodes while these are pushed one by one."""
     count = 0
     text = Tokenizer.text
 
@@ -241,37 +219,19 @@ def decodings(tokenizer: Tokenizer, ids: list[int]) -> int:
     return count
 
 
-def check_genuine() -> None:
-    """Check that a U+FFFD token and an invalid byte are returned at once, since no id can complete them."""
-    for name in NAMES:
-        tokenizer = TOKENIZERS[name]
+def test_a_genuine_replacement_character_is_returned_at_once() -> None:
+    """And an invalid byte, since no id can complete them."""
+    genuine = 0
+    for name, tokenizer in TOKENIZERS.items():
         ids = tokenizer.encode(BAD, False)[-1:]
-        stream = tokenizer.detokenizer()
         if tokenizer.text(ids, True) == BAD:
+            genuine, stream = genuine + 1, tokenizer.detokenizer()
             assert [stream.push(ids) for _ in range(3)] == [BAD] * 3, name
-    stray = TOKENIZERS["gpt2"]._inner.token_to_id("ÿ")  # the byte 0xFF in the table
-    stream = TOKENIZERS["gpt2"].detokenizer()
-    assert [stream.push([stray]) for _ in range(3)] == [BAD] * 3
-    begun, added = (TOKENIZERS["gpt2"]._inner.token_to_id(token) for token in ("ð", f"a {BAD}"))  # ð: 0xF0
-    stream = TOKENIZERS["gpt2"].detokenizer()
-    assert [stream.push([id]) for id in (begun, added)] == ["", f"{BAD}a {BAD}"]
-    assert (
-        sum(
-            tokenizer.text(tokenizer.encode(BAD, False)[-1:], True) == BAD
-            for tokenizer in TOKENIZERS.values()
-        )
-        >= 5
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_streamed_pieces_join_to_the_decoded_text(name: str) -> None:
-    check_text(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_prompt_is_not_returned_again(name: str) -> None:
-    check_prompt(name)
+    assert genuine >= 5
+    id_of = TOKENIZERS["gpt2"]._inner.token_to_id  # ÿ and ð stand for the bytes 0xFF and 0xF0 in the table
+    for tokens, pieces in ((["ÿ"] * 3, [BAD] * 3), (["ð", f"a {BAD}"], ["", f"{BAD}a {BAD}"])):
+        stream = TOKENIZERS["gpt2"].detokenizer()
+        assert [stream.push([id_of(token)]) for token in tokens] == pieces
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -289,14 +249,6 @@ def test_a_long_text_has_the_same_ids_with_and_without_their_places(
             assert encoding.ids == want and encoding.offsets[-1][1] == len(text)
 
 
-def test_decoding_cost_is_linear() -> None:
-    check_cost()
-
-
-def test_a_genuine_replacement_character_is_returned_at_once() -> None:
-    check_genuine()
-
-
 def test_the_byte_level_table_equals_that_of_the_library() -> None:
     splits = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for code in [*range(0x800), 0x800, 0xFFFF, 0x10000, 0x40000, 0x80000, 0xC0000, 0x10FFFF]:
@@ -307,14 +259,12 @@ def test_the_byte_level_table_equals_that_of_the_library() -> None:
 def test_the_tokenizers_of_this_module_differ_as_intended() -> None:
     """Byte tokens appear where they should, and words elsewhere; otherwise the tests above prove little."""
     for name, tokenizer in TOKENIZERS.items():
-        ids = tokenizer.encode("the 漢", False)
+        ids, special = tokenizer.encode("the 漢", False), tokenizer.encode("x<s>y")
         assert tokenizer.text(ids, True) == "the 漢", name
         assert (longest_run(tokenizer, ids) == 3) is (not tokenizer.byte_level), name
         assert len(tokenizer.encode("the drafter", False)) < 11
-        assert tokenizer.has(tokenizer.encode("x<s>y")[-2]) and "<s>" not in tokenizer.decode(
-            tokenizer.encode("x<s>y")
-        ), name
-        assert "<s>" in tokenizer.decode(tokenizer.encode("x<s>y"), skip_special=False)
+        assert tokenizer.has(special[-2]) and "<s>" not in tokenizer.decode(special), name
+        assert "<s>" in tokenizer.decode(special, skip_special=False)
     assert TOKENIZERS["qwen"].decode(TOKENIZERS["qwen"].encode("e\u0301")) == "é"
 
 
@@ -326,96 +276,52 @@ def each(check: Callable[[str], None], *names: str) -> Callable[[], None]:
     return all_of_them
 
 
-def told(question: str, answer: bool) -> Spoiler:
-    """Push an id while the tokenizer answers a question alike for all ids."""
+def during(name: str, value: Any) -> Mutation:
+    """Give the tokenizer, or the module where that has no such name, another attribute while an id is pushed."""
 
-    def spoiler(push: Function) -> Function:
-        def spoilt(stream: Detokenizer, id: int) -> str:
-            with replaced(stream._tokenizer, question, lambda *args: answer):
-                piece: str = push(stream, id)
-            return piece
-
-        return spoilt
-
-    return spoiler
-
-
-def with_constant(name: str, value: int) -> Spoiler:
-    """Push an id under another constant of the module."""
-
-    def spoiler(push: Function) -> Function:
-        def spoilt(stream: Detokenizer, id: int) -> str:
-            with replaced(module, name, value):
-                piece: str = push(stream, id)
-            return piece
-
-        return spoilt
-
-    return spoiler
-
-
-def window_emptied(push: Function) -> Function:
-    """Empty the window where it should be trimmed."""
-
-    def spoilt(stream: Detokenizer, id: int) -> str:
-        before = len(stream._window)
-        piece: str = push(stream, id)
-        if stream._run_decoder is None and len(stream._window) < before:
-            stream._window, stream._emitted = [], 0
+    @around
+    def mutation(push: Function, stream: Detokenizer, id: int) -> str:
+        with replaced(module if name.isupper() else stream._tokenizer, name, value):
+            piece: str = push(stream, id)
         return piece
 
-    return spoilt
+    return mutation
 
 
-def prompt_tail_forgotten(init: Function) -> Function:
-    def spoilt(stream: Detokenizer, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
-        init(stream, tokenizer, after, skip_special)
-        stream._prompt_tails = ()
-
-    return spoilt
+def told(question: str, answer: bool) -> Mutation:
+    return during(question, lambda *args: answer)
 
 
-PUSH = Detokenizer._push
+@around
+def window_emptied(push: Function, stream: Detokenizer, id: int) -> str:
+    before = len(stream._window)
+    piece: str = push(stream, id)
+    if stream._run_decoder is None and len(stream._window) < before:
+        stream._window, stream._emitted = [], 0
+    return piece
+
+
+@around
+def prompt_tail_forgotten(
+    init: Function, stream: Detokenizer, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool
+) -> None:
+    init(stream, tokenizer, after, skip_special)
+    stream._prompt_tails = ()
+
+
+PUSH, CONTEXT_OF = Detokenizer._push, Detokenizer._context
+TEXTS, PROMPTS = test_streamed_pieces_join_to_the_decoded_text, test_the_prompt_is_not_returned_again
+GENUINE = test_a_genuine_replacement_character_is_returned_at_once
 MUTANTS = [
-    defect(
-        "an incomplete character is returned",
-        PUSH,
-        told("ends_mid_character", False),
-        each(check_text, "gpt2"),
-    ),
-    defect("a genuine U+FFFD is held back", PUSH, told("ends_mid_character", True), check_genuine),
-    defect(
-        "the window is trimmed within a character",
-        PUSH,
-        with_constant("CONTEXT", CONTEXT - 2),
-        each(check_text, "gpt2"),
-    ),
-    defect("the window is emptied before a word", PUSH, window_emptied, each(check_text, "llama2")),
-    defect(
-        "special tokens count as context",
-        PUSH,
-        told("is_visible", True),
-        each(check_text, "llama2", "mistral"),
-    ),
-    defect("the window is never trimmed", PUSH, with_constant("CONTEXT", 10**6), check_cost),
-    defect(
-        "a run of byte tokens is returned as it grows",
-        PUSH,
-        with_constant("MAX_HELD_BYTES", 0),
-        each(check_text, "gemma"),
-    ),
-    defect(
-        "the prompt's incomplete character is returned again",
-        Detokenizer.__init__,
-        prompt_tail_forgotten,
-        each(check_prompt, "gpt2"),
-    ),
-    defect(
-        "the prompt gives no left context",
-        Detokenizer._context,
-        lambda _: lambda stream, after: [],
-        each(check_prompt, "llama2"),
-    ),
+    defect("incomplete character returned", PUSH, told("ends_mid_character", False), each(TEXTS, "gpt2")),
+    defect("genuine U+FFFD held back", PUSH, told("ends_mid_character", True), GENUINE),
+    defect("window cut in a character", PUSH, during("CONTEXT", CONTEXT - 2), each(TEXTS, "gpt2")),
+    defect("window emptied before a word", PUSH, window_emptied, each(TEXTS, "llama2")),
+    defect("special tokens as context", PUSH, told("is_visible", True), each(TEXTS, "llama2", "mistral")),
+    defect("window never trimmed", PUSH, during("CONTEXT", 10**6), test_decoding_cost_is_linear),
+    defect("run of bytes not held", PUSH, during("MAX_HELD_BYTES", 0), each(TEXTS, "gemma")),
+    defect("prompt's end returned", Detokenizer.__init__, prompt_tail_forgotten, each(PROMPTS, "gpt2")),
+    defect("prompt no context", CONTEXT_OF, lambda _: lambda stream, after: [], each(PROMPTS, "llama2")),
 ]
 
 

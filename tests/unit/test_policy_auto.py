@@ -1,7 +1,4 @@
-"""The cost policy on paper: tables are made up, rounds cost what a table says, and no clock runs.
-
-`test_a_decision_follows_from_the_equations` writes the arithmetic of two decisions out.
-"""
+"""The cost policy on paper: tables are made up, rounds cost what a table says, and no clock runs."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.params import SamplingParams
+from foredraft.decode.params import RuleName, SamplingParams
 from foredraft.decode.policy import PLAIN, Auto, Candidates, CostTable, Decision, Fixed
 from foredraft.decode.policy.auto import DECISION_ROUNDS, FIRST_WAIT, LATE_CONTEXT, LONGEST_WAIT, LossAccount
 from foredraft.decode.stats import Round
@@ -20,8 +17,6 @@ from tests.support.simulation import Right, Row, Simulated, flat, right_with, se
 
 LONGEST = 10
 LATE = frozenset({"small"})
-
-# --- one decision ---------------------------------------------------------------------------------------
 
 
 def play(policy: Auto, rows: list[Candidates], *accepted: int) -> list[Decision]:
@@ -130,14 +125,11 @@ def test_a_row_whose_candidates_change_is_decided_alone() -> None:
             considered.append(row)
             return super()._best(row, batch)
 
-    rows = [
-        Row(
-            {"small": right_with(0.1, at), "lookup": right_with(0.2, at)}, 200,
-            {"lookup": lambda emitted, at=at: 3 * (emitted % 8 == at)},
-            confidence={"lookup": lambda emitted: emitted / 400},
-        )
-        for at in range(8)
-    ]  # fmt: skip
+    rows = []
+    for at in range(8):
+        drafters = {"small": right_with(0.1, at), "lookup": right_with(0.2, at)}
+        offered = {"lookup": lambda emitted, at=at: 3 * (emitted % 8 == at)}
+        rows.append(Row(drafters, 200, offered, confidence={"lookup": lambda emitted: emitted / 400}))
     policy = Considering(LONGEST, flat(2.0))
     found = simulate(policy, policy.greedy, rows)
     assert len(considered) < 0.5 * sum(map(len, found.rounds))
@@ -166,11 +158,6 @@ def test_a_decision_does_not_stand_for_other_rows_or_beyond_their_cap(others: in
     assert not made[-1], "all rows are decided"
 
 
-def test_decisions_are_a_function_of_the_table_and_the_outcomes() -> None:
-    one, other = (run(flat(), right_with(0.7), Auto(LONGEST, flat())) for _ in range(2))
-    assert one.rounds == other.rounds
-
-
 def test_rounds_that_draw_have_costs_of_their_own() -> None:
     policy = Auto(LONGEST)
     policy.use(flat(0.1), flat(2.0))
@@ -182,18 +169,13 @@ def test_rounds_that_draw_have_costs_of_their_own() -> None:
 
 def test_the_policy_says_why_it_decodes_plainly() -> None:
     """It counts with the costs of the batch: eight rows draft at 1.7 / (2 + 2 + 0.02 x 8) x 2 of plain decoding."""
-    table = CostTable(
-        {1: {1: 1.0, 2: 1.01}, 8: {8: 2.0, 16: 2.16}}, {"small": {1: (0.1, 0.1), 8: (2.0, 2.0)}}
-    )
-    policy = Auto(LONGEST, table)
+    passes = {1: {1: 1.0, 2: 1.01}, 8: {8: 2.0, 16: 2.16}}
+    policy = Auto(LONGEST, CostTable(passes, {"small": {1: (0.1, 0.1), 8: (2.0, 2.0)}}))
     rows = [Candidates(sequence_of(policy), {"small": 5}) for _ in range(8)]
     assert play(policy, rows, *[0] * 8) == [PLAIN] * 8
     reason = policy.why_plain(rows[0].sequence)
     assert reason == "no draft is expected to pay: small at 0.82 x plain decoding (acceptance 70%)"
     assert policy.why_plain(sequence_of(policy)) == "no drafter had a proposal"
-
-
-# --- one row --------------------------------------------------------------------------------------------
 
 
 def run(table: CostTable, right: Right, policy: Auto | Fixed, tokens: int = 256) -> Simulated:
@@ -211,13 +193,8 @@ NEVER_SLOWER: dict[str, Right] = {
 @pytest.mark.parametrize(("prompt", "share"), [(16, 0.97), (4000, 0.95)])
 @pytest.mark.parametrize("step", [0.1, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("name", NEVER_SLOWER)
-def test_auto_is_never_much_slower_than_plain_decoding(
-    name: str, step: float, prompt: int, share: float
-) -> None:
-    """It is not in a first request, nor in later ones; step 1.0 is a drafter as dear as the target.
-
-    Of a long text a drafter that paid before may read 4 % of the request's rest.
-    """
+def test_auto_is_hardly_slower_than_plain_decoding(name: str, step: float, prompt: int, share: float) -> None:
+    """Step 1.0 is a drafter as dear as the target. Of a long text it may read 4 % of the request's rest."""
     policy = Auto(LONGEST, flat(step))
     row = Row({"small": NEVER_SLOWER[name]}, prompt=prompt, late=LATE)
     for _ in range(3):
@@ -231,16 +208,15 @@ def test_auto_is_never_much_slower_than_plain_decoding(
 def test_auto_is_near_the_best_fixed_length(chance: float, step: float) -> None:
     """Summed over texts whose right positions differ, the first request included."""
     policy, table = Auto(LONGEST, flat(step)), flat(step)
-    own = sum(run(table, right_with(chance, seed), policy).ms for seed in range(5))
+    own = sum(run(table, right_with(chance, seed), policy).ms for seed in range(4))
     fixed = [
-        sum(run(table, right_with(chance, seed), Fixed(length)).ms for seed in range(5))
+        sum(run(table, right_with(chance, seed), Fixed(length)).ms for seed in range(4))
         for length in range(LONGEST + 1)
     ]
     assert min(fixed) / own >= 0.9
 
 
 def test_the_wait_before_a_drafter_is_tried_again_doubles() -> None:
-    """A drafter that is never right, costs nothing and reads nothing."""
     policy = Auto(LONGEST, flat())
     row = Row({"lookup": right_with(0.0)}, 1200, {"lookup": lambda done: LONGEST})
     rounds = simulate(policy, flat(), [row]).rounds
@@ -260,27 +236,19 @@ LEVELS = (0.45, 0.6, 0.7, 0.85, 0.95)
 
 
 def unsure(position: int) -> float:
-    """Return one of five confidences: each has a decision of its own."""
     return LEVELS[position % 5]
 
 
+UNSURE = Row({"lookup": right_with(0.0)}, 256, {"lookup": lambda _: LONGEST}, confidence={"lookup": unsure})
+DEAR_FIRST = CostTable({1: {1: 1.0, 11: 1.2}}, {"small": {1: (1.2, 0.1)}})
 CAPPED: dict[str, tuple[CostTable, list[Row]]] = {
     "random": (flat(0.2), [Row({"small": right_with(0.0)})]),
     "right for 30 tokens": (flat(0.1), [Row({"small": lambda position: position < 30})]),
-    "a dear first step": (CostTable({1: {1: 1.0, 11: 1.2}}, {"small": {1: (1.2, 0.1)}}), [Row({"small": right_with(0.3)})]),
-    "five confidences": (
-        flat(column=0.1),
-        [Row({"lookup": right_with(0.0)}, 256, {"lookup": lambda done: LONGEST}, confidence={"lookup": unsure})],
-    ),
-    "eight rows of five confidences": (
-        flat(column=0.1),
-        [Row({"lookup": right_with(0.0)}, 256, {"lookup": lambda done: LONGEST}, confidence={"lookup": unsure})] * 8,
-    ),
-    "seven rows gain, one has no drafter": (
-        flat(0.1),
-        [Row({}), *[Row({"small": right_with(0.9, seed)}) for seed in range(7)]],
-    ),
-}  # fmt: skip
+    "a dear first step": (DEAR_FIRST, [Row({"small": right_with(0.3)})]),
+    "five confidences": (flat(column=0.1), [UNSURE]),
+    "eight rows of five confidences": (flat(column=0.1), [UNSURE] * 8),
+    "seven gain, one cannot": (flat(0.1), [Row({}), *(Row({"small": right_with(0.9, n)}) for n in range(7))]),
+}
 
 
 @pytest.mark.parametrize("name", CAPPED)
@@ -302,22 +270,18 @@ def test_bad_luck_at_first_is_paid_by_what_earlier_requests_gained() -> None:
 
 def test_each_confidence_of_a_drafter_has_an_estimate_of_its_own() -> None:
     """The drafter is right where it is confident: at 12 of every 40 places."""
-    table = flat(column=0.1)
+    table, speeds = flat(column=0.1), []
 
     def confidence(place: int) -> float:
         return 0.85 if place % 40 < 12 else 0.35
 
     row = Row({"lookup": lambda place: confidence(place) > 0.5}, 400, {"lookup": lambda done: LONGEST})
-    told = replace(row, confidence={"lookup": confidence})
-    speeds = []
-    for each in (told, row):
+    for each in (replace(row, confidence={"lookup": confidence}), row):
         policy = Auto(LONGEST, table)
         simulate(policy, table, [each])
         speeds.append(simulate(policy, table, [each]).speedup)
     assert speeds[0] > 1.1 * speeds[1]
 
-
-# --- several drafters -----------------------------------------------------------------------------------
 
 MIXES: dict[str, dict[str, tuple[Right, Callable[[int], int] | None]]] = {
     "the small model is best": {
@@ -353,9 +317,6 @@ def test_three_drafters_are_as_fast_as_the_best_of_them(name: str) -> None:
     assert later >= (1.2 if "where" in name else 0.95) * best
 
 
-# --- reading long texts ---------------------------------------------------------------------------------
-
-
 def test_an_unknown_draft_model_reads_the_end_of_a_long_text() -> None:
     """A known one reads as much as READ_SHARE of the request's rest pays for: 0.04 x 256 plain steps."""
     table, policy = flat(), Auto(LONGEST, flat())
@@ -384,8 +345,6 @@ def test_a_text_that_cannot_begin_late_is_read_only_by_a_drafter_that_pays() -> 
     assert simulate(policy, table, [replace(row, tokens=8)]).read == [], "too little of the text is left"
 
 
-# --- batches --------------------------------------------------------------------------------------------
-
 STEEP = CostTable(  # drafts pay for one row under the prior, for eight rows only if they are better than that
     {1: {1: 0.9, 2: 1.1, 5: 1.25, 11: 1.5}, 8: {8: 2.2, 16: 3.7, 24: 4.6, 40: 6.0, 88: 10.6}},
     {"small": {1: (0.35, 0.1), 8: (0.6, 0.2)}},
@@ -394,7 +353,6 @@ STEEP = CostTable(  # drafts pay for one row under the prior, for eight rows onl
 
 
 def eight(bad: int = 0, turn: int = 0) -> list[Row]:
-    """Return eight rows, of which the first `bad` ones have a drafter that is never right."""
     chances = [0.0 if row < bad else 0.8 for row in range(8)]
     return [Row({"small": right_with(chance, 100 * turn + row)}, prompt=100, late=LATE) for row, chance in enumerate(chances)]  # fmt: skip
 
@@ -413,9 +371,9 @@ def test_a_batch_of_good_rows_gains(step: float) -> None:
 def test_bad_rows_of_a_batch_are_hardly_slowed_down(step: float, bad: int, taught: bool) -> None:
     """taught: earlier requests gained, so the pooled acceptance is high. All eight texts are read."""
     policy, table = Auto(LONGEST, flat(step)), flat(step)
-    for turn in range(3 * taught):
+    for turn in range(2 * taught):
         simulate(policy, table, eight(0, turn))
-    for turn in range(4):
+    for turn in range(3):
         assert simulate(policy, table, eight(bad, turn)).speedup >= 0.955
 
 
@@ -434,61 +392,43 @@ def test_prompts_in_prefill_count_in_the_batch() -> None:
     assert all(choice == (None, 0) for each in batch.rounds[:8] for choice in each)
 
 
-# --- siblings -------------------------------------------------------------------------------------------
-
-
 def with_siblings(right: float, stands: float) -> Row:
     """Return a row whose drafter is right, and whose siblings stand where it is not, with these probabilities."""
-    return Row({"small": right_with(right)}, tokens=2000, beside={"small": right_with(stands, seed=1)})
+    return Row({"small": right_with(right)}, tokens=1200, sibling={"small": right_with(stands, seed=1)})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("right", [0.4, 0.7])
 def test_siblings_are_drafted_where_they_pay(right: float) -> None:
-    """Against the best draft with a fixed number of siblings, and the best without."""
     table, row = flat(), with_siblings(right, 0.6)
 
     def fixed(budget: int, siblings: int) -> float:
         return simulate(Fixed(budget, siblings), table, [row]).speedup
 
-    chain = max(fixed(budget, 0) for budget in range(1, 11))
-    comb = max(fixed(budget, siblings) for budget in range(1, 11) for siblings in range(1, budget + 1))
+    chain = max(fixed(budget, 0) for budget in range(1, 9))
+    tree = max(fixed(budget, siblings) for budget in range(1, 9) for siblings in range(1, budget + 1))
     found = simulate(Auto(LONGEST, table), table, [row]).speedup
-    assert comb > 1.05 * chain
-    assert found > chain and found > 0.97 * comb
+    assert tree > 1.05 * chain
+    assert found > chain and found > 0.97 * tree
 
 
 def test_siblings_that_never_stand_cost_little() -> None:
     table, row = flat(column=0.05), with_siblings(0.7, 0.0)
-    without = simulate(Auto(LONGEST, table), table, [replace(row, beside={})]).speedup
+    without = simulate(Auto(LONGEST, table), table, [replace(row, sibling={})]).speedup
     assert simulate(Auto(LONGEST, table), table, [row]).speedup > 0.97 * without
 
 
 def test_no_siblings_where_their_host_work_is_dear() -> None:
     table, row = flat(), with_siblings(0.7, 0.9)
-    passes = {batch: dict(by) for batch, by in table.passes.items()}
-    dear = CostTable(passes, table.drafts, combs={1: 2.0})
-    found = simulate(Auto(LONGEST, dear), dear, [row])
+    table.trees = [(1, 2.0)]
+    found = simulate(Auto(LONGEST, table), table, [row])
     assert found.speedup > 1.2 and not any(found.siblings)
-
-
-def test_rows_of_a_batch_share_columns_with_siblings() -> None:
-    table = flat(0.1)
-    rows = [with_siblings(right, 0.6) for right in (0.6, 0.65, 0.7)]
-    found = simulate(Auto(LONGEST, table), table, rows)
-    without = simulate(Auto(LONGEST, table), table, [replace(row, beside={}) for row in rows])
-    assert found.speedup > without.speedup
-    assert any(found.siblings)
 
 
 def test_each_rule_has_estimates_of_its_own() -> None:
     """A sibling stands less often where a token was drawn from a residual."""
     policy = Auto(LONGEST, flat())
-    rows = [
-        Candidates(
-            sequence_of(policy, params=SamplingParams(temperature=temperature, acceptance=rule)), {"small": 8},
-            combs={"small"},
-        )
-        for temperature, rule in ((0, "block"), (1, None), (1, "coupled"), (1, "block"))
-    ]  # fmt: skip
-    estimates = [policy._estimate(row, "small").pooled for row in rows]
-    assert len({*map(id, estimates)}) == 4
+    rules: list[tuple[float, RuleName | None]] = [(0, "block"), (1, None), (1, "coupled"), (1, "block")]
+    params = [SamplingParams(temperature=temperature, acceptance=rule) for temperature, rule in rules]
+    rows = [Candidates(sequence_of(policy, params=own), {"small": 8}, trees={"small"}) for own in params]
+    assert len({id(policy._estimate(row, "small").pooled) for row in rows}) == 4

@@ -11,19 +11,23 @@ from typing import Any
 import pytest
 
 from foredraft.decode.policy import CostTable
-from foredraft.decode.policy.acceptance import Acceptance
 from foredraft.decode.policy.auto import HeldDecision, _together
 from foredraft.decode.policy.base import Decision
-from foredraft.decode.policy.budgets import Prospect, Shape, best_budgets, best_length
+from foredraft.decode.policy.budgets import (
+    AcceptanceEstimate,
+    Candidate,
+    TreeShape,
+    best_budgets,
+    best_length,
+)
 from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 from tests.support.simulation import flat
 
 
 def test_costs_lie_on_lines_between_measured_ones() -> None:
-    table = CostTable(
-        {1: {1: 1.0, 5: 2.0, 9: 4.0}, 4: {4: 3.0, 8: 5.0}}, {"small": {1: (0.3, 0.2), 5: (0.7, 0.6)}}
-    )
+    drafts = {"small": {1: (0.3, 0.2), 5: (0.7, 0.6)}}
+    table = CostTable({1: {1: 1.0, 5: 2.0, 9: 4.0}, 4: {4: 3.0, 8: 5.0}}, drafts)
     assert [table.verify(1, n) for n in (1, 3, 5, 7, 9, 11)] == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
     assert [table.verify(4, n) for n in (4, 6, 8, 10)] == [3.0, 4.0, 5.0, 6.0]
     assert table.verify(3, 5) == pytest.approx(1.5 / 3 + 4.0 * 2 / 3), "two drafted columns in both batches"
@@ -42,10 +46,10 @@ def test_a_round_costs_its_drafts_and_its_pass() -> None:
 
 
 def test_siblings_cost_their_columns_and_host_work() -> None:
-    table = CostTable({1: {1: 2.0, 9: 4.0}}, {"small": {1: (0.3, 0.1)}}, combs={1: 0.1, 4: 0.4})
+    table = CostTable({1: {1: 2.0, 9: 4.0}}, {"small": {1: (0.3, 0.1)}}, trees={1: 0.1, 4: 0.4})
     assert round_ms(table, [("small", 2, 1)]) == pytest.approx(0.4 + 2.0 + 0.25 * 3 + 0.1)
-    assert [table.comb(batch) for batch in (1, 2, 4)] == pytest.approx([0.1, 0.2, 0.4])
-    assert CostTable({1: {1: 2.0}}, {}).comb(3) == 0.0
+    assert [table.tree(batch) for batch in (1, 2, 4)] == pytest.approx([0.1, 0.2, 0.4])
+    assert CostTable({1: {1: 2.0}}, {}).tree(3) == 0.0
 
 
 def test_reading_costs_as_measured_or_as_a_pass_of_the_target() -> None:
@@ -55,14 +59,12 @@ def test_reading_costs_as_measured_or_as_a_pass_of_the_target() -> None:
     assert CostTable(passes, drafts).read("small", 1) == 0.0, "the first draft step reads one token"
     assert CostTable.unmeasured().read("small", 64) == 0.25, "columns are free where none was measured"
     noisy = {1: {1: 2.0, 4: 2.0, 5: 4.0}}
-    assert CostTable(noisy, drafts).read("small", 9) == pytest.approx(0.3 * 6.0 / 2.0), (
-        "not by its last line alone"
-    )
+    assert CostTable(noisy, drafts).read("small", 9) == pytest.approx(0.3 * 6.0 / 2.0), "not by its last line"
 
 
 def test_acceptance_is_estimated_as_its_equations_say() -> None:
-    pooled = Acceptance(3, assumed=0.6)
-    own = Acceptance(3, pooled)
+    pooled = AcceptanceEstimate(3, assumed=0.6)
+    own = AcceptanceEstimate(3, pooled)
     assert pooled.survival(3) == own.survival(3) == pytest.approx((0.6, 0.36, 0.216))
     for drafted, accepted in ((3, 1), (3, 3), (0, 0)):  # the drafter had nothing to propose in the last round
         pooled.learn(Round(drafted, accepted, accepted + 1))
@@ -87,8 +89,7 @@ def test_acceptance_is_estimated_as_its_equations_say() -> None:
     assert pooled.known
 
 
-def rate(table: CostTable, rows: list[Prospect | None], shapes: Sequence[Shape]) -> float:
-    """Return tokens per ms of a round with these drafts, by the definition."""
+def rate(table: CostTable, rows: list[Candidate | None], shapes: Sequence[TreeShape]) -> float:
     pairs = list(zip(rows, shapes, strict=True))
     tokens = len(rows) + sum(
         sum(row.survival[: shape.budget]) + sum(row.gains[: shape.siblings])
@@ -98,74 +99,59 @@ def rate(table: CostTable, rows: list[Prospect | None], shapes: Sequence[Shape])
     return tokens / round_ms(table, [(row and row.drafter, *shape) for row, shape in pairs])
 
 
-def drawn_batch(dice: random.Random) -> tuple[CostTable, list[Prospect | None], list[list[Shape]]]:
-    """Return costs, up to three rows, and the drafts that each may have.
-
-    The steps of two drafters cost time, and those of one do not.
-    """
-    rows: list[Prospect | None] = []
+def drawn_batch(dice: random.Random) -> tuple[CostTable, list[Candidate | None], list[list[TreeShape]]]:
+    """Return costs, up to three rows, and the drafts that each may have; lookup's steps cost nothing."""
+    rows: list[Candidate | None] = []
     for _ in range(dice.randint(1, 3)):
         rates = [dice.choice([0.2, 0.6, 0.9, 1.0]) for _ in range(dice.randint(1, 4))]
-        prospect = Prospect(
+        candidate = Candidate(
             dice.choice(["small", "other", "lookup"]),
             tuple(itertools.accumulate(rates, float.__mul__)),
             dice.choice([0.0, 0.3, 0.9]),
         )
-        rows.append(prospect if dice.random() < 0.9 else None)
+        rows.append(candidate if dice.random() < 0.9 else None)
     batch = len(rows)
     widths, times = sorted(dice.sample(range(batch + 1, 16), 3)), sorted(dice.uniform(1, 2) for _ in range(4))
     steps = {name: {batch: (dice.uniform(0.05, 0.6), dice.uniform(0.05, 0.3))} for name in ("small", "other")}
     passes = {batch: dict(zip([batch, *widths], times, strict=True))}
-    combs = {batch: dice.choice([0.0, 0.02])}
-    table = CostTable(passes, steps | {"lookup": {batch: (0.0, 0.0)}}, combs=combs)
-    shapes = [
-        [
-            Shape(k, m)
-            for k in range(1 if row is None else len(row.survival) + 1)
-            for m in range(k + 1 if row is None or row.sibling else 1)
-        ]
-        for row in rows
-    ]
-    return table, rows, shapes
+    trees = {batch: dice.choice([0.0, 0.02])}
+    table = CostTable(passes, steps | {"lookup": {batch: (0.0, 0.0)}}, trees=trees)
+    return table, rows, [shapes_of(row) for row in rows]
+
+
+def shapes_of(row: Candidate | None) -> list[TreeShape]:
+    if row is None:
+        return [TreeShape(0)]
+    return [TreeShape(k, m) for k in range(len(row.survival) + 1) for m in range(k + 1 if row.sibling else 1)]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_budgets_are_better_than_the_best(seed: int) -> None:
-    table, rows, shapes = drawn_batch(random.Random(seed))
+    dice = random.Random(seed)
+    table, rows, shapes = drawn_batch(dice)
     found = best_budgets(table, rows)
     best = max(rate(table, rows, each) for each in itertools.product(*shapes))
     assert rate(table, rows, found) == pytest.approx(best, rel=1e-12)
     if len(rows) == 1 and rows[0] is not None:
         assert best_length(table, 1, rows[0]) == (pytest.approx(best), found[0])
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_budgets_are_better_beside_rows_that_are_decided(seed: int) -> None:
-    dice = random.Random(seed)
-    table, rows, shapes = drawn_batch(dice)
+    # beside rows that are decided
     standing = [dice.choice(each) for each in shapes[1:]]
-    held = [
-        HeldDecision(
-            Decision(row and row.drafter, shape.budget, None, shape.siblings),
-            prospect=row,
-        )
-        for row, shape in zip(rows[1:], standing, strict=True)
-    ]
-    limited: Any = [
-        SimpleNamespace(limits={row.drafter: shape.budget} if row else {})
-        for row, shape in zip(rows[1:], standing, strict=True)
-    ]
-    found = best_budgets(table, rows[:1], _together(list(zip(limited, held, strict=True))))
+    decided: list[Any] = []
+    for row, shape in zip(rows[1:], standing, strict=True):
+        decision = Decision(row and row.drafter, shape.budget, None, shape.siblings)
+        limits = {row.drafter: shape.budget} if row else {}
+        decided.append((SimpleNamespace(limits=limits), HeldDecision(decision, candidate=row)))
+    found = best_budgets(table, rows[:1], _together(decided))
     best = max(rate(table, rows, [each, *standing]) for each in shapes[0])
     assert rate(table, rows, [*found, *standing]) == pytest.approx(best, rel=1e-12)
 
 
 def test_a_bad_row_among_good_ones_gets_no_draft() -> None:
-    good, bad = Prospect("small", (0.8, 0.64, 0.5)), Prospect("small", (0.05, 0.0, 0.0))
+    good, bad = Candidate("small", (0.8, 0.64, 0.5)), Candidate("small", (0.05, 0.0, 0.0))
     budgets = best_budgets(flat(), [bad, *[good] * 7])
     assert budgets[0].budget == 0 and min(budgets[1:]).budget > 1
 
 
 def test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out() -> None:
     table = CostTable({1: {1: 1.0, 2: 2.0}}, {"lookup": {1: (0.0, 0.0)}})
-    assert best_budgets(table, [Prospect("lookup", (0.5,))]) == [Shape(0)]
+    assert best_budgets(table, [Candidate("lookup", (0.5,))]) == [TreeShape(0)]

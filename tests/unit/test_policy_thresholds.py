@@ -11,11 +11,11 @@ import torch
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
-from foredraft.decode.policy.target_confidence import target_confidence
+from foredraft.decode.policy.base import target_confidence
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES
-from foredraft.loading.policy_choice import check_settings
+from foredraft.loading.checkpoints import check_settings
 
 
 def logits(*rows: list[float]) -> torch.Tensor:
@@ -30,9 +30,6 @@ ONE_HOT: Any = Distribution(ids=torch.zeros(2, 1, dtype=torch.int64))
 def test_confidence_reads_the_raw_probability_of_the_likeliest_token() -> None:
     on = Confidence(5, threshold=0.6).go_on([], 0, ONE_HOT, logits([0.65, 0.35], [0.55, 0.45]))
     assert on.tolist() == [True, False]
-
-
-def test_nonfinite_logits_are_not_confident() -> None:
     broken = torch.full((1, 1, 3), math.nan)
     assert Confidence(5, threshold=0.0).go_on([], 0, ONE_HOT, broken).tolist() == [False]
 
@@ -59,15 +56,14 @@ def test_each_sequence_has_a_threshold_from_0_to_1() -> None:
     assert on.tolist() == [False, True]
 
 
-def test_target_confidence_by_each_signal() -> None:
+@pytest.mark.parametrize(
+    ("by", "first"), [("probability", 0.2), ("margin", 0.5), ("entropy", 1 - 0.80182 / math.log(3))]
+)
+def test_target_confidence_by_each_signal(by: str, first: float) -> None:
+    """Of the second of the tokens with 0.7, 0.2 and 0.1, whose entropy is 0.80182, and of a certain one."""
     probs = torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
-    tokens = torch.tensor([1, 0])
-    entropy = -sum(p * math.log(p) for p in (0.7, 0.2, 0.1))
-    assert target_confidence(probs.log(), tokens, "probability").tolist() == pytest.approx([0.2, 1.0])
-    assert target_confidence(probs.log(), tokens, "margin").tolist() == pytest.approx([0.5, 1.0])
-    assert target_confidence(probs.log(), tokens, "entropy").tolist() == pytest.approx(
-        [1 - entropy / math.log(3), 1.0]
-    )
+    found = target_confidence(probs.log(), torch.tensor([1, 0]), by)
+    assert found.tolist() == pytest.approx([first, 1.0], abs=1e-5)
 
 
 def test_the_target_confidence_policy_drafts_above_its_threshold() -> None:
@@ -80,52 +76,28 @@ def test_the_target_confidence_policy_drafts_above_its_threshold() -> None:
     assert budgets == [3, 0, 3, 0]
 
 
-@pytest.mark.parametrize(
-    ("policy", "given", "message"),
-    [
-        (
-            "fixed",
-            {"threshold": 0.5},
-            "policy_options names 'threshold', which policy='fixed' does not have; give siblings",
-        ),
-        ("confidence", {"treshold": 0.5}, "policy_options names 'treshold', .*; give threshold"),
-        ("confidence", {"threshold": 1.5}, "policy_options has threshold 1.5; give a number from 0 to 1"),
-        (
-            "confidence",
-            {"threshold": "high"},
-            "policy_options has threshold 'high'; give a number from 0 to 1",
-        ),
-        (
-            "confidence",
-            {"threshold": math.nan},
-            "policy_options has threshold nan; give a number from 0 to 1",
-        ),
-        (
-            "target-confidence",
-            {"by": "mood"},
-            "policy_options has by 'mood'; give one of probability, entropy",
-        ),
-        ("confidence", {"threshold": True}, "policy_options has threshold True; give a number from 0 to 1"),
-        ("confidence", {"threshold": [0.5]}, r"policy_options has threshold \[0.5\]; give a number"),
-        ("target-confidence", {"by": ["margin"]}, r"policy_options has by \['margin'\]; give one of prob"),
-        (
-            "confidence",
-            "threshold=0.5",
-            "policy_options is 'threshold=0.5'; give a table, such as {'threshold': 0.6}",
-        ),
-        (
-            "fallback",
-            [("threshold", 0.5)],
-            r"policy_options is \[.*\]; give a table, such as {'threshold': 0.6}",
-        ),
-        ("fixed", "", "policy_options is ''; give a table, such as {'siblings': 0}"),
-        ("heuristic", "", "policy_options is '', but policy='heuristic' has none; leave it out"),
-        ("fixed", {"siblings": 1.5}, "policy_options has siblings 1.5; give a whole number from 0 to 32"),
-        ("fixed", {"siblings": 33}, "policy_options has siblings 33; give a whole number from 0 to 32"),
-    ],
-)
+NUMBER = "give a number from 0 to 1"
+WHOLE = "give a whole number from 0 to 32"
+TABLE = "give a table, such as {'threshold': 0.6}"
+REFUSED: list[tuple[str, Any, str]] = [
+    ("fixed", {"threshold": 0.5}, "names 'threshold', which policy='fixed' does not have; give siblings"),
+    ("confidence", {"treshold": 0.5}, "names 'treshold', .*; give threshold"),
+    ("confidence", {"threshold": 1.5}, f"has threshold 1.5; {NUMBER}"),
+    ("confidence", {"threshold": math.nan}, f"has threshold nan; {NUMBER}"),
+    ("confidence", {"threshold": [0.5]}, rf"has threshold \[0.5\]; {NUMBER}"),
+    ("target-confidence", {"by": "mood"}, "has by 'mood'; give one of probability, entropy"),
+    ("confidence", "threshold=0.5", f"is 'threshold=0.5'; {TABLE}"),
+    ("fallback", [("threshold", 0.5)], rf"is \[.*\]; {TABLE}"),
+    ("fixed", "", "is ''; give a table, such as {'siblings': 0}"),
+    ("heuristic", "", "is '', but policy='heuristic' has none; leave it out"),
+    ("fixed", {"siblings": 1.5}, f"has siblings 1.5; {WHOLE}"),
+    ("fixed", {"siblings": 33}, f"has siblings 33; {WHOLE}"),
+]
+
+
+@pytest.mark.parametrize(("policy", "given", "message"), REFUSED)
 def test_bad_policy_options_are_refused_by_name(policy: str, given: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^policy_options {message}"):
         check_settings(policy, given)
 
 

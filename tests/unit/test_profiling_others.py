@@ -1,9 +1,4 @@
-"""What other programs take beside a measurement: by made-up counters, and turns that are repeated for it.
-
-Seen to fail on: CPUs that affinity forbids counted; idle time counted as busy; steal left out; children counted as
-others, or twice; a share that is not per second; a limit without the counters' resolution; turns repeated without
-an end; the last attempt kept instead of the best one.
-"""
+"""What other programs take beside a measurement: by made-up counters, and turns that are repeated for it."""
 
 from __future__ import annotations
 
@@ -13,16 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.profiling.others import (
-    ATTEMPTS,
-    DISTURBED,
-    Counters,
-    Load,
-    QuietTurns,
-    Watch,
-    read_counters,
-    worst,
-)
+from foredraft.profiling import others as module
 
 TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 linux = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc/stat")
@@ -33,25 +19,19 @@ class System:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
-        self.ticks = {
-            cpu: [1000] * 10 for cpu in range(3)
-        }  # user nice system idle iowait irq softirq steal guest ..
+        # user nice system idle iowait irq softirq steal guest ..
+        self.ticks = {cpu: [1000] * 10 for cpu in range(3)}
         self.clock, self.own, self.waited = 50.0, 7.0, 0.0
         (root / "proc/self/task/1").mkdir(parents=True)
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2}, raising=False)
         monkeypatch.setattr("foredraft.profiling.others.time.perf_counter", lambda: self.clock)
         monkeypatch.setattr("foredraft.profiling.others.time.process_time", lambda: self.own)
-        times = os.times()
-        monkeypatch.setattr(
-            os,
-            "times",
-            lambda: os.times_result((times.user, times.system, self.waited, 0.0, times.elapsed)),
-        )
+        monkeypatch.setattr(os, "times", lambda: os.times_result((0.0, 0.0, self.waited, 0.0, 0.0)))
 
-    def read(self) -> Counters | None:
+    def read(self) -> module.Counters | None:
         lines = [f"cpu{cpu} {' '.join(map(str, fields))}" for cpu, fields in self.ticks.items()]
         (self.root / "proc/stat").write_text("\n".join(["cpu 9 9 9 9 9 9 9 9 9 9", *lines, "intr 5", ""]))
-        return read_counters(self.root)
+        return module.read_counters(self.root)
 
     def children(self, *processes: int, of: str = "self") -> None:
         task = self.root / "proc" / of / "task" / "1"
@@ -60,15 +40,12 @@ class System:
 
     def process(self, number: int, *ticks: int) -> None:
         """Write the ticks of a process: user, system, and the same of its children that it waited for."""
-        (self.root / "proc" / str(number)).mkdir(parents=True, exist_ok=True)
-        before = " ".join(["S", *map(str, range(10))])
-        (self.root / f"proc/{number}/stat").write_text(
-            f"{number} (a ) name) {before} {' '.join(map(str, ticks))} 20 0"
-        )
+        folder, before = self.root / f"proc/{number}", " ".join(["S", *map(str, range(10))])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "stat").write_text(f"{number} (a ) name) {before} {' '.join(map(str, ticks))} 20 0")
 
-    def watched(self, seconds: float) -> Watch:
-        """Return a watch, and let the clock go on."""
-        watch = Watch(self.read)
+    def watched(self, seconds: float) -> module.Watch:
+        watch = module.Watch(self.read)
         self.clock += seconds
         return watch
 
@@ -90,18 +67,13 @@ class TestCounters:
         assert load is not None and load.seconds == 2.0
         assert load.others == pytest.approx((100 + 10 + 20 + 3 + 4 + 30 + 33 - 120) * TICK / 2.0)
 
-    def test_idle_time_and_forbidden_cpus_do_not_count(self, system: System) -> None:
+    @pytest.mark.parametrize("own", [0.0, 3.0])  # ticks lag behind
+    def test_idle_time_and_forbidden_cpus_do_not_count(self, system: System, own: float) -> None:
         watch = system.watched(1.0)
-        system.ticks[0][3] += 77
-        system.ticks[0][4] += 77
-        system.ticks[0][8] += 77  # guest time is part of user time
+        for field in (3, 4, 8):  # guest time is part of user time
+            system.ticks[0][field] += 77
         system.ticks[1] = [9999] * 10
-        load = watch.load()
-        assert load is not None and (load.seconds, load.others) == (1.0, 0.0)
-
-    def test_a_program_that_takes_all_leaves_none_below_zero(self, system: System) -> None:
-        watch = system.watched(1.0)
-        system.own += 3.0  # ticks lag behind
+        system.own += own
         load = watch.load()
         assert load is not None and (load.seconds, load.others) == (1.0, 0.0)
 
@@ -117,28 +89,21 @@ class TestCounters:
         system.process(23, 10, 10, 20, 20)
         load = watch.load()
         assert load is not None and load.others == pytest.approx(20 * TICK)
-        system.children(21)  # 22 has ended, with what it waited for, and was waited for
+        # 99 has just ended, 22 has ended, with what it waited for, and was waited for
+        system.children(21, 99)
         system.waited += 110 * TICK
         load = watch.load()
         assert load is not None and load.others == pytest.approx(20 * TICK)
 
-    def test_a_child_that_has_just_ended_is_passed_over(self, system: System) -> None:
-        system.children(99)
-        assert system.read() is not None
-
     @pytest.mark.parametrize("content", ["", "cpu 1 2 3\nintr 4\n", "cpu0 a b c\n", "cpu0 1\ncpu2 1\n"])
     def test_counters_that_say_nothing_are_unknown(self, system: System, content: str) -> None:
         (system.root / "proc/stat").write_text(content)
-        assert read_counters(system.root) is None
-        assert Watch(lambda: read_counters(system.root)).load() is None
-
-    def test_without_counters_the_load_is_unknown(self, tmp_path: Path) -> None:
-        assert read_counters(tmp_path) is None
-        watch = Watch(iter([Counters(1.0, 0.0, 0.0), None]).__next__)
-        assert watch.load() is None
+        assert module.read_counters(system.root) is module.read_counters(system.root / "none") is None
+        assert module.Watch(lambda: module.read_counters(system.root)).load() is None
+        assert module.Watch(iter([module.Counters(1.0, 0.0, 0.0), None]).__next__).load() is None
 
     def test_the_real_counters_go_on(self) -> None:
-        watch, until = Watch(), time.perf_counter() + 0.1
+        watch, until = module.Watch(), time.perf_counter() + 0.1
         while time.perf_counter() < until:
             pass
         load = watch.load()
@@ -147,24 +112,22 @@ class TestCounters:
 
 class TestDisturbed:
     def test_the_limit_is_per_second_and_beyond_what_the_counters_may_be_off(self) -> None:
-        assert not Load(10.0, DISTURBED, 0.03).disturbed
-        assert Load(10.0, DISTURBED + 0.01, 0.03).disturbed
+        assert not module.Load(10.0, module.DISTURBED, 0.03).disturbed
+        assert module.Load(10.0, module.DISTURBED + 0.01, 0.03).disturbed
         # in 0.06 seconds half a CPU more is what the counters may be off
-        assert not Load(0.059, DISTURBED + 0.5, 0.03).disturbed
-        assert Load(0.061, DISTURBED + 0.5, 0.03).disturbed
+        assert not module.Load(0.059, module.DISTURBED + 0.5, 0.03).disturbed
+        assert module.Load(0.061, module.DISTURBED + 0.5, 0.03).disturbed
 
     @linux
-    def test_the_counters_may_be_off_by_more_with_more_cpus(
-        self, system: System, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_more_cpus_may_be_off_by_more(self, system: System, monkeypatch: pytest.MonkeyPatch) -> None:
         two = system.read()
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
         one = system.read()
         assert two is not None and one is not None and two.unsure == 2 * one.unsure > 0
 
     def test_the_worst_is_a_disturbed_one_before_a_short_one(self) -> None:
-        noisy, disturbed = Load(0.001, 5.0, 0.03), Load(10.0, 0.5, 0.03)
-        assert worst([noisy, None, disturbed]) == disturbed and worst([None]) is None
+        noisy, disturbed = module.Load(0.001, 5.0, 0.03), module.Load(10.0, 0.5, 0.03)
+        assert module.worst([noisy, None, disturbed]) == disturbed and module.worst([None]) is None
 
 
 class Attempts:
@@ -173,10 +136,10 @@ class Attempts:
     def __init__(self, *others: float | None) -> None:
         self.others, self.taken = list(others), 0
 
-    def __call__(self) -> tuple[int, Load | None]:
+    def __call__(self) -> tuple[int, module.Load | None]:
         others = self.others[min(self.taken, len(self.others) - 1)]
         self.taken += 1
-        return self.taken - 1, None if others is None else Load(10.0, others)
+        return self.taken - 1, None if others is None else module.Load(10.0, others)
 
 
 class TestQuietTurns:
@@ -191,20 +154,16 @@ class TestQuietTurns:
         ],
     )
     def test_a_disturbed_turn_is_repeated(
-        self,
-        loads: tuple[float | None, ...],
-        result: int,
-        discarded: list[int],
-        counts: tuple[int, int, int],
+        self, loads: tuple[float | None, ...], result: int, discarded: list[int], counts: tuple[int, int, int]
     ) -> None:
-        quiet, turn = QuietTurns(9), Attempts(*loads)
+        quiet, turn = module.QuietTurns(9), Attempts(*loads)
         assert quiet.take(turn) == (result, discarded) and turn.taken == len(loads)
         assert (quiet.kept, quiet.repeated, quiet.disturbed) == counts
 
     @pytest.mark.parametrize("turns", [1, 5, 12])
     def test_no_more_turns_are_repeated_than_were_planned(self, turns: int) -> None:
-        quiet, turn = QuietTurns(turns), Attempts(2.0)
+        quiet, turn = module.QuietTurns(turns), Attempts(2.0)
         for _ in range(turns):
             quiet.take(turn)
-        assert turn.taken == min(2 * turns, ATTEMPTS * turns)
+        assert turn.taken == min(2 * turns, module.ATTEMPTS * turns)
         assert (quiet.kept, quiet.repeated, quiet.disturbed) == (turns, turn.taken - turns, turns)

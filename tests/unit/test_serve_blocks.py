@@ -1,157 +1,179 @@
-"""Replies with text and several calls, as the shapes of the API with blocks stream them."""
+"""Replies with reasoning, text and several calls: each shape of the API, streamed and whole, cut anywhere."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from foredraft.decode.params import SamplingParams
-from foredraft.decode.stats import Stats
-from foredraft.llm.output import Output, Piece
-from foredraft.model.chat import ChatTemplate
 from foredraft.serve.completions import ChatReply
 from foredraft.serve.messages import MessageReply
-from foredraft.serve.replies import Event, Reply
-from foredraft.serve.requests import Job
+from foredraft.serve.replies import Event, Reply, Sample
 from foredraft.serve.responses import ResponseReply
-from foredraft.serve.token_texts import TokenTexts
-from foredraft.serve.tools import Tool, Tools
+from tests.support.mutation import assert_caught, defect
+from tests.support.replies import CALL, Written
 
-CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "%s"}}\n</tool_call>'
-TEXT = "Two files.\n" + CALL % "a" + "\n" + CALL % "b" + "\nDone."
-
-
-def made_output(text: str) -> Output:
-    return Output(
-        text=text,
-        token_ids=[1],
-        origins=["target"],
-        finish_reason="eos",
-        seed=0,
-        sample=0,
-        prompt_tokens=1,
-        stats=Stats(),
-    )
+THOUGHT = "I see.\n\nIt <is> so."
+ANSWER = f"Two files.\n{CALL % 'a'}\n{CALL % 'b'}\nDone."
+TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+CLOSED = TEXT.index("</think>") + len("</think>")
+CALLS = ['{"path": "a"}', '{"path": "b"}']
+SIZES = pytest.mark.parametrize("size", [1, 3, 7, 1000])
 
 
-def generation(text: str, size: int) -> Any:
-    """A generation whose text comes in pieces of `size` characters."""
-    tools = Tools.of(
-        [Tool.model_validate({"type": "function", "function": {"name": "read"}})],
-        None,
-        None,
-        ChatTemplate({"default": ""}),
-    )
-
-    async def pieces(heartbeat: float | None = None) -> AsyncIterator[list[tuple[int, Piece]]]:
-        for at in range(0, len(text), size):
-            yield [(0, Piece(text[at : at + size], [1], ["target"]))]
-        yield []
-        yield [(0, Piece("", [], [], output=made_output(text)))]
-
-    job = Job([[5]], SamplingParams(), n=1, tools=tools)
-    return SimpleNamespace(job=job, prompt_tokens=1, pieces=pieces)
+def chat_of(events: list[Event]) -> dict[str, Any]:
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    names = ("content", "reasoning_content", "reasoning")
+    found: dict[str, Any] = {name: "".join(delta.get(name, "") for delta in deltas) for name in names}
+    calls: list[str] = []
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        if "id" in part:
+            assert (part["index"], part["function"]["name"]) == (len(calls), "read")
+            calls.append("")
+        calls[part["index"]] += part["function"]["arguments"]
+    return {**found, "calls": calls}
 
 
-def events(shape: type[Reply], text: str, size: int) -> list[Event]:
-    reply = shape("id", "demo", {}, generation(text, size), TokenTexts(None, 0))
-
-    async def collect() -> list[Event]:
-        return [event async for event in reply.events(None) if event is not None]
-
-    return asyncio.run(collect())
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_blocks_of_a_message_follow_each_other(size: int) -> None:
-    open_, blocks = None, []
-    for fields in events(MessageReply, TEXT, size):
-        name = fields["type"]
-        if name == "content_block_start":
-            assert open_ is None and fields["index"] == len(blocks)
-            open_ = fields["index"]
-            blocks.append([fields["content_block"], ""])
-        elif name == "content_block_delta":
-            assert fields["index"] == open_
-            blocks[-1][1] += fields["delta"].get("text", fields["delta"].get("partial_json"))
-        elif name == "content_block_stop":
-            assert fields["index"] == open_
+def blocks_of(events: list[Event]) -> list[tuple[str, str, str | None]]:
+    """Return type, text and signature of a message's blocks, which follow each other."""
+    open_, blocks = None, list[list[Any]]()
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert open_ is None and event["index"] == len(blocks)
+            open_ = event["index"]
+            blocks.append([event["content_block"]["type"], "", None])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == open_
+            delta = event["delta"]
+            blocks[-1][1] += delta.get("text", delta.get("thinking", delta.get("partial_json", "")))
+            blocks[-1][2] = delta.get("signature", blocks[-1][2])
+        elif event["type"] == "content_block_stop":
+            assert event["index"] == open_
             open_ = None
     assert open_ is None
-    assert [(block["type"], text) for block, text in blocks] == [
-        ("text", "Two files."), ("tool_use", '{"path": "a"}'), ("tool_use", '{"path": "b"}'), ("text", "Done."),
-    ]  # fmt: skip
-    assert len({block["id"] for block, _ in blocks if block["type"] == "tool_use"}) == 2
+    return [(kind, text, signature) for kind, text, signature in blocks]
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_items_of_a_response_follow_each_other(size: int) -> None:
-    open_, done = None, []
-    made = events(ResponseReply, TEXT, size)
-    for fields in made:
-        name = fields["type"]
-        if name == "response.output_item.added":
+def items_of(events: list[Event]) -> list[dict[str, Any]]:
+    open_, done = None, list[dict[str, Any]]()
+    for event in events:
+        if event["type"] == "response.output_item.added":
             assert open_ is None
-            open_ = fields["output_index"]
-        elif name == "response.output_item.done":
-            assert fields["output_index"] == open_ == len(done)
+            open_ = event["output_index"]
+        elif event["type"] == "response.output_item.done":
+            assert event["output_index"] == open_ == len(done)
             open_ = None
-            done.append(fields["item"])
-        elif name.startswith("response.") and "output_index" in fields:
-            assert fields["output_index"] == open_
-    assert [item["type"] for item in done] == ["message", "function_call", "function_call", "message"]
-    last = made[-1]
-    assert last["type"] == "response.completed" and last["response"]["output"] == done
-    assert [item["arguments"] for item in done[1:3]] == ['{"path": "a"}', '{"path": "b"}']
+            done.append(event["item"])
+        elif "output_index" in event:
+            assert event["output_index"] == open_
+    assert events[-1]["response"]["output"] == done
+    return done
+
+
+@SIZES
+@pytest.mark.parametrize("calls", [True, False], ids=["tools", "no tools"])
+def test_a_chat_has_reasoning_text_and_calls_in_chunks(size: int, calls: bool) -> None:
+    events, sample = Written(TEXT, size, calls=calls).streamed(ChatReply)
+    found, last = chat_of(events), events[-1]["choices"][0]
+    assert found["reasoning_content"] == found["reasoning"] == THOUGHT
+    assert found["content"] == ("Two files.Done." if calls else ANSWER)
+    assert found["calls"] == (CALLS if calls else [])
+    assert last["delta"] == {} and last["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert sample.reasoning_tokens == -(-CLOSED // size)
+
+
+@SIZES
+def test_blocks_of_a_message_follow_each_other(size: int) -> None:
+    events, _ = Written(TEXT, size).streamed(MessageReply)
+    assert blocks_of(events) == [
+        ("thinking", THOUGHT, "id"),
+        ("text", "Two files.", None),
+        *(("tool_use", arguments, None) for arguments in CALLS),
+        ("text", "Done.", None),
+    ]
+    started = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert len({block["id"] for block in started if block["type"] == "tool_use"}) == 2
+
+
+@SIZES
+def test_items_of_a_response_follow_each_other(size: int) -> None:
+    events, sample = Written(TEXT, size).streamed(ResponseReply)
+    thought, *others = items_of(events)
+    assert thought["content"] == [{"type": "reasoning_text", "text": THOUGHT}] and thought["summary"] == []
+    assert [item["type"] for item in others] == ["message", "function_call", "function_call", "message"]
+    assert [item["arguments"] for item in others[1:3]] == CALLS
+    own = [event for event in events if event.get("output_index") == 0]
+    assert own[0]["item"]["type"] == "reasoning" and own[1]["part"] == {"type": "reasoning_text", "text": ""}
+    deltas = [event["delta"] for event in own if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == THOUGHT
+    ends = ["response.reasoning_text.done", "response.content_part.done", "response.output_item.done"]
+    assert [event["type"] for event in own[-3:]] == ends
+    assert events[-1]["type"] == "response.completed"
+    details = events[-1]["response"]["usage"]["output_tokens_details"]
+    assert details["reasoning_tokens"] == sample.reasoning_tokens > 0
 
 
 @pytest.mark.parametrize("shape", [MessageReply, ResponseReply])
 def test_an_empty_reply_has_one_empty_block(shape: type[Reply]) -> None:
-    names = [event["type"] for event in events(shape, "", 1)]
+    names = [event["type"] for event in Written("", 1).streamed(shape)[0]]
     assert sum(name in ("content_block_start", "response.output_item.added") for name in names) == 1
     assert "ping" in names
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_a_chat_has_the_same_text_and_calls_in_chunks(size: int) -> None:
-    *chunks, last = [event["choices"][0] for event in events(ChatReply, TEXT, size)]
-    deltas = [chunk["delta"] for chunk in chunks]
-    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
-    assert "".join(delta.get("content", "") for delta in deltas) == "Two files.Done."
-    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
-    begun = [part for part in parts if "id" in part]
-    assert [(part["index"], part["function"]["name"]) for part in begun] == [(0, "read"), (1, "read")]
-    for index, path in enumerate("ab"):
-        arguments = "".join(part["function"]["arguments"] for part in parts if part["index"] == index)
-        assert arguments == f'{{"path": "{path}"}}'
-    assert last["delta"] == {} and last["finish_reason"] == "tool_calls"
+def check_chat(written: Written, thought: int) -> None:
+    """Compare the chunks of a chat with the whole one, and its reasoning tokens with so many."""
+    (events, sample), (reply, other) = written.streamed(ChatReply), written.whole(ChatReply)
+    found, message = chat_of(events), reply["choices"][0]["message"]
+    for name in ("content", "reasoning_content", "reasoning"):
+        assert found[name] == (message.get(name) or "")
+    assert found["calls"] == [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    assert THOUGHT.startswith(found["reasoning"])
+    assert sample.reasoning_tokens == other.reasoning_tokens == thought
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
 
 
-@pytest.mark.parametrize("shape", [ChatReply, MessageReply, ResponseReply])
-@pytest.mark.parametrize("size", [1, 1000])
-def test_a_whole_reply_has_the_text_and_the_calls_of_its_stream(shape: type[Reply], size: int) -> None:
-    reply = shape("id", "demo", {}, generation(TEXT, size), TokenTexts(None, 0))
-    asyncio.run(reply.finish())
-    whole = reply.whole()
-    if shape is ChatReply:
-        message = whole["choices"][0]["message"]
-        assert message["content"] == "Two files.Done."
-        said = [call["function"]["arguments"] for call in message["tool_calls"]]
-    elif shape is MessageReply:
-        assert [block["text"] for block in whole["content"] if block["type"] == "text"] == [
-            "Two files.",
-            "Done.",
-        ]
-        said = [json.dumps(block["input"]) for block in whole["content"] if block["type"] == "tool_use"]
-    else:
-        streamed = events(shape, TEXT, size)[-1]["response"]
-        assert [item["type"] for item in whole["output"]] == [item["type"] for item in streamed["output"]]
-        said = [item["arguments"] for item in whole["output"] if item["type"] == "function_call"]
-    assert said == ['{"path": "a"}', '{"path": "b"}']
+def check_limit(end: int) -> None:
+    """Compare streams with whole replies where a limit cuts the text; each character is a token."""
+    cut = Written(TEXT[:end], 1, "length")
+    check_chat(cut, min(end, CLOSED) if end >= len("<think>") else 0)
+    (events, _), (message, _) = cut.streamed(MessageReply), cut.whole(MessageReply)
+    for (kind, text, signature), block in zip(blocks_of(events), message["content"], strict=True):
+        assert (kind, signature) == (block["type"], block.get("signature"))
+        if end == len(TEXT) or kind != "tool_use":
+            assert text == block.get("text", block.get("thinking", json.dumps(block.get("input"))))
+    (events, _), (response, _) = cut.streamed(ResponseReply), cut.whole(ResponseReply)
+    items = items_of(events)
+    for item in [*items, *response["output"]]:
+        item.pop("call_id", None), item.pop("id")
+    assert items == response["output"]
+    usage = response["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] <= usage["output_tokens"]
+
+
+@pytest.mark.heavy
+def test_streams_are_the_whole_replies_at_every_limit() -> None:
+    for end in range(len(TEXT) + 1):
+        check_limit(end)
+
+
+@pytest.mark.parametrize("size", [7, 1000])
+def test_a_whole_chat_is_its_stream(size: int) -> None:
+    check_chat(Written(TEXT, size), -(-CLOSED // size))
+
+
+def test_a_reply_without_reasoning_has_no_sign_of_it() -> None:
+    yes = Written("Yes.", 1)
+    reply, sample = yes.whole(ChatReply)
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
+    assert sample.reasoning_tokens == 0
+    assert [kind for kind, *_ in blocks_of(yes.streamed(MessageReply)[0])] == ["text"]
+
+
+def test_a_marker_s_last_token_counted_as_content_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = lambda sound: lambda sample: max(0, sound(sample) - 1)  # noqa: E731
+    check = lambda: check_limit(len(TEXT))  # noqa: E731
+    assert_caught(defect("one token too few", Sample.reasoning_tokens, early, check), monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import time
@@ -22,9 +21,7 @@ ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}: {{ m.content }};{% endfor %}"
 )
-NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + ALTERNATING
-)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + ALTERNATING
 ONE_CALL = (
     "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
     "{{ raise_exception('single calls only') }}{% endif %}{{ m.tool_calls[0].function.name }};"
@@ -32,21 +29,21 @@ ONE_CALL = (
 )
 
 
-def call(id: str, name: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
-
-
 def result(id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": id, "content": text}
+
+
+def call(id: str, name: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
 USER = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [call("1", "read"), call("2", "write")]}
 RESULTS = [result("2", "second"), result("1", "first")]
+SYSTEM = {"role": "system", "content": "be brief"}
 
 
 def told(template: str, messages: list[dict[str, Any]]) -> str:
-    """Return what the first form that a template takes makes of messages."""
     chat, read = ChatTemplate({"default": template}), messages_of(messages)
     if "tool_calls" not in template:
         read = spelled_out(read)
@@ -74,10 +71,9 @@ def test_neighbours_of_one_role_become_one() -> None:
 
 
 def test_a_system_message_joins_the_first_user_message() -> None:
-    system = {"role": "system", "content": "be brief"}
-    assert told(NO_SYSTEM, [system, USER]) == "user: be brief\n\nhi;"
-    assert told(NO_SYSTEM, [system, system, USER]) == "user: be brief\n\nbe brief\n\nhi;"
-    assert told(NO_SYSTEM, [system]) == "user: be brief;"
+    assert told(NO_SYSTEM, [SYSTEM, USER]) == "user: be brief\n\nhi;"
+    assert told(NO_SYSTEM, [SYSTEM, SYSTEM, USER]) == "user: be brief\n\nbe brief\n\nhi;"
+    assert told(NO_SYSTEM, [SYSTEM]) == "user: be brief;"
 
 
 def test_calls_of_one_turn_come_in_turns_each_with_its_result() -> None:
@@ -89,23 +85,16 @@ def test_calls_of_one_turn_come_in_turns_each_with_its_result() -> None:
 
 def many_calls(count: int) -> list[dict[str, Any]]:
     calls = [{"id": f"c{i}", "type": "function", "function": {"name": "f"}} for i in range(count)]
-    results = [{"role": "tool", "tool_call_id": f"c{i}", "content": str(i)} for i in reversed(range(count))]
-    return [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        *results,
-    ]
+    results = [result(f"c{i}", str(i)) for i in reversed(range(count))]
+    return [USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
 
 
 def test_ids_of_calls_and_results_of_one_turn_are_single() -> None:
-    good = many_calls(3)
-    assert len(messages_of([*good, *good])) == 10  # a later turn may use them again
-    for place, at in ((1, "messages[1].tool_calls[2].id"), (4, "messages[4].tool_call_id")):
-        wrong = copy.deepcopy(good)
-        if place == 1:
-            wrong[1]["tool_calls"][2]["id"] = "c0"
-        else:
-            wrong[4]["tool_call_id"] = "c2"
+    assert len(messages_of(many_calls(3) * 2)) == 10  # a later turn may use them again
+    two_calls, two_results = many_calls(3), many_calls(3)
+    two_calls[1]["tool_calls"][2]["id"] = "c0"
+    two_results[4]["tool_call_id"] = "c2"
+    for wrong, at in ((two_calls, "messages[1].tool_calls[2].id"), (two_results, "messages[4].tool_call_id")):
         with pytest.raises(Problem, match=re.escape(f"{at} is 'c")):
             messages_of(wrong)
     for id in (7, ["x"], {}):
@@ -132,46 +121,28 @@ def test_many_calls_or_results_of_one_id_are_refused_before_any_is_rendered(
     assert time.process_time() - began < 2
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_many_calls_of_one_turn_are_each_rendered_once(named: bool) -> None:
-    given, count = many_calls(600), 600
-    if not named:  # ids may be left out
-        for each in [*given[1]["tool_calls"], *given[2:]]:
-            each.pop("id", None)
-            each.pop("tool_call_id", None)
-    found = told(ONE_CALL, given)
-    assert (found.count("f;"), found.count("tool: ")) == (count, count)
-
-
-def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square() -> None:
-    for id in (None, "same"):  # the form tells no result twice, whatever ids the check lets through
-        given = many_calls(200)
-        for each in given[2:]:
-            each["tool_call_id"] = id
-        for call in given[1]["tool_calls"]:
-            call["id"] = id
-        forms = list(fitted(given))
-        assert [len(form) for form in forms] == [202, 401]
-    given = many_calls(50)
-    [_, turns, *_] = fitted(given)
-    assert [each["tool_call_id"] for each in turns[2::2]] == [f"c{i}" for i in range(50)]
+@pytest.mark.parametrize("id", [None, "same", "{}"])
+def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square(id: str | None) -> None:
+    """The form tells no call and no result twice, whatever ids the check lets through; they may be left out."""
+    given = many_calls(200)
+    for number, (call, result) in enumerate(zip(given[1]["tool_calls"], given[:1:-1], strict=True)):
+        call["id"] = result["tool_call_id"] = id and id.format(number)
+    forms = list(fitted(given))
+    assert [len(form) for form in forms] == [202, 401]
+    if id == "{}":
+        assert [each["content"] for each in forms[1][2::2]] == [str(number) for number in range(200)]
+    if id != "same":  # which no request may have
+        found = told(ONE_CALL, given)
+        assert (found.count("f;"), found.count("tool: ")) == (200, 200)
 
 
 @pytest.mark.parametrize("silent", [{"content": None}, {}, {"content": None, "tool_calls": []}], ids=str)
 def test_an_assistant_message_that_says_nothing_is_an_empty_one(silent: dict[str, Any]) -> None:
-    """Most templates join a message's content to other text, and fail without one."""
-    chat = ChatTemplate(
-        {"default": "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}"}
-    )
-    user = {"role": "user", "content": "Hi"}
-    made = messages_of([user, {"role": "assistant", **silent}, user])
-    assert chat.render(made) == "[user]Hi[assistant][user]Hi"
-
-
-def test_a_message_of_calls_alone_has_no_content() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
-    [made] = messages_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert made["content"] is None
+    """Most templates join a message's content to other text, and fail without one. Calls need none."""
+    joining = "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}"
+    made = messages_of([USER, {"role": "assistant", **silent}, USER])
+    assert ChatTemplate({"default": joining}).render(made) == "[user]hi[assistant][user]hi"
+    assert messages_of([CALLS])[0]["content"] is None
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "image", "file"])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from foredraft.serve.items import messages_of_items
+from foredraft.serve.conversation import messages_of_items
 from foredraft.serve.problems import Problem
 
 USER = {"role": "user", "content": "hi"}
@@ -17,25 +17,12 @@ CALL = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "read", "
 CALLED = {"id": "1", "type": "function", "function": {"name": "read", "arguments": '{"a": 1}'}}
 
 
-def text(said: str, kind: str = "output_text") -> dict[str, Any]:
-    return {"type": "message", "role": "assistant", "content": [{"type": kind, "text": said}]}
-
-
 def test_reasoning_text_and_calls_of_a_turn_are_one_message() -> None:
-    thought = {
-        "type": "reasoning",
-        "id": "rs_1",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "why"}],
-    }
-    made = messages_of_items([USER, thought, text("I look."), CALL])
-    assert made == [
-        USER,
-        {
-            "role": "assistant", "content": [{"type": "text", "text": "I look."}], "reasoning_content": "why",
-            "tool_calls": [CALLED],
-        },
-    ]  # fmt: skip
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]}
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    said = {"content": [{"type": "text", "text": "I look."}], "reasoning_content": "why"}
+    made = messages_of_items([USER, thought, text, CALL])
+    assert made == [USER, {"role": "assistant", **said, "tool_calls": [CALLED]}]
     assert messages_of_items([thought, CALL])[0]["reasoning_content"] == "why"
     summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
     assert messages_of_items([summary, CALL])[0]["reasoning_content"] == "so"
@@ -50,15 +37,14 @@ def test_reasoning_text_and_calls_of_a_turn_are_one_message() -> None:
     ],
     ids=str,
 )
-def test_reasoning_that_nothing_follows_or_that_only_its_server_reads_is_dropped(
+def test_reasoning_that_nothing_follows_or_only_its_server_reads_is_dropped(
     item: dict[str, Any],
 ) -> None:
     assert messages_of_items([USER, item]) == [USER]
 
 
 def test_a_refusal_is_what_the_assistant_said() -> None:
-    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
-    [made] = messages_of_items([refusal])
+    [made] = messages_of_items([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}])
     assert made["content"][0]["text"] == "No." and made["content"][0]["type"] == "text"
 
 

@@ -22,9 +22,8 @@ def test_metrics_of_replicas_stand_beside_each_other(vllm: bool) -> None:
         texts[name] = metrics.text(lambda: None).decode()
     found = list(text_string_to_metric_families(labelled(texts).decode()))
     assert len({family.name for family in found}) == len(found)
-    samples = {
-        (each.name, *sorted(each.labels.items())): each.value for family in found for each in family.samples
-    }
+    each_sample = (each for family in found for each in family.samples)
+    samples = {(each.name, *sorted(each.labels.items())): each.value for each in each_sample}
     for count, name in enumerate(("one", "two"), 1):
         own = {
             (each.name, *sorted({**each.labels, "replica": name}.items())): each.value
@@ -34,7 +33,5 @@ def test_metrics_of_replicas_stand_beside_each_other(vllm: bool) -> None:
         assert own.items() <= samples.items()
         running = "vllm:num_requests_running" if vllm else "foredraft_requests_running"
         assert samples[running, ("replica", name)] == count
-    types = {
-        family.name: family.type for text in texts.values() for family in text_string_to_metric_families(text)
-    }
+    types = {each.name: each.type for text in texts.values() for each in text_string_to_metric_families(text)}
     assert {family.name: family.type for family in found} == types

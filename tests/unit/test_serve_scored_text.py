@@ -15,23 +15,22 @@ from foredraft.decode.scores import Score
 from foredraft.decode.stats import Stats
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.llm.output import Output, Piece
-from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve import scored_text
-from foredraft.serve.blocks import Blocks
+from foredraft.serve.blocks import ContentBlocks
 from foredraft.serve.replies import Sample
 from foredraft.serve.scored_text import ScoredText, ShownToken
 from foredraft.serve.token_texts import Offsets, TokenTexts, spelled
-from foredraft.serve.tools import Tool, Tools
+from foredraft.serve.tools import Tools
 from tests.support.checkpoints import tiny_tokenizer
-from tests.support.planting import Mutant, assert_caught, defect
+from tests.support.mutation import Mutant, assert_caught, defect
+from tests.support.replies import CALL, read_tool
 from tests.support.vocabularies import sentencepiece, tokenizer_of
 
 VOCABULARY = 384
 END = 2  # </s>
 EMOJI = "\N{GRINNING FACE}"
 TEXT = f"{EMOJI} a b, \u6f22\u5b57 of the tokens{EMOJI}{EMOJI} and the rest"
-CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "%s"}}\n</tool_call>'
 CALLING = f"Two a files{EMOJI}.\n" + CALL % "a" + "\n" + CALL % "b" + "\nDone."
 
 
@@ -86,7 +85,7 @@ def told(
 ) -> tuple[str, str, list[tuple[str, list[ShownToken]]]]:
     """Return the text, its content, and what each step of a stream adds: content, and the tokens told with it."""
     of, hides = of or tokenizer(), how.get("hides", True)
-    sample = Sample(0, Blocks(tools), ScoredText(TokenTexts(of, VOCABULARY), hides=hides))
+    sample = Sample(0, ContentBlocks(tools), ScoredText(TokenTexts(of, VOCABULARY), hides=hides))
     parts = []
     for piece in pieces(ids, sizes, of=of, **how):
         steps = sample.take([piece])
@@ -102,15 +101,6 @@ def texts(tokens: list[ShownToken]) -> str:
 
 def data(tokens: list[ShownToken]) -> bytes:
     return b"".join(token.data for token in tokens)
-
-
-def tools() -> Tools:
-    found = Tools.of(
-        [Tool.model_validate({"type": "function", "function": {"name": "read"}})],
-        None, None, ChatTemplate({"default": ""}),
-    )  # fmt: skip
-    assert found is not None
-    return found
 
 
 SIZES = [[1], [2], [3], [1, 5, 2], [100]]
@@ -155,7 +145,7 @@ def test_special_tokens_are_told_where_the_text_has_them(hides: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 400])
 def test_tokens_of_calls_are_no_content(size: int) -> None:
-    text, content, parts = told(ids_of(CALLING), [size], tools())
+    text, content, parts = told(ids_of(CALLING), [size], read_tool())
     tokens = [each for _, more in parts for each in more]
     assert text == CALLING and content == f"Two a files{EMOJI}.Done."
     assert (texts(tokens), data(tokens)) == (content, content.encode())
@@ -204,9 +194,8 @@ def test_offsets_are_places_in_the_text() -> None:
     emoji, rest = ids_of(EMOJI), ids_of(f"{EMOJI} a b")
     tokens, places = offsets(rest, f"{EMOJI} a b", ids_of("a"))
     assert places[-1] == 5 and places[: len(emoji)] == [0] * len(emoji)
-    assert places[len(emoji) :] == [
-        1 + len("".join(tokens[len(emoji) : at])) for at in range(len(emoji), len(tokens))
-    ]
+    behind = range(len(emoji), len(tokens))
+    assert places[len(emoji) :] == [1 + len("".join(tokens[len(emoji) : at])) for at in behind]
     # what the tokenizer puts in front was not sent, and what was sent as ids was
     tokens, places = offsets(tokenizer().encode("ab"), "ab", ids_of("a"))
     assert (tokens, places) == (["", "a", "b", "a"], [0, 0, 1, 2])
@@ -223,6 +212,13 @@ def test_the_space_that_a_tokenizer_adds_is_no_part_of_an_echo() -> None:
         ids = of.encode(text)
         assert b"".join(found.echoed_tokens(ids, text)).decode() == text
         assert found.echoed(ids, text) == text
+
+
+def check() -> None:
+    test_the_tokens_of_each_part_are_its_text([1], [END])
+    test_a_stop_string_cuts_the_tokens_as_it_cuts_the_text([1], "kens")
+    test_tokens_of_calls_are_no_content(1)
+    test_special_tokens_are_told_where_the_text_has_them(True)
 
 
 SHOWN = scored_text._shown
@@ -242,25 +238,15 @@ def never_cuts(sound: Any) -> Any:
     return lambda group, *, ended: iter([ShownToken(each.score, each.own, each.data) for each in group])
 
 
-def test_at_once(sizes: list[int]) -> None:
-    """All that a defect may break."""
-    test_the_tokens_of_each_part_are_its_text(sizes, [END])
-    test_a_stop_string_cuts_the_tokens_as_it_cuts_the_text(sizes, "kens")
-    test_tokens_of_calls_are_no_content(1)
-    test_special_tokens_are_told_where_the_text_has_them(True)
-
-
-test_at_once.__test__ = False  # type: ignore[attr-defined]
-CHECK = functools.partial(test_at_once, [1])
 MUTANTS = [
-    defect("the stop token listed among log-probabilities", ScoredText.shown, tells_the_end, CHECK),
-    defect("the stop token listed, without text", ScoredText.__init__, tells_all, CHECK),
-    defect("a token is told whole where a stop string cuts it", SHOWN, never_cuts, CHECK),
+    defect("the stop token listed among log-probabilities", ScoredText.shown, tells_the_end, check),
+    defect("the stop token listed, without text", ScoredText.__init__, tells_all, check),
+    defect("the reply shows a token whole that a stop string cuts", SHOWN, never_cuts, check),
     defect(
         "text is handed on before its token is whole", ScoredText._count_whole,
-        lambda _: lambda self: len(self._tokens), CHECK,
+        lambda _: lambda self: len(self._tokens), check,
     ),
-    defect("markup is content", ScoredText._place, lambda _: lambda self, step: _all_content(self), CHECK),
+    defect("markup is content", ScoredText._place, lambda _: lambda self, step: _all_content(self), check),
 ]  # fmt: skip
 
 

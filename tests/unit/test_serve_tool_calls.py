@@ -12,8 +12,7 @@ from hypothesis import given, settings
 pytest.importorskip("fastapi")
 
 import foredraft
-from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
-from foredraft.constraints.pace import MaskThreads, Pace
+from foredraft.constraints.grammar import MaskThreads, Pace, compile_grammar, grammar_tokenizer
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.conversation import spelled_out
@@ -99,40 +98,23 @@ def test_a_limit_leaves_no_markup_in_the_content(format: CallFormat, text: str, 
 
 
 def test_a_limit_takes_no_words_away() -> None:
-    for format, text in (
+    cut = [
         (HERMES, "x < y"),
         (HERMES, "<tool_call>\nbad"),
         (LLAMA, '{"name": "Bob", "a'),
         (LLAMA, '{"answer'),
-        (MISTRAL, "[1"),
-        (LLAMA, "  "),
-    ):
-        assert read(format, text, [], cut=True) == (text, [])
+    ]
+    for format, text in (*cut, (MISTRAL, "[1"), (LLAMA, "  ")):
+        assert read(format, text, [], cut=True) == (text, []), text
     assert read(HERMES, "x <tool", []) == ("x <tool", []), "the model ended this one itself"
 
 
-PARTS = [
-    "<tool_call>",
-    "</tool_call>",
-    "\n",
-    '{"name": "read", "arguments": ',
-    "{}",
-    '{"a": "}"}',
-    "}",
-    "x",
-    "<tool",
-    "[",
-    "]",
-    ", ",
-    '"',
-]
+MARKUP = ["<tool_call>", "</tool_call>", "<tool", '{"name": "read", "arguments": ', "{}", '{"a": "}"}', "}"]
+PARTS = [*MARKUP, "\n", "x", "[", "]", ", ", '"']
+JOINED = st.lists(st.sampled_from(PARTS), max_size=9).map("".join)
 
 
-@given(
-    st.sampled_from([HERMES, LLAMA, MISTRAL]),
-    st.lists(st.sampled_from(PARTS), max_size=9).map("".join),
-    st.data(),
-)
+@given(st.sampled_from([HERMES, LLAMA, MISTRAL]), JOINED, st.data())
 @settings(max_examples=300)
 def test_random_texts_lose_nothing_to_cuts(format: CallFormat, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
@@ -144,12 +126,10 @@ def test_random_texts_lose_nothing_to_cuts(format: CallFormat, text: str, data: 
 
 
 def test_further_calls_than_allowed_are_content() -> None:
-    text = '<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "write", "arguments": {}}\n</tool_call>'
-    content, calls = read(HERMES, text, [], most=1)
+    call = '<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>'
+    content, calls = read(HERMES, f"{call}\n{call}", [], most=1)
     assert calls == [("read", "{}")] and content.startswith("<tool_call>")
 
-
-# --- grammars ---------------------------------------------------------------------------------------------
 
 LIST = [
     {"type": "function", "function": {"name": "read", "parameters": {
@@ -167,12 +147,8 @@ TEMPLATES = {
 
 
 def tools(template: str = "hermes", choice: Any = None, parallel: bool | None = None) -> Tools:
-    made = Tools.of(
-        [Tool.model_validate(each) for each in LIST],
-        choice,
-        parallel,
-        ChatTemplate({"default": TEMPLATES[template]}),
-    )
+    listed = [Tool.model_validate(each) for each in LIST]
+    made = Tools.of(listed, choice, parallel, ChatTemplate({"default": TEMPLATES[template]}))
     assert made is not None
     return made
 
@@ -186,10 +162,8 @@ def allows(llm: foredraft.LLM, grammar: str | None, text: str) -> bool:
     assert grammar is not None and llm.tokenizer is not None
     ends = frozenset(llm.loaded.spec.eos_token_ids)
     codec = grammar_tokenizer(ByteCodec(llm.tokenizer), llm.loaded.spec.vocab_size, ends)
-    matcher, ids = (
-        compile_grammar("grammar", grammar, codec, Pace(MaskThreads())),
-        llm.tokenizer.encode(text, False),
-    )
+    matcher = compile_grammar("grammar", grammar, codec, Pace(MaskThreads()))
+    ids = llm.tokenizer.encode(text, False)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
@@ -210,14 +184,9 @@ def test_a_required_call_is_a_call_of_a_tool_with_its_arguments(llm: foredraft.L
     form = "hermes" if template == "none" else template
     grammar = tools(template, "required").grammar(None)
     assert allows(llm, grammar, ONE[form]) and allows(llm, grammar, TWO[form])
-    for wrong in (
-        "",
-        "hello",
-        ONE[form].replace('"a"', '"c"'),
-        ONE[form].replace("read", "open"),
-        ONE[form][:-1],
-    ):
-        assert not allows(llm, grammar, wrong)
+    one = ONE[form]
+    for wrong in ("", "hello", one.replace('"a"', '"c"'), one.replace("read", "open"), one[:-1]):
+        assert not allows(llm, grammar, wrong), wrong
     assert not allows(llm, tools(template, "required", parallel=False).grammar(None), TWO[form])
     named = NamedChoice.model_validate({"type": "function", "function": {"name": "stop"}})
     assert not allows(llm, tools(template, named).grammar(None), ONE[form])
@@ -225,7 +194,10 @@ def test_a_required_call_is_a_call_of_a_tool_with_its_arguments(llm: foredraft.L
 
 
 def read_names(made: Tools, text: str) -> list[str]:
-    return [call.name for call in made.read(text).calls]
+    reader = made.reader()
+    reader.read(text)
+    reader.end()
+    return [call.name for call in reader.calls]
 
 
 @pytest.mark.parametrize("template", ["hermes", "llama"])
@@ -235,13 +207,8 @@ def test_a_free_text_may_call(llm: foredraft.LLM, template: str) -> None:
         assert allows(llm, grammar, text), text
     assert not allows(llm, grammar, ONE[template].replace("read", "open"))
     assert allows(llm, grammar, "Sure.\n" + ONE["hermes"]) or template == "llama"
-    answer = {
-        "type": "object",
-        "properties": {"x": {"type": "integer"}},
-        "required": ["x"],
-        "additionalProperties": False,
-    }
-    either = tools(template).grammar(answer)
+    answer = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    either = tools(template).grammar(answer | {"additionalProperties": False})
     if template == "llama":
         assert either is None, "a request for both is refused"
         return
@@ -249,19 +216,13 @@ def test_a_free_text_may_call(llm: foredraft.LLM, template: str) -> None:
     assert not allows(llm, either, "hello") and not allows(llm, either, '{"x": "5"}')
 
 
-def test_mistral_s_calls_begin_with_a_token_that_no_grammar_has() -> None:
-    assert tools("mistral").grammar(None) is None
-    assert tools("mistral").format is MISTRAL
-
-
-# --- prompts ----------------------------------------------------------------------------------------------
-
-
 def test_a_template_that_reads_tools_gets_them() -> None:
     messages = [{"role": "user", "content": "hi"}]
     same, variables = tools("hermes").prompt(messages)
     assert same == messages
     assert [each["function"]["name"] for each in variables["tools"]] == ["read", "stop"]
+    assert tools("mistral").format is MISTRAL
+    assert tools("mistral").grammar(None) is None, "its calls begin with a token that no grammar has"
 
 
 def test_another_template_gets_them_as_text() -> None:
@@ -275,6 +236,8 @@ def test_another_template_gets_them_as_text() -> None:
     made, variables = tools("none").prompt(spelled_out(messages))
     assert variables == {}
     assert made[0]["content"].startswith("Be brief.\n\n") and '"path"' in made[0]["content"]
+    lines = made[0]["content"].split("<tools>\n")[-1].split("\n</tools>")[0].splitlines()
+    assert [json.loads(line)["function"]["name"] for line in lines] == ["read", "stop"]
     assert made[1] == messages[1]
     assert read_names(tools("none"), made[2]["content"]) == ["read"]
     assert made[3] == {"role": "user", "content": "<tool_response>\ntext of a\n</tool_response>"}
@@ -282,28 +245,14 @@ def test_another_template_gets_them_as_text() -> None:
     assert system["role"] == "system" and user == messages[1]
 
 
-@pytest.mark.parametrize(
-    ("given", "choice", "says"),
-    [
-        (None, "required", "tool_choice needs tools"),
-        ([LIST[0], LIST[0]], None, "two tools have the same name"),
-        (LIST, {"type": "function", "function": {"name": "nope"}}, "names 'nope', which is no tool"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_chosen_is_refused(given: Any, choice: Any, says: str) -> None:
-    chosen = NamedChoice.model_validate(choice) if isinstance(choice, dict) else choice
-    listed = None if given is None else [Tool.model_validate(each) for each in given]
-    with pytest.raises(Problem, match=says):
-        Tools.of(listed, chosen, None, ChatTemplate({"default": TEMPLATES["none"]}))
-
-
-def test_no_tool_may_be_called_where_none_is_chosen() -> None:
-    listed = [Tool.model_validate(each) for each in LIST]
-    assert Tools.of(listed, "none", None, ChatTemplate({"default": TEMPLATES["none"]})) is None
-
-
-def test_the_system_message_describes_all_tools() -> None:
-    [system, _] = tools("none").prompt([{"role": "user", "content": "hi"}])[0]
-    lines = system["content"].split("<tools>\n")[-1].split("\n</tools>")[0].splitlines()
-    assert [json.loads(line)["function"]["name"] for line in lines] == ["read", "stop"]
+def test_what_cannot_be_chosen_is_refused() -> None:
+    template = ChatTemplate({"default": TEMPLATES["none"]})
+    read, stop = (Tool.model_validate(each) for each in LIST)
+    nope = NamedChoice.model_validate({"type": "function", "function": {"name": "nope"}})
+    with pytest.raises(Problem, match="tool_choice needs tools"):
+        Tools.of(None, "required", None, template)
+    with pytest.raises(Problem, match="two tools have the same name"):
+        Tools.of([read, read], None, None, template)
+    with pytest.raises(Problem, match="names 'nope', which is no tool"):
+        Tools.of([read, stop], nope, None, template)
+    assert Tools.of([read, stop], "none", None, template) is None

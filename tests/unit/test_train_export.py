@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft.errors import ConfigError
-from foredraft.train.draft import train_draft
+from foredraft.train.trainers import train_draft
 from foredraft.train.training_options import DraftOptions
 from tests.support.checkpoints import FAMILIES, TEXT, save_checkpoint, save_variant
 from tests.support.variants_gemma4 import FAMILIES as GEMMA4
@@ -18,7 +18,7 @@ from tests.support.variants_llama_like import FAMILIES as LLAMA_LIKE
 from tests.support.variants_norms import FAMILIES as NORMS
 
 PROMPT = [1, 5, 9, 11, 20]
-NEW = 30
+NEW = 12
 # Layers of windows and without, so that the draft model's have to be named one by one.
 FROM_LAYERS = {
     "llama": (0, 2),
@@ -29,10 +29,7 @@ FROM_LAYERS = {
     "gemma3": (0, 5),
     **dict.fromkeys(LLAMA_LIKE, (0, 2)),
     "smollm3": (1, 3),  # the second one is not rotated
-    **{
-        family: (0, 3) if keys.get("num_hidden_layers") == 5 else (0, 2)
-        for family, (_, _, keys) in NORMS.items()
-    },
+    **{name: (0, 3) if keys.get("num_hidden_layers") == 5 else (0, 2) for name, (*_, keys) in NORMS.items()},
     "opt-sums-normed": (2, 0),  # projected; the last norm is one of the last layer
 }
 
@@ -53,12 +50,11 @@ def test_a_family_with_layers_of_several_shapes_is_refused(data: Path, tmp_path:
 
 
 def distilled(family: str, data: Path, folder: Path, **config: Any) -> tuple[Path, Path]:
-    """Save a target, and train a draft model for it."""
     keys = {"tie_word_embeddings": False, **config}
     target = save_variant(folder / "target", family, tokenizer=True, **keys)
     options = DraftOptions(
-        data=(data,), out=folder / "draft", work=folder / "work", layers=2, from_layers=FROM_LAYERS[family], steps=20,
-        step_tokens=512, group_tokens=512, length=64, validate_every=20, warm_up=2,
+        data=(data,), out=folder / "draft", work=folder / "work", layers=2, from_layers=FROM_LAYERS[family], steps=4,
+        step_tokens=128, group_tokens=128, length=32, validate_every=4, warm_up=2,
     )  # fmt: skip
     train_draft(options, str(target), device="cpu")
     return target, folder / "draft"
@@ -84,14 +80,14 @@ def test_transformers_drafts_with_it(family: str, data: Path, tmp_path: Path) ->
     }
     plain = target.generate(ids, **options)
     assert torch.equal(target.generate(ids, assistant_model=draft, **options), plain)
-    assert len(calls) >= 5, "it was asked for drafts"
+    assert len(calls) >= 2, "it was asked for drafts"
 
 
 def test_llama_cpp_drafts_with_it(data: Path, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     from llama_cpp.llama_speculative import LlamaDraftModel
 
-    from foredraft.bench.gguf_file import write_gguf
+    from foredraft.bench.llama_cpp import write_gguf
 
     target, draft = distilled("llama", data, tmp_path)
     for folder in (target, draft):
@@ -99,8 +95,6 @@ def test_llama_cpp_drafts_with_it(data: Path, tmp_path: Path) -> None:
     options = {"n_ctx": 128, "verbose": False, "n_threads": 1, "logits_all": True}
 
     class Draft(LlamaDraftModel):  # type: ignore[misc, valid-type]
-        """Drafts three tokens by the distilled model."""
-
         def __init__(self) -> None:
             self.model = llama_cpp.Llama(str(draft / "model.gguf"), **options)
             self.asked = 0
@@ -117,4 +111,4 @@ def test_llama_cpp_drafts_with_it(data: Path, tmp_path: Path) -> None:
     plain = text(llama_cpp.Llama(str(target / "model.gguf"), **options))
     drafting = Draft()
     assert text(llama_cpp.Llama(str(target / "model.gguf"), draft_model=drafting, **options)) == plain
-    assert drafting.asked >= 5
+    assert drafting.asked >= 2

@@ -1,26 +1,29 @@
-"""Packed documents: the arithmetic of decoding, without sight of a neighbour; students of every family."""
+"""Packed documents: the arithmetic of decoding, without sight of a neighbour; students of every family, and their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
-from foredraft.drafters.adapter_kinds import WITH_MLP
+from foredraft.drafters.asset import WITH_MLP
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.runner import Runner
-from foredraft.model.tensor_layouts import written
+from foredraft.model.tensor_names import written
 from foredraft.model.weights import layer_tensors, load_decoder, read_tensors
-from foredraft.train.packed_documents import Document, Packed, PackedPass
-from foredraft.train.parameters import Parameters, TrainedNorm
-from foredraft.train.students import AdapterStudent, DraftStudent
-from foredraft.train.target import FrozenTarget
+from foredraft.train import losses
+from foredraft.train.losses import FUNCTIONS, overlap
+from foredraft.train.students import AdapterStudent, DraftStudent, Parameters, Student, TrainedNorm
+from foredraft.train.target import Document, FrozenTarget, Packed, PackedPass
 from tests.support.checkpoints import FAMILIES, save_checkpoint
-from tests.support.planting import assert_caught, defect
+from tests.support.mutation import Mutation, assert_caught, defect
+from tests.support.mutations import around, instead
 
 CPU = torch.device("cpu")
 LENGTHS = (30, 30, 7, 55, 1)  # two of one length; one longer than the window of 24; one without a prediction
@@ -33,7 +36,6 @@ def documents(counted_from: int = 0) -> list[Document]:
 
 
 def alone(decoder: Decoder, document: Document) -> torch.Tensor:
-    """Return the logits of decoding, [T, V]."""
     runner = Runner(decoder)
     cache = runner.new_cache(1, 64)
     logits = runner.forward(cache, torch.tensor([document.ids]), [0]).logits
@@ -42,11 +44,10 @@ def alone(decoder: Decoder, document: Document) -> torch.Tensor:
 
 
 def check_packed(folder: Path, family: str) -> None:
-    """Check the logits of the frozen target against those of decoding each document alone."""
     target = FrozenTarget(save_checkpoint(folder / family, family), CPU, torch.float32)
     packed = Packed.of(documents(), CPU)
-    for taps in ((), (1,)):
-        found = target.decoder.head(target.states(packed, taps).last)
+    for aux_layers in ((), (1,)):
+        found = target.decoder.head(target.states(packed, aux_layers).last)
         kernels = load_decoder(folder / family, dtype=torch.float32, native=True)
         want = torch.cat([alone(kernels, each)[:-1] for each in documents()])
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
@@ -57,66 +58,34 @@ def test_packed_documents_have_the_logits_of_decoding(family: str, tmp_path: Pat
     check_packed(tmp_path, family)
 
 
-def test_the_predicting_columns_are_those_before_a_token_that_counts() -> None:
-    packed = Packed.of(
-        [Document((5, 6, 7, 8), (True, False, True, True)), Document((9, 9), (True, True))], CPU
-    )
-    assert packed.predicting.tolist() == [
-        1,
-        2,
-        4,
-    ]  # never the first token of a document, nor from another one
+def test_predicting_columns_precede_what_counts() -> None:
+    """They never precede the first token of a document, nor belong to another one."""
+    documents = [Document((5, 6, 7, 8), (True, False, True, True)), Document((9, 9), (True, True))]
+    packed = Packed.of(documents, CPU)
+    assert packed.predicting.tolist() == [1, 2, 4]
     assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1]
     assert Document((5, 6), (True, False)).counted == 0
 
 
-def neighbours_seen(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """All documents attend as one."""
-
-    def spoilt(pass_: PackedPass, index: int, qkv: torch.Tensor) -> Any:
-        lengths = pass_.packed.lengths
-        object.__setattr__(pass_.packed, "lengths", (sum(lengths),))
-        try:
-            return attend(pass_, index, qkv)
-        finally:
-            object.__setattr__(pass_.packed, "lengths", lengths)
-
-    return spoilt
+@around
+def neighbours_seen(attend: Callable[..., Any], pass_: PackedPass, index: int, qkv: torch.Tensor) -> Any:
+    lengths = pass_.packed.lengths
+    object.__setattr__(pass_.packed, "lengths", (sum(lengths),))
+    try:
+        return attend(pass_, index, qkv)
+    finally:
+        object.__setattr__(pass_.packed, "lengths", lengths)
 
 
-def positions_go_on(positions: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda packed: torch.arange(len(packed.tokens)) % max(packed.lengths)
+positions_go_on = instead(lambda packed: torch.arange(len(packed.tokens)) % max(packed.lengths))
 
 
-def ends_predict(of: Callable[..., Any]) -> Callable[..., Any]:
-    """The last column of a document predicts the first token of the next."""
-
-    def spoilt(cls: type[Packed], given: list[Document], device: torch.device) -> Packed:
-        made: Packed = of(cls, given, device)
-        counts = [n for each in given for n in each.counts][1:]
-        object.__setattr__(made, "predicting", torch.tensor([*counts, False]).nonzero()[:, 0])
-        return made
-
-    return spoilt
-
-
-def check_predicting() -> None:
-    test_the_predicting_columns_are_those_before_a_token_that_counts()
-
-
-@pytest.mark.parametrize(
-    ("seam", "spoiler"),
-    [(PackedPass._attend, neighbours_seen), (Packed.positions, positions_go_on)],
-    ids=["neighbours seen", "positions that go on"],
-)
-def test_a_defect_of_packing_is_caught(
-    seam: Any, spoiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_caught(defect("packing", seam, spoiler, lambda: check_packed(tmp_path, "llama")), monkeypatch)
-
-
-def test_a_last_column_that_predicts_the_next_document_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(defect("ends predict", Packed.of, ends_predict, check_predicting), monkeypatch)
+@around
+def ends_predict(of: Callable[..., Any], cls: Any, given: list[Document], device: torch.device) -> Packed:
+    made: Packed = of(cls, given, device)
+    counts = [n for each in given for n in each.counts][1:]
+    object.__setattr__(made, "predicting", torch.tensor([*counts, False]).nonzero()[:, 0])
+    return made
 
 
 # --- students -----------------------------------------------------------------------------------------------
@@ -134,26 +103,25 @@ def test_an_adapter_starts_as_the_targets_last_layer(family: str, tmp_path: Path
     """At that layer's depth it has the target's logits, but for a window of the layer, and its rotation then."""
     target, student = adapter_student(tmp_path, family)
     packed = Packed.of([each for each in documents() if len(each.ids) < 24], CPU)
-    states = target.states(packed, student.taps)
+    states = target.states(packed, student.aux_layers)
     torch.testing.assert_close(
-        student(packed, states.tapped).detach(), target.decoder.head(states.last), rtol=1e-4, atol=1e-4
+        student(packed, states.aux_states).detach(), target.decoder.head(states.last), rtol=1e-4, atol=1e-4
     )
 
 
 def check_gradients(folder: Path, family: str, kind: str = WITH_MLP) -> None:
-    """Check the gradient of every parameter against a finite difference."""
     target, student = adapter_student(folder, family, mlp=kind == WITH_MLP)
     student.double()
     student.head = student.head.double()
     student.bias = None if student.bias is None else student.bias.double()
     packed = Packed.of(documents()[1:4], CPU)
-    tapped = target.states(packed, student.taps).tapped
-    assert tapped is not None
+    aux_states = target.states(packed, student.aux_layers).aux_states
+    assert aux_states is not None
     direction = torch.Generator().manual_seed(1)
     weights = torch.randn(len(packed.predicting), 97, generator=direction, dtype=torch.float64)
 
     def loss() -> torch.Tensor:
-        return (student(packed, tapped.double()).double().log_softmax(-1) * weights).sum()
+        return (student(packed, aux_states.double()).double().log_softmax(-1) * weights).sum()
 
     loss().backward()
     for name, value in student.named_parameters():
@@ -175,40 +143,24 @@ def test_every_parameter_of_an_adapter_learns(family: str, kind: str, tmp_path: 
     check_gradients(tmp_path, family, kind)
 
 
-def output_discarded(run: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def output_discarded(
+    run: Callable[..., Any], pass_: PackedPass, layers: list[Layer], x: torch.Tensor, first: int = 0
+) -> torch.Tensor:
     """The defect of a public training code: the residual alone leaves the adapter."""
-
-    def spoilt(pass_: PackedPass, layers: list[Layer], x: torch.Tensor, first: int = 0) -> torch.Tensor:
-        made: torch.Tensor = run(pass_, layers, x, first)
-        return x + 0 * made
-
-    return spoilt
+    made: torch.Tensor = run(pass_, layers, x, first)
+    return x + 0 * made
 
 
-def norms_frozen(load: Callable[..., Any]) -> Callable[..., Any]:
-    def spoilt(parameters: Parameters, shapes: Any) -> torch.Tensor:
-        made: torch.Tensor = load(parameters, shapes)
-        return made.detach() if made.dim() == 1 else made
-
-    return spoilt
-
-
-@pytest.mark.parametrize(
-    ("seam", "spoiler"),
-    [(PackedPass.run, output_discarded), (Parameters.load, norms_frozen)],
-    ids=["adapter's output discarded", "norms frozen"],
-)
-def test_a_defect_of_a_student_is_caught(
-    seam: Any, spoiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_caught(defect("student", seam, spoiler, lambda: check_gradients(tmp_path, "llama")), monkeypatch)
+@around
+def norms_frozen(load: Callable[..., Any], parameters: Parameters, shapes: Any) -> torch.Tensor:
+    made: torch.Tensor = load(parameters, shapes)
+    return made.detach() if made.dim() == 1 else made
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_draft_student_with_all_layers_is_the_target(
-    family: str, checkpointed: bool, tmp_path: Path
-) -> None:
+def test_a_student_with_all_layers_is_the_target(family: str, checkpointed: bool, tmp_path: Path) -> None:
     target = FrozenTarget(save_checkpoint(tmp_path / family, family), CPU, torch.float32)
     weights = read_tensors(tmp_path / family, lambda name: True)
     student = DraftStudent(target.spec, CPU, weights, checkpointed=checkpointed)
@@ -231,3 +183,94 @@ def test_weights_that_start_at_random_follow_the_seed(tmp_path: Path) -> None:
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     assert isinstance(TrainedNorm(spec, CPU).norm().weight, torch.Tensor)
     assert not first["model.norm.weight"].any(), "Gemma's norms multiply by 1 + weight"
+
+
+# --- a loss that is taken a few positions at a time ---------------------------------------------------------
+
+CHUNKED = ["llama", "gemma2"]  # an untied head; a tied one with soft-capped logits and norms of 1 + weight
+
+
+def student_of_kind(folder: Path, family: str, kind: str) -> tuple[FrozenTarget, Student]:
+    target, adapter = adapter_student(folder, family)
+    if kind == "adapter":
+        return target, adapter
+    return target, DraftStudent(target.spec, CPU, load_file(folder / family / "model.safetensors"))
+
+
+def check_chunks(folder: Path, family: str, kind: str) -> None:
+    target, student = student_of_kind(folder, family, kind)
+    packed = Packed.of(documents(), CPU)
+    aux_states = target.states(packed, student.aux_layers).aux_states
+    random = torch.Generator().manual_seed(1)
+    log_p = torch.randn(len(packed.predicting), 97, generator=random).log_softmax(-1)
+
+    def compare(logits: Tensor, rows: slice) -> Tensor:
+        log_q = logits.log_softmax(-1)
+        return torch.stack([FUNCTIONS["lk"](log_p[rows], log_q).sum(), overlap(log_p[rows], log_q).sum()])
+
+    def gradients(sums: Tensor) -> dict[str, Tensor]:
+        (3 * sums[0]).backward()
+        found = {name: value.grad for name, value in student.named_parameters() if value.grad is not None}
+        student.zero_grad()
+        assert found
+        return found
+
+    whole, by_chunks = compare(student(packed, aux_states), slice(None)), student(packed, aux_states, compare)
+    torch.testing.assert_close(by_chunks.detach(), whole.detach())
+    want, found = gradients(whole), gradients(by_chunks)
+    assert found.keys() == want.keys() == dict(student.named_parameters()).keys()
+    for name, gradient in found.items():
+        assert (gradient - want[name]).abs().max() <= 1e-4 * want[name].abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["adapter", "draft"])
+@pytest.mark.parametrize("family", CHUNKED)
+def test_gradients_are_whole(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK", 7)
+    check_chunks(tmp_path, family, kind)
+
+
+def test_nothing_to_predict_has_no_gradient(tmp_path: Path) -> None:
+    target, student = student_of_kind(tmp_path, "llama", "adapter")
+    assert isinstance(student, AdapterStudent)
+    packed = Packed.of(documents(counted_from=99), CPU)
+    aux_states = target.states(packed, student.aux_layers).aux_states
+    sums = student(packed, aux_states, lambda *given: pytest.fail("called"))
+    sums[0].backward()
+    assert not sums.any() and all(not value.grad.any() for value in student.parameters())  # type: ignore[union-attr]
+
+
+@around
+def last_chunk_alone(forward: Any, compare: Callable[..., Tensor], x: Tensor, parameters: Any) -> Tensor:
+    def compared(part: Tensor, rows: slice) -> Tensor:
+        sums = compare(part, rows)
+        if rows.stop < len(x):
+            sums = sums.detach() + 0 * (part.sum() + sum(value.sum() for value in parameters))
+        return sums
+
+    found: Tensor = forward(compared, x, parameters)
+    return found
+
+
+factor_lost = around(lambda backward, ctx, given: backward(ctx, torch.ones_like(given)))
+
+Check = Callable[[Path], None]
+PACKED: Check = partial(check_packed, family="llama")
+STUDENT: Check = partial(check_gradients, family="llama")
+BY_CHUNKS: Check = partial(check_chunks, family="llama", kind="draft")
+DEFECTS: dict[str, tuple[Any, Mutation, Check]] = {
+    "neighbours seen": (PackedPass._attend, neighbours_seen, PACKED),
+    "positions that go on": (Packed.positions, positions_go_on, PACKED),
+    "last ones predict": (Packed.of, ends_predict, lambda _: test_predicting_columns_precede_what_counts()),
+    "adapter's output discarded": (PackedPass.run, output_discarded, STUDENT),
+    "norms frozen": (Parameters.load, norms_frozen, STUDENT),
+    "all chunks but the last lost": (losses.by_chunks, last_chunk_alone, BY_CHUNKS),
+    "the factor of the loss lost": (losses._ByChunks.backward, factor_lost, BY_CHUNKS),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point, mutation, check = DEFECTS[name]
+    monkeypatch.setattr(losses, "CHUNK", 7)
+    assert_caught(defect(name, point, mutation, partial(check, tmp_path)), monkeypatch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,12 @@ import pytest
 import foredraft
 from foredraft import LLM
 from foredraft.bench.bench_records import Spread
+from foredraft.bench.measurement import measure_costs
 from foredraft.decode.stats import Stats
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Runner
 from foredraft.tune import finals as finals_module
-from foredraft.tune.agreement import Agreement
-from foredraft.tune.finals import decode_finalists
+from foredraft.tune.finals import Agreement, decode_finalists
 from foredraft.tune.tune_records import SIGNIFICANCE, TAU_TOLERANCE, Finalist, Trial, sign_test
 from foredraft.tune.tune_settings import TuneSettings
 from tests.support.checkpoints import save_checkpoint
@@ -28,10 +28,14 @@ TRIAL = Trial(0, "skip:attn=1/mlp=2", 1.3, 2, (1.5, 1.8))
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder: Path = save_checkpoint(
-        tmp_path_factory.mktemp("finals"), eos_token_id=None, initializer_range=0.12
-    )
+    folder = save_checkpoint(tmp_path_factory.mktemp("finals"), eos_token_id=None, initializer_range=0.12)
     return foredraft.load(folder, drafter="none", max_batch=2, max_length=200)
+
+
+@pytest.fixture(autouse=True)
+def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time every cost a few times only, since no test here asks for exact ones."""
+    monkeypatch.setattr(finals_module, "measure_costs", partial(measure_costs, repeats=3))
 
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
@@ -44,6 +48,7 @@ def decode(llm: LLM, trial: Trial = TRIAL, **options: float) -> Finalist:
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("skips", ["skip:attn=1/mlp=2", "exit:2"])
 def test_a_plan_decodes_until_its_tau_is_accurate(llm: LLM, skips: str) -> None:
     found = decode(llm, Trial(0, skips, 1.3, 2, (1.5, 1.8)))
@@ -51,9 +56,8 @@ def test_a_plan_decodes_until_its_tau_is_accurate(llm: LLM, skips: str) -> None:
     assert found.tau == pytest.approx(found.predicted_tau, rel=5 * found.tau_error)  # five standard errors
 
 
-def test_a_plan_whose_decoded_tau_differs_from_the_predicted_one_is_refused(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.heavy
+def test_a_plan_that_decodes_to_another_tau_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the prediction is that of a plan that skips more."""
 
     class Wrong(Agreement):
@@ -63,6 +67,7 @@ def test_a_plan_whose_decoded_tau_differs_from_the_predicted_one_is_refused(
             super().__init__(runner, drafting, Skips((0, 1), (1, 2)), draft_length, temperature)
 
     monkeypatch.setattr(finals_module, "Agreement", Wrong)
+    monkeypatch.setattr(finals_module, "MAX_TURNS", 3)
     for temperature in (0.0, 1.0):
         found = decode(llm, temperature=temperature)
         assert abs(found.predicted_tau / found.tau - 1) > 2 * TAU_TOLERANCE
@@ -72,6 +77,7 @@ def test_a_plan_whose_decoded_tau_differs_from_the_predicted_one_is_refused(
         )
 
 
+@pytest.mark.heavy
 def test_few_tokens_leave_tau_inaccurate(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finals_module, "MAX_TURNS", 1)
     # one sample in about a hundred is near enough by chance
@@ -88,7 +94,6 @@ def timings(speeds: list[list[float]]) -> Any:
 
 
 def finalist(ratios: list[float], skips: str = "skip:attn=1") -> Finalist:
-    """A finalist with these speed-ups on the prompts."""
     agreement: Any = SimpleNamespace(predicted_tau=1.8, tau=1.8, relative_error=0.0)
     plain, own = timings([[10.0]] * len(ratios)), timings([[10 * ratio] for ratio in ratios])
     return finals_module._finalist(replace(TRIAL, skips=skips), plain, own, 0.5, agreement, 0.0)

@@ -11,7 +11,7 @@ import pytest
 
 import foredraft
 from foredraft import LLM, ConfigError, SamplingParams
-from foredraft.bench.forward_costs import measure_costs
+from foredraft.bench.measurement import measure_costs
 from foredraft.cli import main
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
@@ -22,8 +22,8 @@ from foredraft.kernels.compilation import library
 from foredraft.model.runner import Runner
 from foredraft.tune import finals
 from foredraft.tune import run as run_module
-from foredraft.tune.plan_costs import measure_plan_costs
 from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.tune_records import measure_plan_costs
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 from tests.unit.test_tune_teacher_forced import MAX_DRAFT, write_texts
@@ -76,6 +76,7 @@ def test_drafts_of_the_target_in_the_copys_place_are_caught(model: Path) -> None
         check_rounds(model, "target")
 
 
+@pytest.mark.heavy
 def test_a_plan_of_the_copy_is_searched_kept_and_used(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,9 +113,7 @@ def test_a_plan_of_the_copy_is_searched_kept_and_used(
             foredraft.load(model, plan=out, **options, **other)
 
 
-def test_a_copy_that_cannot_be_made_is_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refuses_impossible_copies(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"def accept{word}(draft, p, q)\n" for word in "abcdefgh"))
     words = ["tune", "--model", str(model), "--prompts", str(prompts), *QUICK]

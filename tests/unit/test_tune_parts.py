@@ -1,10 +1,11 @@
-"""Parts of a search: calibration texts, ranked plans, costs, and the page."""
+"""Parts of a search: calibration texts and their cache, ranked plans, costs, and the page."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,39 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import foredraft
-from foredraft import LLM, SamplingParams
-from foredraft.bench.bench_records import Spread
-from foredraft.bench.bench_settings import MAX_REPEATED
-from foredraft.cli.tune import lines
+from foredraft import LLM, SamplingParams, user_cache
+from foredraft.bench.bench_records import MAX_REPEATED, Spread
+from foredraft.cli.bench import tune_lines
+from foredraft.drafters.lookup import repeated
+from foredraft.drafters.plan_files import model_hash
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
-from foredraft.model.plan import Plan
+from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs
-from foredraft.ngrams import repeated
 from foredraft.pages import drawing
-from foredraft.pages.tuning import tuning_page as page
-from foredraft.tune import exit_costs, plan_costs
+from foredraft.pages.training import tuning_page as page
+from foredraft.tune import calibration, tune_records
 from foredraft.tune.calibration import (
     MIN_TOKENS,
+    CalibrationCache,
+    CalibrationTexts,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
     write_calibration_texts,
 )
-from foredraft.tune.exit_costs import ExitCosts, measure_exit_costs
-from foredraft.tune.plan_costs import PlanCosts, measure_plan_costs
-from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
+from foredraft.tune.samplers import clasp, every_other, greedy, skips_of
 from foredraft.tune.search import seed_plans
 from foredraft.tune.teacher_forced import TeacherForced
-from foredraft.tune.tune_records import Finalist, Trial, TuneReport
+from foredraft.tune.tune_records import (
+    ExitCosts,
+    Finalist,
+    PlanCosts,
+    Trial,
+    TuneReport,
+    measure_exit_costs,
+    measure_plan_costs,
+)
 from tests.support.checkpoints import save_checkpoint
 
 # Sub-layers whose weights are set to zero, so that they add nothing, by their layer.
@@ -46,15 +55,23 @@ IDLE = {"self_attn.o_proj": 1, "mlp.down_proj": 2}
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A model with two sub-layers that add nothing."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_checkpoint(tmp_path_factory.mktemp("idle"), eos_token_id=None, initializer_range=0.12)
     file = folder / "model.safetensors"
     weights = load_file(file)
     for name, layer in IDLE.items():
         weights[f"model.layers.{layer}.{name}.weight"].zero_()
     save_file(weights, file, {"format": "pt"})
-    return foredraft.load(folder, drafter="none", max_batch=4, max_length=300)
+    return folder
+
+
+def loaded(folder: Path, **options: Any) -> LLM:
+    return foredraft.load(folder, drafter="none", max_batch=4, max_length=300, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return loaded(folder)
 
 
 PROMPTS = [[(5 * number + 7 * i) % 90 + 5 for i in range(8 + number)] for number in range(12)]
@@ -67,17 +84,15 @@ def silent(stage: str, done: int, total: int) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_calibration_texts_are_the_models_own_and_reproducible(llm: LLM, temperature: float) -> None:
     found = write_calibration_texts(llm, PROMPTS, 200, temperature, silent)
-    assert found.tokens >= 200 and found.tokens == sum(
-        len(text.ids) - text.prompt_length for text in found.texts
-    )
+    assert found.tokens >= 200
+    assert found.tokens == sum(len(text.ids) - text.prompt_length for text in found.texts)
     assert found == write_calibration_texts(llm, PROMPTS, 200, temperature, silent)
-    assert all(repeated(text.ids[text.prompt_length :]) <= MAX_REPEATED for text in found.texts)
     for text in found.texts:
-        assert list(text.ids[: text.prompt_length]) in PROMPTS
+        prompt, new = text.ids[: text.prompt_length], text.ids[text.prompt_length :]
+        assert [*prompt] in PROMPTS and repeated(new) <= MAX_REPEATED
         if temperature == 0:
-            params = SamplingParams(temperature=0, max_new_tokens=text.new_tokens)
-            [output] = llm.generate(list(text.ids[: text.prompt_length]), params)
-            assert tuple(output.token_ids) == text.ids[text.prompt_length :]
+            [output] = llm.generate([*prompt], SamplingParams(temperature=0, max_new_tokens=text.new_tokens))
+            assert tuple(output.token_ids) == new
 
 
 def test_samples_of_one_prompt_differ(llm: LLM) -> None:
@@ -85,12 +100,12 @@ def test_samples_of_one_prompt_differ(llm: LLM) -> None:
     assert len(found.texts) > 2 and len({text.ids for text in found.texts}) == len(found.texts)
 
 
+@pytest.mark.heavy
 def test_a_search_works_with_the_tokens_that_the_prompts_give(llm: LLM) -> None:
     few = write_calibration_texts(llm, PROMPTS, 99_999, 0.9, silent)
     assert MIN_TOKENS <= few.tokens < 99_999
-    with pytest.raises(
-        ConfigError, match="tokens is 9999, but the prompts give .* without repetition; give more prompts"
-    ):
+    said = "tokens is 9999, but the prompts give .* without repetition; give more prompts"
+    with pytest.raises(ConfigError, match=said):
         write_calibration_texts(llm, PROMPTS[:1], 9999, 0.0, silent)
 
 
@@ -115,20 +130,14 @@ def test_held_out_prompts_are_not_used_for_calibration() -> None:
     sizes = [len(hold_out([[number] for number in range(count)])[1]) for count in range(2, 34)]
     assert sizes[:11] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6] and sizes[11:22] == [6] * 11
     assert sizes[22:] == [6, 6, 7, 7, 7, 7, 8, 8, 8, 8]
-    with pytest.raises(
-        ConfigError, match="prompts holds a single prompt; give two or more different prompts"
-    ):
-        hold_out(PROMPTS[:1])
     assert [new_tokens_per_prompt(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
 
 
-def test_equal_prompts_are_not_on_both_sides() -> None:
-    for numbers in ([1, 1, 1, 2, 2, 2, 3, 3], [5, 4] * 4, [*range(9), 7, 7, 7, 8]):
-        calibration, held_out = hold_out([[number] for number in numbers])
-        assert sorted(calibration + held_out) == [[number] for number in sorted(set(numbers))]
-        assert len(calibration) == calibration_prompt_count(len(set(numbers)))
-    with pytest.raises(ConfigError, match="prompts holds 4 equal prompts; give two or more"):
-        hold_out([[1, 2]] * 4)
+@pytest.mark.parametrize("numbers", [[1, 1, 1, 2, 2, 2, 3, 3], [5, 4] * 4, [*range(9), 7, 7, 7, 8]], ids=str)
+def test_equal_prompts_are_not_on_both_sides(numbers: list[int]) -> None:
+    calibration, held_out = hold_out([[number] for number in numbers])
+    assert sorted(calibration + held_out) == [[number] for number in sorted(set(numbers))]
+    assert len(calibration) == calibration_prompt_count(len(set(numbers)))
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +152,8 @@ def test_rankings_begin_with_sub_layers_that_add_nothing(teacher_forced: Teacher
     assert sorted(ranked) == list(range(6)) and sorted(ranked[:2]) == idle
     programmed = clasp(teacher_forced, 5)
     assert list(map(len, programmed)) == list(range(6))
-    assert list(programmed[2]) == idle
-    for chosen in programmed:
-        assert list(chosen) == sorted(set(chosen))
-
-
-def test_clasp_skips_a_sub_layer_that_adds_nothing(teacher_forced: TeacherForced) -> None:
-    best = clasp(teacher_forced, 1)[1]
-    assert skips_of(best) in (Skips((1,)), Skips((), (2,)))
+    assert list(programmed[2]) == idle and skips_of(programmed[1]) in (Skips((1,)), Skips((), (2,)))
+    assert all(list(chosen) == sorted(set(chosen)) for chosen in programmed)
 
 
 def test_numbers_of_sub_layers_convert_to_skips() -> None:
@@ -178,12 +181,11 @@ def fake_timings(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int,
             found[key] = [2 * own, 3 * own, 2 * own, 3 * own]
         return found
 
-    monkeypatch.setattr(plan_costs, "interleaved", interleaved)
-    monkeypatch.setattr(plan_costs, "measure_exit_costs", lambda *_: None)
+    monkeypatch.setattr(tune_records, "interleaved", interleaved)
+    monkeypatch.setattr(tune_records, "measure_exit_costs", lambda *_: None)
 
 
 def test_costs_are_attributed_to_their_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Attention layers with two kinds of window have costs of their own."""
     folder = save_checkpoint(tmp_path / "gemma2", "gemma2", eos_token_id=None)
     llm = foredraft.load(folder, drafter="none", max_batch=1, max_length=64)
     windows = llm.loaded.spec.windows
@@ -209,11 +211,8 @@ def test_costs_are_attributed_to_their_parts(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("mlp_cost", [1.0, 1.5])
-def test_sub_layers_together_may_cost_more_than_their_sum(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, mlp_cost: float
-) -> None:
-    """The costs are exact if nothing or everything runs, and close in between; mlp_cost: of an MLP, in
-    attentions."""
+def test_together_they_may_cost_more(llm: LLM, monkeypatch: pytest.MonkeyPatch, mlp_cost: float) -> None:
+    """Exact if nothing or everything runs, and close in between; mlp_cost: of an MLP, in attentions."""
 
     def seconds(plan: Plan) -> float:
         share = (sum(plan.attention) + mlp_cost * sum(plan.mlp)) / (3 + 3 * mlp_cost)
@@ -238,9 +237,7 @@ def test_costs_stay_plausible_under_noise(llm: LLM, monkeypatch: pytest.MonkeyPa
     found = measure_plan_costs(llm.loaded, 20, 4, 0.0)
     assert found.verifying == (1.0, 1.5, 1.5, 2.5), "v(n) is at least 1 and never falls"
     assert found.fixed == pytest.approx(0.1) and found.step(Plan.full(3)) == pytest.approx(0.1)
-    assert plan_costs._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), (
-        "the fixed part is at most half of the draft"
-    )
+    assert tune_records._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), "at most half is fixed"
     fake_timings(monkeypatch, lambda plan: -1.0 if any(plan.mlp) else 0.2)
     found = measure_plan_costs(llm.loaded, 20, 3, 0.0)
     assert min(found.mlp, *found.attention, found.together, found.start) >= 0 and found.fixed > 0
@@ -255,27 +252,15 @@ def test_costs_of_real_passes_survive_json(llm: LLM, temperature: float) -> None
     assert PlanCosts.from_json(json.dumps(asdict(found))) == found
 
 
-class ProgressLog:
-    """Records progress."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, int]] = []
-
-    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None:
-        self.calls.append((stage, done, total))
-
-
 def test_measuring_costs_reports_every_turn(llm: LLM) -> None:
-    progress = ProgressLog()
-    measure_plan_costs(llm.loaded, 20, 3, 0.0, progress, 2)
+    calls: list[tuple[Any, ...]] = []
+    measure_plan_costs(llm.loaded, 20, 3, 0.0, lambda *given: calls.append(given[:3]), 2)
     turns = 3 + 2  # forwards and plans, then exits; one turn of each warms up
-    assert progress.calls == [("costs", done, turns) for done in range(turns + 1)]
+    assert calls == [("costs", done, turns) for done in range(turns + 1)]
 
 
-def test_seed_plans_report_the_sub_layers_that_they_ran(
-    teacher_forced: TeacherForced, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    progress, sub_layers = ProgressLog(), 2 * 3
+def test_seed_plans_report_their_work(teacher_forced: TeacherForced, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, sub_layers = list[tuple[Any, ...]](), 2 * 3
     forward, layers = teacher_forced.runner.forward, []
 
     def watched(*given: Any, **named: Any) -> Any:
@@ -283,11 +268,11 @@ def test_seed_plans_report_the_sub_layers_that_they_ran(
         return forward(*given, **named)
 
     monkeypatch.setattr(teacher_forced.runner, "forward", watched)
-    seed_plans(teacher_forced, progress)
+    seed_plans(teacher_forced, lambda *given: calls.append(given[:3]))
     # a pass through a single layer runs one of its sub-layers
     ran = sum(2 * count if count == 3 else 1 for count in layers)
-    steps = [done for _, done, _ in progress.calls]
-    assert {(stage, total) for stage, _, total in progress.calls} == {("rank", ran)}
+    steps = [done for _, done, _ in calls]
+    assert {(stage, total) for stage, _, total in calls} == {("rank", ran)}
     assert steps[0] == 0 and steps[-1] == ran and steps == sorted(set(steps))
     assert len(steps) == 1 + (1 + sub_layers) + sub_layers
 
@@ -299,15 +284,13 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
     def v(exit: int, rows: int) -> float:
         return 1 + 0.1 * rows - 0.02 * exit * rows
 
-    def timed(
-        llm: LLM, exits: list[int], context: int, longest: int, repeats: int, after: object
-    ) -> dict[Any, list[float]]:
+    def timed(llm: LLM, exits: list[int], context: int, longest: int, *_: object) -> dict[Any, list[float]]:
         assert exits == [1, 2] and longest == 3
         verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in exits for rows in (2, 3, 4)}
         rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in exits}
         return {"step": [2.0] * 3, **verify, **rounds}
 
-    monkeypatch.setattr(exit_costs, "_timed", timed)
+    monkeypatch.setattr(tune_records, "_timed_exits", timed)
     found = measure_exit_costs(llm.loaded, 20, 3, 3, int)
     assert found is not None
     for exit in (1, 2, 5):
@@ -316,15 +299,15 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
         assert verifying == pytest.approx([v(exit, rows) for rows in (2, 3, 4)])
     costs = PlanCosts(1.0, 0.05, (0.1,) * 3, 0.13, (1.2, 1.3, 1.4), found)
     taus = np.array([1.8, 2.5, 3.0])
-    expected = [tau / (k * c(2) + v(2, k + 1)) for k, tau in enumerate(taus, start=1)]
-    assert costs.speedups(Skips(exit=2), taus) == pytest.approx(expected)
+
+    def speedups(step: float, verifying: Sequence[float]) -> Any:
+        return pytest.approx([tau / (k * step + verifying[k - 1]) for k, tau in enumerate(taus, start=1)])
+
+    assert costs.speedups(Skips(exit=2), taus) == speedups(c(2), [v(2, rows) for rows in (2, 3, 4)])
     cheap = replace(costs, exit=ExitCosts((0.0, 0.0), ((0.1, 0.0),) * 3))
-    bounds = [tau / (k * (0.05 + 0.46) + 1) for k, tau in enumerate(taus, start=1)]
-    assert cheap.speedups(Skips(exit=2), taus) == pytest.approx(bounds), (
-        "an exit is no cheaper than its layers in one call"
-    )
-    skipped = [tau / (k * (0.05 + 0.46) + costs.verifying[k - 1]) for k, tau in enumerate(taus, start=1)]
-    assert costs.speedups(Skips((2,), (2,)), taus) == pytest.approx(skipped)
+    own = 0.05 + 0.46
+    assert cheap.speedups(Skips(exit=2), taus) == speedups(own, (1, 1, 1)), "no cheaper than a call"
+    assert costs.speedups(Skips((2,), (2,)), taus) == speedups(own, costs.verifying)
 
 
 @pytest.mark.parametrize("exit", [1, 2])
@@ -341,15 +324,15 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
 
     monkeypatch.setattr(runner, "forward", seen)
     works: dict[Any, Any] = {}
-    monkeypatch.setattr(exit_costs, "interleaved", lambda given, *_, **__: works.update(given))
-    exit_costs._timed(llm.loaded, [exit], 20, 2, 1, int)
+    monkeypatch.setattr(tune_records, "interleaved", lambda given, *_, **__: works.update(given))
+    tune_records._timed_exits(llm.loaded, [exit], 20, 2, 1, int)
     verifying = (3, (exit, [2], 3), None, True)
     if runner.by_kernels:
         drafts: list[Any] = []
         draft = runner.draft
         monkeypatch.setattr(runner, "draft", lambda *a, **more: drafts.append(more) or draft(*a, **more))
         works["round", exit]()
-        assert calls == [verifying] and [more["tap"] for more in drafts] == [exit]
+        assert calls == [verifying] and [more["exit"] for more in drafts] == [exit]
         calls.clear()
     monkeypatch.setattr(runner, "draft", lambda *_, **__: None)
     works["round", exit]()
@@ -364,46 +347,34 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
 ) -> None:
     """The draft is one fused call where the runner has it, and else one step per token."""
     runner = llm.loaded.runner
-    calls: list[tuple[list[int], bool]] = []
-    steps = 0
-    forward = runner.forward
+    calls, steps, forward = list[tuple[list[int], bool]](), list[int](), runner.forward
 
     def draft(cache: Any, inputs: DraftInputs, **more: Any) -> Any:
         calls.append((inputs.lengths, inputs.sampling is not None))
         return object() if fused else None
 
     def stepped(*given: Any, invariant: bool = True, **options: Any) -> Any:
-        nonlocal steps
-        steps += not invariant
+        steps.extend([] if invariant else [1])
         return forward(*given, invariant=invariant, **options)
 
     monkeypatch.setattr(runner, "draft", draft)
     monkeypatch.setattr(runner, "forward", stepped)
-    monkeypatch.setattr(plan_costs, "measure_exit_costs", lambda *_: None)
+    monkeypatch.setattr(tune_records, "measure_exit_costs", lambda *_: None)
     measure_plan_costs(llm.loaded, 20, 3, temperature, repeats=2)
     assert {most for [most], _ in calls} == {1, 3} and {drawn for _, drawn in calls} == {temperature > 0}
-    assert steps == (0 if fused else sum(most for [most], _ in calls))
+    assert len(steps) == (0 if fused else sum(most for [most], _ in calls))
 
 
 def report(**changes: object) -> TuneReport:
     spread = Spread(1.3, 1.2, 1.4, 8)
-    trials = tuple(
-        Trial(
-            number,
-            f"skip:attn={number % 3}",
-            1 + number / 10,
-            2,
-            (1.5, 2.0),
-            "nothing" if not number else None,
-        )
-        for number in range(6)
-    )
+    trials = [Trial(n, f"skip:attn={n % 3}", 1 + n / 10, 2, (1.5, 2.0), None) for n in range(6)]
+    trials[0] = replace(trials[0], origin="nothing")
     finalist = Finalist(
         "skip:attn=0,2/mlp=1", 2, 1.5, 2.5, 2.51, 0.8, 0.4, spread, True, 8, Spread(0.1, 0, 0.2, 8), 8, 2.63
     )
     made = TuneReport(
         "some/model", "ab" * 32, 3, "a study", "memory", {"trials": 6, "dtype": "float32", "timeout": None},
-        {"cpu": "a cpu"}, 4097, PlanCosts(1e-3, 0.05, (0.1,) * 3, 0.12, (1.0, 1.1)), trials,
+        {"cpu": "a cpu"}, 4097, PlanCosts(1e-3, 0.05, (0.1,) * 3, 0.12, (1.0, 1.1)), tuple(trials),
         {"attention.0": 0.7, "mlp.1": 0.3}, (finalist,), 0, ("plan.json",), {"search": 12.0},
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
@@ -425,10 +396,10 @@ def test_the_page_shows_the_records_and_loads_nothing() -> None:
 
 def test_a_report_doubts_the_speeds_of_a_loaded_machine() -> None:
     quiet, busy = (report(machine={"cores": 2, "highest_load": load}) for load in (2.4, 2.6))
-    assert quiet.doubts == () and lines(quiet)[0].startswith("some/model")
+    assert quiet.doubts == () and tune_lines(quiet)[0].startswith("some/model")
     [doubt] = busy.doubts
     assert "load rose to 2.6 on 2 cores" in doubt
-    assert lines(busy)[0] == f"WARNING: {doubt}" and doubt in page(busy) and doubt not in page(quiet)
+    assert tune_lines(busy)[0] == f"WARNING: {doubt}" and doubt in page(busy) and doubt not in page(quiet)
 
 
 def test_the_page_says_why_no_plan_was_kept() -> None:
@@ -447,3 +418,137 @@ def test_the_plot_of_layers_has_a_cross_for_each_skipped_sub_layer() -> None:
     plot = re.search(r'id="layers".*?</figure>', page(report(finalists=(shown,))), re.DOTALL)
     assert plot is not None and ". skip:attn=0,2." in plot[0]
     assert plot[0].count(drawing.CROSS) == 2 and plot[0].count("<rect") == 6
+
+
+# --- cached calibration texts: when they are reused, and when replaced ----------------------------
+
+
+TOKENS, FEW = 100, PROMPTS[:4]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Searches:
+    def __init__(self, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.llm, self.calls = folder, llm, 0
+        self.given: dict[str, Any] = {"prompts": FEW, "tokens": TOKENS, "temperature": 0.0}
+        generate = llm.generate
+
+        def counted(*given: Any, **named: Any) -> Any:
+            self.calls += 1
+            return generate(*given, **named)
+
+        monkeypatch.setattr(llm, "generate", counted)
+
+    def cache(self, **changes: Any) -> CalibrationCache:
+        return CalibrationCache(self.folder, model_hash(self.folder), self.llm.loaded, **self.given | changes)
+
+    def file(self) -> Path:
+        path = user_cache.keyed_path(calibration.KIND, self.cache().key)
+        assert path is not None
+        return path
+
+    def texts(self, **changes: Any) -> tuple[CalibrationTexts, bool]:
+        before, given = self.calls, self.given | changes
+        found = self.cache(**changes).read_or(
+            lambda: write_calibration_texts(self.llm, **given, progress=lambda *_: None)
+        )
+        return found, self.calls > before
+
+
+@pytest.fixture
+def searches(folder: Path, llm: LLM, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Searches:
+    return Searches(folder, llm, monkeypatch)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_are_written_once(searches: Searches, temperature: float, cache: Path) -> None:
+    first, was_written = searches.texts(temperature=temperature)
+    assert was_written and len(list((cache / "texts").iterdir())) == 1, "there is no temporary file"
+    assert searches.texts(temperature=temperature) == (first, False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.5},
+        {"prompts": FEW[:3]},
+        {"prompts": FEW[::-1]},
+        {"prompts": [[*FEW[0], 9], *FEW[1:]]},
+        {"tokens": TOKENS - 1},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_other_arguments_have_texts_of_their_own(searches: Searches, changes: dict[str, Any]) -> None:
+    searches.texts()
+    assert searches.texts(**changes)[1] and not searches.texts()[1] and not searches.texts(**changes)[1]
+
+
+@pytest.mark.heavy
+def test_texts_depend_on_the_version_the_dtype_and_the_weights(
+    searches: Searches, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches.texts()
+    with monkeypatch.context() as patch:
+        patch.setattr(foredraft, "__version__", "0.0.1")
+        assert searches.texts()[1]
+    for options in ({"dtype": "bfloat16"}, {"kernels": False}):
+        assert Searches(folder, loaded(folder, **options), monkeypatch).texts()[1], options
+    weights = folder / "model.safetensors"
+    times = weights.stat()
+    # as if the weights were trained further: the same shapes and sizes
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    assert searches.texts()[1]
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert not searches.texts()[1]
+
+
+def change_file(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    def changed(text: str) -> str:
+        content = json.loads(text)
+        change(content["document"])
+        content["digest"] = user_cache._digest_of(content["document"])
+        return json.dumps(content)
+
+    return changed
+
+
+BROKEN: dict[str, Callable[[str], str]] = {
+    "of other circumstances": lambda text: text.replace('"foredraft": "', '"foredraft": "9'),
+    "no texts": change_file(lambda kept: kept.pop("texts") and kept.update(texts=[])),
+    "too few tokens": change_file(lambda kept: kept["texts"].pop()),
+    "a text of no new token": change_file(lambda kept: kept["texts"].append([FEW[0], len(FEW[0])])),
+    "an unknown token": change_file(lambda kept: kept["texts"][0][0].append(10**6)),
+    "a negative token": change_file(lambda kept: kept["texts"][0][0].append(-1)),
+    "no token": change_file(lambda kept: kept["texts"][0][0].append(2.5)),
+    "another prompt": change_file(lambda kept: kept["texts"][0][0].insert(0, 3)),
+    "a start from the end": change_file(lambda kept: kept["texts"].append([[*FEW[0], 3, 4], -2])),
+    "no start": change_file(lambda kept: kept["texts"][0].__setitem__(1, None)),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_an_invalid_file_is_replaced(searches: Searches, broken: str) -> None:
+    first, _ = searches.texts()
+    file = searches.file()
+    whole = file.read_text()
+    assert change_file(lambda content: None)(whole) == whole.strip(), "without a change it stays the same"
+    file.write_text(BROKEN[broken](whole))
+    assert searches.texts() == (first, True)
+    assert file.read_text() == whole
+    assert searches.texts() == (first, False)
+
+
+def test_incomplete_texts_are_not_cached(searches: Searches, cache: Path) -> None:
+    def interrupted() -> CalibrationTexts:
+        write_calibration_texts(searches.llm, **searches.given, progress=lambda *_: None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        searches.cache().read_or(interrupted)
+    assert not (cache / "texts").exists()
+    assert searches.texts()[1]

@@ -1,7 +1,8 @@
-"""Teacher forcing against real drafts: equal acceptance probabilities, and at temperature 0 equal rounds."""
+"""Teacher forcing against real drafts, and expected rounds against enumeration."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import foredraft
 from foredraft import LLM, SamplingParams
@@ -19,11 +21,11 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import teacher_forced as teacher_forced_module
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.teacher_forced import ExpectedRounds, TeacherForced
 from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
-from tests.support.planting import Spoiler, assert_caught, defect
+from tests.support.mutation import Mutation, assert_caught, defect
 
 MAX_DRAFT = 4
 PLANS = ["skip:none", "skip:attn=1/mlp=0", "skip:attn=0-1/mlp=1-2", "skip:attn=0-2/mlp=0-2"]
@@ -33,13 +35,12 @@ FAMILIES = ["llama", "gemma2"]
 @pytest.fixture(scope="module", params=[*FAMILIES, "llama-operators"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     family, _, vocab_ops = request.param.partition("-")
-    folder = save_checkpoint(
-        tmp_path_factory.mktemp(request.param), family, eos_token_id=None, initializer_range=0.12
-    )
+    folder = save_checkpoint(tmp_path_factory.mktemp("m"), family, eos_token_id=None, initializer_range=0.12)
     kernels = False if vocab_ops else None
     return foredraft.load(folder, max_batch=3, max_length=128, drafter="none", kernels=kernels)
 
 
+@functools.cache
 def write_texts(llm: LLM, temperature: float, count: int = 5) -> CalibrationTexts:
     """Texts of different lengths, whose prompts exceed gemma's window of 24 tokens."""
     texts = []
@@ -71,14 +72,14 @@ def decoded_rounds(llm: LLM, teacher_forced: TeacherForced, skips: str, draft: i
     return Stats.merge(output.stats for output in outputs).rounds
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("skips", PLANS)
 def test_expected_rounds_equal_decoded_rounds_at_temperature_0(llm: LLM, skips: str) -> None:
     teacher_forced = make_teacher_forced(llm, 0.0)
     plan = Skips.parse(skips).plan(llm.loaded.spec.layers)
     counts = teacher_forced.rounds(plan, every_start=True).counts
-    assert [decoded_rounds(llm, teacher_forced, skips, draft) for draft in range(1, MAX_DRAFT + 1)] == (
-        counts.tolist()
-    )
+    decoded = [decoded_rounds(llm, teacher_forced, skips, draft) for draft in range(1, MAX_DRAFT + 1)]
+    assert decoded == counts.tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -89,12 +90,12 @@ def test_acceptance_equals_that_of_drafts_made_step_by_step(llm: LLM, skips: str
     runner = teacher_forced.runner
     plan = Skips.parse(skips).plan(llm.loaded.spec.layers)
     every, trial = teacher_forced.acceptance(plan, every_start=True), teacher_forced.acceptance(plan)
-    for row, text in list(enumerate(teacher_forced.texts))[1:4]:
+    for row, text in list(enumerate(teacher_forced.texts))[1:3]:
         cache = runner.new_cache(1, len(text.ids) + MAX_DRAFT)
         ids = torch.tensor([text.ids])
         whole = runner.forward(cache, ids, [0]).logits
         assert whole is not None
-        for start in range(0, text.new_tokens, 3):
+        for start in range(0, text.new_tokens, 5):
             runner.forward(cache, ids, [0])  # restores the target's keys and values
             at = text.prompt_length - 1 + start
             for k in range(min(MAX_DRAFT, text.new_tokens - start)):
@@ -129,14 +130,13 @@ def check_trials_are_independent(llm: LLM, temperature: float) -> None:
 def check_restore_gives_the_targets_rows(llm: LLM) -> None:
     """All positions but the last, which no draft reads: prompts too, of which there is no copy."""
     teacher_forced = make_teacher_forced(llm, 0.0)
-    before = [
-        held(teacher_forced.cache, row, len(text.ids) - 1) for row, text in enumerate(teacher_forced.texts)
-    ]
+    read = [len(text.ids) - 1 for text in teacher_forced.texts]
+    before = [held(teacher_forced.cache, row, length) for row, length in enumerate(read)]
     for skips in PLANS:
         teacher_forced.acceptance(Skips.parse(skips).plan(llm.loaded.spec.layers), every_start=True)
     teacher_forced.restore()
-    for row, text in enumerate(teacher_forced.texts):
-        assert torch.equal(held(teacher_forced.cache, row, len(text.ids) - 1), before[row])
+    for row, length in enumerate(read):
+        assert torch.equal(held(teacher_forced.cache, row, length), before[row])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -145,19 +145,19 @@ def test_trials_are_independent(llm: LLM, temperature: float) -> None:
     check_restore_gives_the_targets_rows(llm)
 
 
-def overwritten(change: Callable[[int, int], tuple[int, int]]) -> Spoiler:
-    """Copy other positions of a text."""
+def overwritten(change: Callable[[int, int], tuple[int, int]]) -> Mutation:
     return lambda sound: lambda text: change(*sound(text))
 
 
-# name -> (seam, spoiler)
-DEFECTS: dict[str, tuple[Any, Spoiler]] = {
+# name -> (point, mutation)
+DEFECTS: dict[str, tuple[Any, Mutation]] = {
     "starts late": (teacher_forced_module._overwritten, overwritten(lambda start, stop: (start + 1, stop))),
     "ends early": (teacher_forced_module._overwritten, overwritten(lambda start, stop: (start, stop - 1))),
     "not restored": (TeacherForced.restore, lambda restore: lambda teacher_forced: None),
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["starts late", "not restored"])
 def test_a_defective_copy_changes_acceptance(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(defect(name, *DEFECTS[name], partial(check_trials_are_independent, llm, 0.8)), monkeypatch)
@@ -169,6 +169,7 @@ def test_a_defective_copy_changes_the_rows(llm: LLM, name: str, monkeypatch: pyt
     assert_caught(defect(name, *DEFECTS[name], check), monkeypatch)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_several_plans_score_as_each_alone(llm: LLM, temperature: float) -> None:
     """Plans with a common prefix, plans that differ from the first layer on, and one plan twice."""
@@ -188,7 +189,6 @@ def test_several_plans_score_as_each_alone(llm: LLM, temperature: float) -> None
 
 
 def test_a_common_prefix_of_plans_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the layers that each pass runs."""
     teacher_forced = make_teacher_forced(llm, 0.0)
     last = llm.loaded.spec.layers - 1
     plans = [Skips.parse(each).plan(last + 1) for each in ("skip:none", f"skip:attn={last}/mlp={last}")]
@@ -206,7 +206,6 @@ def test_a_common_prefix_of_plans_is_computed_once(llm: LLM, monkeypatch: pytest
 
 
 def test_limits_on_memory_do_not_change_acceptance(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few logits at once and few columns per pass give the same probabilities."""
     teacher_forced = make_teacher_forced(llm, 0.8)
     plan = Skips.parse(PLANS[2]).plan(llm.loaded.spec.layers)
     whole = teacher_forced.acceptance(plan).copy()
@@ -255,12 +254,69 @@ def test_only_the_new_tokens_keys_and_values_are_copied(llm: LLM) -> None:
     assert memory_used(teacher_forced) < 1.05 * memory.nbytes
 
 
-def test_texts_that_do_not_fit_are_refused_before_they_are_read(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_do_not_fit_are_refused_unread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     need = memory_used(make_teacher_forced(llm, 0.0))
     monkeypatch.setattr(teacher_forced_module, "free_memory", lambda device: need)
     make_teacher_forced(llm, 0.0)
     monkeypatch.setattr(teacher_forced_module, "free_memory", lambda device: need - 1)
     with pytest.raises(ConfigError, match="of keys and values, but cpu has .* free; lower tokens"):
         make_teacher_forced(llm, 0.0)
+
+
+# --- expected rounds ----------------------------------------------------------------------------------------
+
+
+def enumerate_rounds(acceptance: NDArray[np.float64], length: int, draft: int, start: int = 0) -> float:
+    if start >= length:
+        return 0.0
+    total, survived = 1.0, 1.0
+    for k in range(draft):
+        accepted = acceptance[start, k]
+        total += survived * (1 - accepted) * enumerate_rounds(acceptance, length, draft, start + k + 1)
+        survived *= accepted
+    return total + survived * enumerate_rounds(acceptance, length, draft, start + draft + 1)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_counts_equal_the_enumeration_of_all_branches(greedy: bool) -> None:
+    random = np.random.default_rng(3)
+    acceptance = random.random((3, 7, 3))
+    if greedy:
+        acceptance = (acceptance > 0.4).astype(float)
+    lengths = np.array([7, 5, 1])
+    found = ExpectedRounds.from_acceptance(acceptance, lengths).counts
+    for draft in (1, 2, 3):
+        each = [enumerate_rounds(acceptance[row], length, draft) for row, length in enumerate(lengths)]
+        assert found[draft - 1] == pytest.approx(sum(each), rel=1e-12)
+
+
+def test_tau_follows_the_formula_at_constant_acceptance() -> None:
+    acceptance = np.full((2, 400, 4), 0.7)
+    taus = ExpectedRounds.from_acceptance(acceptance, np.array([400, 400])).taus
+    expected = [(1 - 0.7 ** (k + 1)) / (1 - 0.7) for k in range(1, 5)]
+    assert taus == pytest.approx(expected, rel=1e-9)
+
+
+def test_tau_weights_starts_as_decoding_visits_them() -> None:
+    """Rounds take five tokens each in the accepted half of a text, and one in the rejected half."""
+    flat = np.concatenate([np.ones(200), np.zeros(200 + 4)])
+    acceptance = np.lib.stride_tricks.sliding_window_view(flat, 4)[None, :400]
+    [tau] = ExpectedRounds.from_acceptance(acceptance, np.array([400])).taus[3:]
+    assert tau == pytest.approx(400 / (200 / 5 + 200), rel=0.02)
+    plain_mean = 1 + np.cumprod(acceptance, 2).sum(2).mean()
+    assert plain_mean > 1.7 * tau
+
+
+def test_acceptance_past_the_end_of_a_text_has_no_effect() -> None:
+    random = np.random.default_rng(0)
+    acceptance = random.random((1, 9, 3))
+    other = acceptance.copy()
+    other[0, 6:] = 1.0  # starts past the end of a text of 6
+    both = [ExpectedRounds.from_acceptance(each, np.array([6])).counts for each in (acceptance, other)]
+    assert np.array_equal(*both)
+
+
+def test_tau_of_a_text_shorter_than_a_draft_is_tokens_per_round() -> None:
+    acceptance = np.ones((1, 3, 4))
+    found = ExpectedRounds.from_acceptance(acceptance, np.array([3]))
+    assert found.taus.tolist() == [2.0, 3.0, 3.0, 3.0]

@@ -11,8 +11,8 @@ import torch
 
 import foredraft
 from foredraft import LLM, SamplingParams
-from foredraft.verify.cells import Branch, Cells, most_cells
-from foredraft.verify.plain_target import PlainTarget
+from foredraft.verify.chi_square import Branch, Cells, most_cells
+from foredraft.verify.sampler import PlainTarget
 from tests.support import distributions
 from tests.support.checkpoints import save_checkpoint
 
@@ -44,20 +44,16 @@ def plain(llm: LLM) -> PlainTarget:
 def test_probabilities_are_the_sums_over_all_continuations(
     plain: PlainTarget, setting: dict[str, Any], widths: tuple[int, ...]
 ) -> None:
-    """The probabilities of all continuations, by the definition, add up to those of the cells."""
     params = SamplingParams(max_new_tokens=len(widths), ignore_eos=True, **setting)
     cells = Cells.of(plain.next_token(PROMPT, params), widths)
     wanted: Counter[int | None] = Counter()
-    whole = distributions.outputs(
-        lambda text: plain.logits(PROMPT, text[len(PROMPT) :]).tolist(), PROMPT, params
-    )
+    logits = lambda text: plain.logits(PROMPT, text[len(PROMPT) :]).tolist()  # noqa: E731
+    whole = distributions.outputs(logits, PROMPT, params)
     for output, probability in whole.items():
         wanted[cells.of_sample(output)] += probability
     assert None not in wanted
     assert set(wanted) == set(range(len(cells.probabilities)))
-    assert [wanted[i] for i in range(len(cells.probabilities))] == pytest.approx(
-        cells.probabilities, rel=1e-5
-    )
+    assert [wanted[i] for i in range(len(wanted))] == pytest.approx(cells.probabilities, rel=1e-5)
     assert sum(cells.probabilities) == pytest.approx(1, abs=1e-12)
     resting = {i for (_, rest), i in cells.index.items() if rest}
     for output in itertools.product(range(VOCABULARY), repeat=len(widths)):
@@ -66,11 +62,7 @@ def test_probabilities_are_the_sums_over_all_continuations(
 
 
 def test_cells_separate_the_most_likely_tokens_from_the_rest() -> None:
-    table = {
-        (): [0.5, 0.2, 0.3],
-        (0,): [0.0, 1.0, 0.0],
-        (2,): [0.25, 0.5, 0.25],
-    }
+    table = {(): [0.5, 0.2, 0.3], (0,): [0.0, 1.0, 0.0], (2,): [0.25, 0.5, 0.25]}
     cells = Cells.of(lambda prefix: torch.tensor(table[prefix], dtype=torch.float64), (2, 1))
     assert {key: cells.probabilities[i] for key, i in cells.index.items()} == pytest.approx(
         {((), True): 0.2, ((0, 1), False): 0.5, ((2,), True): 0.15, ((2, 1), False): 0.15}
@@ -95,7 +87,6 @@ def test_a_certain_distribution_is_one_cell(plain: PlainTarget) -> None:
 
 
 def test_logits_do_not_depend_on_earlier_calls(llm: LLM, plain: PlainTarget) -> None:
-    """Later prefixes and prompts overwrite the cache."""
     texts = [[], [3], [3, 2], [5], [5, 2, 2], [3, 2], [], [6, 6, 6, 6]]
     long = [1, *[3, 4, 5] * 90]  # two chunks of prefill
     for prompt, new in [(PROMPT, n) for n in texts] + [([4], [2]), (long, [3]), (PROMPT, [3, 2]), (long, [])]:
@@ -128,9 +119,7 @@ def test_cells_keep_no_table_of_the_vocabulary() -> None:
     assert held == 0
     truncated = spread.index_fill(0, torch.arange(50, size), 0.0) * (size / 50)
     few = Cells.of(lambda prefix: truncated, (3, 2, 1, 1))
-    assert all(
-        branch.possible is not None and branch.possible.nbytes <= size for branch in few.branches.values()
-    )
+    assert all(each.possible is not None and each.possible.nbytes <= size for each in few.branches.values())
     assert few.of_sample([60, 0, 0, 0]) is None and whole.of_sample([60, 0, 0, 0]) is not None
 
 

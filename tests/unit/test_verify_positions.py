@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 
-from foredraft.decode.round_trace import RoundTrace
-from foredraft.verify.cells import Cells
-from foredraft.verify.positions import PositionCounts
+from foredraft.decode.stats import RoundTrace
+from foredraft.verify.chi_square import Cells
+from foredraft.verify.distribution_tests import PositionCounts
 from foredraft.verify.verify_records import DraftPosition
 
 LENGTH, GAMMA, VOCABULARY = 4, 3, 5
@@ -33,24 +34,22 @@ def residual(position: int) -> np.ndarray:
     return left / left.sum()
 
 
-def sampled(
-    random: np.random.Generator, correction: Correction = residual
-) -> tuple[list[int], list[RoundTrace]]:
+def sampled(random: Random, correction: Correction = residual) -> tuple[list[int], list[RoundTrace]]:
     """Sample a text by the speculative rule; correction: draft position -> distribution of a correction."""
     tokens: list[int] = []
     trace: list[RoundTrace] = []
     while len(tokens) < LENGTH:
-        draft = random.choice(VOCABULARY, size=min(GAMMA, LENGTH - len(tokens) - 1), p=Q).tolist()
+        draft = random.choices(range(VOCABULARY), Q, k=min(GAMMA, LENGTH - len(tokens) - 1))
         kept = [random.random() * Q[token] < P[token] for token in draft]
         accepted = [*kept, False].index(False)
         last = correction(accepted) if accepted < len(draft) else P
         trace.append(rounds(len(tokens), draft, accepted))
-        tokens += [*draft[:accepted], int(random.choice(VOCABULARY, p=last))]
+        tokens += [*draft[:accepted], *random.choices(range(VOCABULARY), last)]
     return tokens, trace
 
 
 def results_of(seed: int, samples: int, correction: Correction = residual) -> list[DraftPosition]:
-    random, counts = np.random.default_rng(seed), PositionCounts(cells(), GAMMA)
+    random, counts = Random(seed), PositionCounts(cells(), GAMMA)
     for _ in range(samples):
         counts.add(*sampled(random, correction))
     return list(counts.tests(LEVEL, POWER))
@@ -83,8 +82,9 @@ def test_a_cut_draft_counts_as_far_as_it_was_emitted() -> None:
     assert counts.bonuses == 0
 
 
+@pytest.mark.heavy
 def test_lossless_samples_are_rejected_at_the_level() -> None:
-    results = [results_of(seed, 400) for seed in range(60)]
+    results = [results_of(seed, 300) for seed in range(40)]
     low = [each.p_value < 0.05 for result in results for each in result if each.degrees]
     assert 0.015 < np.mean(low) < 0.09
     assert not any(each.failed for result in results for each in result)
@@ -96,10 +96,10 @@ def test_a_wrong_correction_fails_the_test_of_its_position_alone(wrong: int) -> 
     assert [each.passed for each in result] == [each.position != wrong for each in result]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("position", range(GAMMA))
 def test_the_stated_distance_of_corrections_is_detected_with_the_power(position: int) -> None:
-    """Corrections at this distance from the residual over the cells are found about as often as stated."""
-    [result] = [each for each in results_of(0, 1500) if each.position == position]
+    [result] = [each for each in results_of(0, 1200) if each.position == position]
     shift = result.detectable_correction
     assert 0 < shift < 1
     toward = np.zeros(VOCABULARY)
@@ -107,8 +107,8 @@ def test_the_stated_distance_of_corrections_is_detected_with_the_power(position:
     wrong = (1 - shift) * residual(0) + shift * toward
     assert np.abs(wrong - residual(0)).sum() / 2 == pytest.approx(shift)
     found = [
-        not results_of(seed, 1500, lambda at: wrong if at == position else residual(at))[position].passed
-        for seed in range(1, 21)
+        not results_of(seed, 1200, lambda at: wrong if at == position else residual(at))[position].passed
+        for seed in range(1, 9)
     ]
     assert np.mean(found) >= 0.85
 

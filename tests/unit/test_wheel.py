@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from foredraft.kernels import building
-from foredraft.kernels.machine import cpu_flags
+from foredraft.kernels.compilation import cpu_features
 from tests.support.running import ROOT, environment
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not building.has_levels() or building.compiler() is None,
-        reason="no C compiler, or not Linux on x86-64",
+        not building.LEVELS or building.compiler() is None, reason="no C compiler, or not Linux on x86-64"
     ),
 ]
 LIBRARIES = {f"foredraft/kernels/libraries/{level.name}.so" for level in building.LEVELS}
@@ -27,17 +26,17 @@ MAX_BYTES = 2**20  # of the compressed libraries: a fortieth of the wheel
 
 
 def without_compiler() -> dict[str, str]:
-    """Return an environment in which no program is found."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
     return kept | {"PATH": "/nonexistent", "HF_HUB_OFFLINE": "1", "FOREDRAFT_CACHE": ""}
 
 
-def built(folder: Path, target: str, env: dict[str, str] | None = None) -> tuple[Path, str]:
-    """Build the project with its build back end; return the file and what the back end says."""
+def build(folder: Path, target: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=env or environment(), capture_output=True, encoding="utf-8", timeout=240
-    )
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=840)
+
+
+def built(folder: Path, target: str, env: dict[str, str] | None = None) -> tuple[Path, str]:
+    done = build(folder, target, env or environment())
     assert done.returncode == 0, done.stderr
     [file] = folder.iterdir()
     return file, done.stderr
@@ -68,11 +67,11 @@ def test_a_wheel_with_kernels_is_for_one_platform_and_little_larger(wheel: Path)
 PROGRAM = """
 import sys
 import foredraft
-from foredraft.kernels import building, compilation, shipped
+from foredraft.kernels import building, compilation, machine
 
 assert building.compiler() is None
 [level] = [level for level in building.LEVELS if level.name == sys.argv[1]]
-shipped.cpu_flags = lambda: level.needs
+machine.cpu_features = lambda: level.needs
 assert compilation.library()._name.endswith(f"libraries/{level.name}.so")
 greedy = foredraft.SamplingParams(max_new_tokens=32, temperature=0.0)
 outputs = [
@@ -86,7 +85,7 @@ print(level.name)
 
 @pytest.mark.parametrize("level", building.LEVELS, ids=lambda level: level.name)
 def test_the_kernels_of_each_level_decode_without_a_compiler(level: building.Level, installed: Path) -> None:
-    if not level.needs <= cpu_flags():
+    if not level.needs <= cpu_features():
         pytest.skip("this CPU lacks the level")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, level.name], capture_output=True, encoding="utf-8", timeout=240,
@@ -96,18 +95,42 @@ def test_the_kernels_of_each_level_decode_without_a_compiler(level: building.Lev
     assert done.stdout.split() == [level.name]
 
 
-def test_a_wheel_built_without_a_compiler_is_pure_and_says_so(tmp_path: Path) -> None:
-    file, said = built(tmp_path, "wheel", without_compiler())
-    assert file.name.endswith("-py3-none-any.whl")
-    assert "This wheel is pure Python and carries no compiled kernels: there is no C compiler." in said
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        (without_compiler(), "carries no compiled kernels: there is no C compiler."),
+        (environment(CC="false"), "compiling them failed"),
+    ],
+    ids=["none", "one that fails"],
+)
+def test_a_wheel_without_compiled_kernels_says_so(env: dict[str, str], reason: str, tmp_path: Path) -> None:
+    file, said = built(tmp_path, "wheel", env)
+    assert file.name.endswith("-py3-none-any.whl") and reason in said
     with zipfile.ZipFile(file) as opened:
         assert not [name for name in opened.namelist() if "kernels/libraries" in name]
         assert "foredraft/kernels/kernels.c" in opened.namelist()
 
 
-def test_a_wheel_whose_compiler_fails_is_pure_and_says_so(tmp_path: Path) -> None:
-    file, said = built(tmp_path, "wheel", environment(CC="false"))
-    assert file.name.endswith("-py3-none-any.whl") and "compiling them failed" in said
+@pytest.mark.timeout(900)  # optimised three times over
+def test_a_wheel_for_another_system_carries_its_levels(tmp_path: Path) -> None:
+    pytest.importorskip("ziglang")
+    system = building.SYSTEMS["macos-arm64"]
+    file, _ = built(tmp_path, "wheel", environment(FOREDRAFT_WHEEL_TARGET="macos-arm64"))
+    assert file.name.endswith(f"-py3-none-{system.tag}.whl")
+    with zipfile.ZipFile(file) as opened:
+        names = [name for name in opened.namelist() if "kernels/libraries/" in name]
+        heads = {opened.read(name)[:8] for name in names if name.endswith(system.suffix)}
+    assert {Path(name).name for name in names} == {
+        building.MANIFEST,
+        *(f"{level.name}{system.suffix}" for level in system.levels),
+    }
+    assert heads == {bytes.fromhex("cffaedfe 0c000001")}, "of Mach-O files for ARM64"
+
+
+def test_an_unknown_system_is_refused(tmp_path: Path) -> None:
+    done = build(tmp_path, "wheel", environment(FOREDRAFT_WHEEL_TARGET="amiga"))
+    assert done.returncode != 0
+    assert "FOREDRAFT_WHEEL_TARGET is 'amiga'; give one of linux-x86_64, " in done.stderr
 
 
 def test_the_source_archive_can_build_the_wheel(tmp_path: Path) -> None:

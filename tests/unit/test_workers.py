@@ -35,6 +35,7 @@ assert count() == alone, "a stream left workers"
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
 def test_a_thread_keeps_no_workers_when_its_work_is_done() -> None:
     done = subprocess.run(
@@ -87,6 +88,7 @@ assert {*during} == {(2, 2)}, "the other model's operators need all threads"
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(sys.platform == "win32", reason="no library of OpenMP by a name of its own")
 def test_operators_beside_the_kernels_work_alone() -> None:
     done = subprocess.run(

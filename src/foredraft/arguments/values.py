@@ -9,28 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from foredraft.errors import NO_VALUE, Text, did_you_mean
-from foredraft.unicode import invalid_at
-
-__all__ = [
-    "MAX_WHOLE",
-    "Choice",
-    "File",
-    "Flag",
-    "Ids",
-    "Name",
-    "Number",
-    "Source",
-    "Sources",
-    "Strings",
-    "Unfit",
-    "Value",
-    "Whole",
-    "Words",
-    "is_number",
-    "is_text",
-    "is_whole",
-]
+from foredraft.errors import NO_VALUE, Text, did_you_mean, invalid_at
 
 MAX_WHOLE = 2**31 - 1  # of counts of tokens: what 32 bits hold
 

@@ -1,8 +1,8 @@
 """The records of a benchmark, for the command line, the HTML report and other programs.
 
-Contract: nothing here measures or prints. Durations are in seconds, memory in bytes, and *costs* in plain
-steps of the target (a bare forward over one token of each sequence). A missing figure is None, never 0 or
-NaN. The fields are the keys of the JSON document. Terms as in docs/architecture.md.
+Durations are in seconds, memory in bytes, and *costs* in plain steps of the target (a bare forward over one
+token of each sequence). A missing figure is None, never 0 or NaN. The fields are the keys of the JSON
+document.
 """
 
 from __future__ import annotations
@@ -14,24 +14,6 @@ from typing import Any
 
 from foredraft.drafters.strict_records import as_record
 from foredraft.profiling.others import DISTURBED
-
-__all__ = [
-    "Bandwidth",
-    "BenchReport",
-    "Ceiling",
-    "Cost",
-    "DraftCost",
-    "DraftFigures",
-    "Exactness",
-    "FirstDifference",
-    "ForwardCosts",
-    "ModelRecord",
-    "RoundTime",
-    "Row",
-    "Spread",
-    "TurnCount",
-    "load_doubt",
-]
 
 # Load beyond the number of cores that counts as other work: the benchmark's own threads keep every core busy,
 # and the system's housekeeping comes on top.
@@ -62,23 +44,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """A model that took part.
+    """A model that took part."""
 
-    Attributes:
-        role: "target" or "draft".
-        name: The model's name.
-        parameters: Number of weights.
-        step_bytes: Bytes of the weights that one step reads, without an embedding that it only looks up in.
-        dtype: Of the weights.
-        weights: How they are quantised; None if they are not, or if the report is of an older version.
-    """
-
-    role: str
-    name: str
-    parameters: int
-    step_bytes: int
-    dtype: str
-    weights: str | None = None
+    role: str  # "target" or "draft"
+    name: str  # the model's name
+    parameters: int  # number of weights
+    step_bytes: int  # bytes of the weights that one step reads, without an embedding that it only looks up in
+    dtype: str  # of the weights
+    weights: str | None = None  # how they are quantised; None if not, or in reports of older versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +64,19 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a bare forward over `rows` tokens of each sequence.
+    """The cost of a bare forward over `rows` tokens of each sequence."""
 
-    Attributes:
-        rows: Tokens of each sequence.
-        v: The median time over that of a forward over one token.
-        seconds: The times.
-    """
-
-    rows: int
-    v: float
-    seconds: Spread
+    rows: int  # tokens of each sequence
+    v: float  # the median time over that of a forward over one token
+    seconds: Spread  # the times
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """The cost c of drafting, in plain steps of the target.
+    """The cost c of drafting, in plain steps of the target."""
 
-    Attributes:
-        first: Of a draft's first step. It may cost more, because the target's pass has driven the drafter's
-            weights out of the CPU's caches.
-        further: Of each further step.
-    """
-
-    first: float
-    further: float
+    first: float  # of the first step: the target's pass drove the weights out of the CPU's caches
+    further: float  # of each further step
 
     def of(self, steps: float, drafts: float = 1.0) -> float:
         """Return the cost of `steps` steps in `drafts` drafts."""
@@ -124,26 +85,16 @@ class DraftCost:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCosts:
-    """Costs of bare forwards, each timed right after others of its kind, as in decoding.
+    """Costs of bare forwards, each timed right after others of its kind, as in decoding."""
 
-    Attributes:
-        batch: Sequences in the batch.
-        context: Tokens that each sequence has in the KV cache.
-        verifying: Cost of a verifying pass, by rising number of rows from 1 on.
-        drafting: Cost of drafting by drafter's name: the time of a round less that of its verifying pass;
-            0 for a drafter without forwards.
-        bandwidth_share: Share of the machine's read bandwidth that the forward over one row reaches.
-        workload: The workload between whose runs the forwards were timed; None if they were timed alone.
-        others: CPUs that other programs used in the turns; None where that is not known.
-    """
-
-    batch: int
-    context: int
-    verifying: tuple[Cost, ...]
-    drafting: dict[str, DraftCost]
+    batch: int  # sequences in the batch
+    context: int  # tokens that each sequence has in the KV cache
+    verifying: tuple[Cost, ...]  # cost of a verifying pass, by rising number of rows from 1 on
+    drafting: dict[str, DraftCost]  # by drafter's name; 0 for a drafter without forwards
+    # share of the machine's read bandwidth that the forward over one row reaches
     bandwidth_share: float | None
-    workload: str | None = None
-    others: Spread | None = None
+    workload: str | None = None  # between whose runs the forwards were timed; None if timed alone
+    others: Spread | None = None  # CPUs that other programs used in the turns; None where that is not known
 
     @property
     def step_seconds(self) -> float:
@@ -153,53 +104,32 @@ class ForwardCosts:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The best speed-up that the costs allow: the largest tau / (c_1 + ... + c_k + v(k + 1)) over k.
+    """The best speed-up that the costs allow: the largest tau / (c_1 + ... + c_k + v(k + 1)) over k."""
 
-    Attributes:
-        alpha: The probability that a drafted token is accepted, given that all before it were.
-        draft_length: The best draft length k, in tokens.
-        speedup: The speed-up over plain decoding at that length, without host work.
-    """
-
-    alpha: float
-    draft_length: int
-    speedup: float
+    alpha: float  # the probability that a drafted token is accepted, given that all before it were
+    draft_length: int  # the best draft length k, in tokens
+    speedup: float  # the speed-up over plain decoding at that length, without host work
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """Figures of the drafts over the counted prompts of a row.
+    """Figures of the drafts over the counted prompts of a row."""
 
-    Attributes:
-        alpha: accepted / (accepted + rounds that a rejection ended); None if nothing was drafted.
-        acceptance_rate: accepted / drafted; None if nothing was drafted.
-        acceptance_by_position: For each position, the share of the drafts reaching it whose token was kept.
-        mean_accepted_length: tau, tokens emitted per round.
-        mean_draft_length: Tokens drafted per round, plain steps included.
-    """
-
-    alpha: float | None
-    acceptance_rate: float | None
-    acceptance_by_position: tuple[float, ...]
-    mean_accepted_length: float
-    mean_draft_length: float
+    alpha: float | None  # accepted / (accepted + rounds that a rejection ended); None if nothing was drafted
+    acceptance_rate: float | None  # accepted / drafted; None if nothing was drafted
+    acceptance_by_position: tuple[float, ...]  # share of the drafts reaching it that kept it
+    mean_accepted_length: float  # tau, tokens emitted per round
+    mean_draft_length: float  # tokens drafted per round, plain steps included
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """The parts of a mean round, in seconds, from runs that no other figure uses.
+    """The parts of a mean round, in seconds, from runs that no other figure uses."""
 
-    Attributes:
-        draft: Time in the drafter.
-        verify: Time in the target's verifying pass.
-        rest: The rest: distributions, acceptance, commit and the decoding loop.
-        rounds: Rounds that were timed.
-    """
-
-    draft: float
-    verify: float
-    rest: float
-    rounds: int
+    draft: float  # time in the drafter
+    verify: float  # time in the target's verifying pass
+    rest: float  # the rest: distributions, acceptance, commit and the decoding loop
+    rounds: int  # rounds that were timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +142,12 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """The comparison of the tokens of every timed run with plain decoding's.
+    """The comparison of the tokens of every timed run with plain decoding's."""
 
-    Attributes:
-        comparable: Whether the tokens must be equal: at temperature 0, and for Foredraft's contenders under
-            the coupled rule. Otherwise nothing is compared.
-        identical: Prompts whose tokens were equal in every run.
-        prompts: All prompts.
-        first: The first difference.
-    """
-
-    comparable: bool
-    identical: int
-    prompts: int
-    first: FirstDifference | None = None
+    comparable: bool  # at temperature 0, and for Foredraft's own under the coupled rule
+    identical: int  # prompts whose tokens were equal in every run
+    prompts: int  # all prompts
+    first: FirstDifference | None = None  # the first difference
 
     @property
     def holds(self) -> bool | None:
@@ -238,119 +160,63 @@ class Row:
     """One contender on one workload at one batch size.
 
     Figures are over the counted prompts, on which plain decoding repeats few of its 4-grams, unless they say
-    otherwise. A ratio is of tokens/s: the median over the interleaved repeats of a prompt (or of a batch of
-    prompts), then over the prompts.
-
-    Attributes:
-        workload: Name of the workload.
-        batch: Sequences decoded side by side.
-        contender: Name of the method; "plain" is Foredraft's plain decoding.
-        peer: Another program.
-        lossless: The output has exactly the target's distribution.
-        note: Why the row has no figures; all figures are then None.
-        policy: Name of the policy of a contender that drafts; a method may have a row for each of several.
-        tokens_per_second: Throughput of the decoding phase, all sequences together.
-        speedup: Over plain decoding.
-        over_peers: Over each other program, by its name.
-        over_single: Median tokens/s over that of the same contender and workload at batch size 1.
-        speedup_all: Over plain decoding, on all prompts.
-        prefill_seconds: Duration of reading the prompt, or all prompts of a batch.
-        others: CPUs that other programs used during a timed run; None where that is not known.
-        drafting: Figures of the drafts; None for plain decoding and other programs.
-        ceiling: The best speed-up that c and v allow at the row's own alpha; None if nothing was drafted, or
-            if the method mixes drafters.
-        perfect: The same at alpha 1: no draft of this cost can gain more.
-        predicted: tau over the mean of c_1 + ... + c_s + v(k + 1) per round, with each prompt's own rounds of
-            k drafted tokens and s drafter steps.
-        measured_over_predicted: `speedup` over `predicted`, prompt by prompt.
-        overhead: o, the time of a round less its forwards, in plain steps. With several sequences it is too
-            low, because c and v are of full batches, and the first and last rounds are not full.
-        round_time: Parts of a round; None for other programs.
-        repeated: Share of 4-grams that occurred before in the same output.
-        log_probability: Of a new token by the target at temperature 1, in nats, mean of a text; None where no
-            contender of the benchmark asks for it.
-        counted: Prompts that count.
-        prompts: All prompts.
-        exactness: Over all prompts.
-        bandwidth_share: Bytes of the target's weights that its passes read per second, over the machine's
-            read bandwidth; None if the number of passes is unknown.
-        peak_memory: Memory that loading and a run added, in bytes.
+    otherwise. A ratio is of tokens/s: the median over a prompt's repeats, then over the prompts.
     """
 
-    workload: str
-    batch: int
-    contender: str
-    peer: bool
-    lossless: bool = True
-    note: str | None = None
-    policy: str | None = None
-    tokens_per_second: Spread | None = None
-    speedup: Spread | None = None
-    over_peers: dict[str, Spread] | None = None
-    over_single: float | None = None
-    speedup_all: Spread | None = None
-    prefill_seconds: Spread | None = None
-    others: Spread | None = None
-    drafting: DraftFigures | None = None
-    ceiling: Ceiling | None = None
-    perfect: Ceiling | None = None
-    predicted: Spread | None = None
-    measured_over_predicted: Spread | None = None
-    overhead: Spread | None = None
-    round_time: RoundTime | None = None
-    repeated: Spread | None = None
-    log_probability: Spread | None = None
-    counted: int = 0
-    prompts: int = 0
-    exactness: Exactness | None = None
-    bandwidth_share: float | None = None
-    peak_memory: int | None = None
+    workload: str  # name of the workload
+    batch: int  # sequences decoded side by side
+    contender: str  # name of the method; "plain" is Foredraft's plain decoding
+    peer: bool  # another program
+    lossless: bool = True  # the output has exactly the target's distribution
+    note: str | None = None  # why the row has no figures; all figures are then None
+    policy: str | None = None  # of a contender that drafts; a method may have a row for each of several
+    tokens_per_second: Spread | None = None  # throughput of the decoding phase, all sequences together
+    speedup: Spread | None = None  # over plain decoding
+    over_peers: dict[str, Spread] | None = None  # over each other program, by its name
+    over_single: float | None = None  # median tokens/s over that at batch size 1
+    speedup_all: Spread | None = None  # over plain decoding, on all prompts
+    prefill_seconds: Spread | None = None  # duration of reading the prompt, or all prompts of a batch
+    others: Spread | None = None  # CPUs that other programs used during a timed run; None where not known
+    drafting: DraftFigures | None = None  # figures of the drafts; None for plain decoding and other programs
+    ceiling: Ceiling | None = None  # the best speed-up at the row's own alpha; None for several drafters
+    perfect: Ceiling | None = None  # the same at alpha 1: no draft of this cost can gain more
+    predicted: Spread | None = None  # from each prompt's own rounds (`figures.predicted_speedup`)
+    measured_over_predicted: Spread | None = None  # `speedup` over `predicted`, prompt by prompt
+    overhead: Spread | None = None  # o of a round, in plain steps; too low with several sequences
+    round_time: RoundTime | None = None  # parts of a round; None for other programs
+    repeated: Spread | None = None  # share of 4-grams that occurred before in the same output
+    log_probability: Spread | None = None  # of a new token at temperature 1, in nats, if asked for
+    counted: int = 0  # prompts that count
+    prompts: int = 0  # all prompts
+    exactness: Exactness | None = None  # over all prompts
+    bandwidth_share: float | None = None  # of the target's weights that passes read, if their number is known
+    peak_memory: int | None = None  # memory that loading and a run added, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TurnCount:
-    """The turns of a workload at one batch size; in each, every contender runs once.
+    """The turns of a workload at one batch size; in each, every contender runs once."""
 
-    Attributes:
-        workload: Name of the workload.
-        batch: Sequences decoded side by side.
-        kept: Turns whose figures count.
-        repeated: Turns that were taken again, because other programs disturbed them.
-        disturbed: Turns that count although every attempt was disturbed.
-    """
-
-    workload: str
-    batch: int
-    kept: int
-    repeated: int
-    disturbed: int
+    workload: str  # name of the workload
+    batch: int  # sequences decoded side by side
+    kept: int  # turns whose figures count
+    repeated: int  # turns that were taken again, because other programs disturbed them
+    disturbed: int  # turns that count although every attempt was disturbed
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """The report of a benchmark.
+    """The report of a benchmark."""
 
-    Attributes:
-        options: The options in effect, as plain values.
-        machine: The machine and the software versions, as plain values.
-        models: The target and the draft model.
-        bandwidth: The memory bandwidth, if it could be measured.
-        costs: Costs of bare forwards for each workload and batch size.
-        rows: One for each workload, batch size, method and policy.
-        notes: What was left out, and why.
-        finished: False if the benchmark was interrupted; `rows` and `costs` are then incomplete.
-        turns: One for each workload and batch size; none in reports of older versions.
-    """
-
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    models: tuple[ModelRecord, ...]
-    bandwidth: Bandwidth | None
-    costs: tuple[ForwardCosts, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
-    finished: bool = True
-    turns: tuple[TurnCount, ...] = ()
+    options: dict[str, Any]  # the options in effect, as plain values
+    machine: dict[str, Any]  # the machine and the software versions, as plain values
+    models: tuple[ModelRecord, ...]  # the target and the draft model
+    bandwidth: Bandwidth | None  # the memory bandwidth, if it could be measured
+    costs: tuple[ForwardCosts, ...]  # costs of bare forwards for each workload and batch size
+    rows: tuple[Row, ...]  # one for each workload, batch size, method and policy
+    notes: tuple[str, ...] = ()  # what was left out, and why
+    finished: bool = True  # False if the benchmark was interrupted; `rows` and `costs` are then incomplete
+    turns: tuple[TurnCount, ...] = ()  # one for each workload and batch size; none in older reports
 
     @property
     def typical_costs(self) -> tuple[ForwardCosts, ...]:
@@ -430,11 +296,7 @@ class BenchReport:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> BenchReport:
-        """Return the report that `as_dict`, or its JSON, describes.
-
-        Raises:
-            TypeError: A key is missing or unknown, or its value is of another type.
-        """
+        """Return the report that `as_dict`, or its JSON, describes."""
         return as_record(cls, document)
 
 
@@ -443,11 +305,7 @@ def _key(row: Row) -> tuple[str, int, str]:
 
 
 def load_doubt(machine: Mapping[str, Any]) -> str | None:
-    """Return a sentence on other programs that slowed a run down; None where the load says nothing.
-
-    Args:
-        machine: Has the number of `cores`, and the `highest_load` of the run.
-    """
+    """Return a sentence on other programs that slowed a run down; None where the load says nothing."""
     load, cores = machine.get("highest_load"), machine.get("cores")
     if load is None or cores is None or load <= cores + HOUSEKEEPING:
         return None
@@ -455,3 +313,8 @@ def load_doubt(machine: Mapping[str, Any]) -> str | None:
         f"The load rose to {load:.1f} on {cores} cores during the run, so other programs slowed it"
         " down: repeat it on a quiet machine."
     )
+
+
+# A prompt counts if less than this share of the 4-grams of plain decoding's output occurred in it before.
+# Drafting a loop is easy, so prompts that lead into loops would overstate every speed-up.
+MAX_REPEATED = 0.3

@@ -10,16 +10,20 @@ from typing import Any, Literal
 import torch
 
 from foredraft import demo
-from foredraft.bench.bench_records import Bandwidth, BenchReport, ForwardCosts, ModelRecord, Row, TurnCount
-from foredraft.bench.bench_settings import MAX_REPEATED, BenchSettings
-from foredraft.bench.contender import BenchContext
+from foredraft.bench.bench_records import (
+    MAX_REPEATED,
+    BenchReport,
+    ForwardCosts,
+    ModelRecord,
+    Row,
+    TurnCount,
+)
+from foredraft.bench.bench_settings import BenchSettings
+from foredraft.bench.contender import BenchContext, ForedraftContender, LineUp
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
-from foredraft.bench.foredraft_contender import ForedraftContender
-from foredraft.bench.lineup import LineUp
-from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine
+from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine, model_record
 from foredraft.bench.measurement import Measurement, Progress
-from foredraft.bench.model_size import model_record
-from foredraft.bench.workload import Workload
+from foredraft.bench.workload import AS_IT_IS, PromptForm, Workload
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError, Option, python_spelling
@@ -27,14 +31,11 @@ from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
-from foredraft.loading.policy_choice import check_settings
+from foredraft.loading.checkpoints import check_settings
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import resolve
 from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.record import loras_of
-from foredraft.model.prompt_form import AS_IT_IS, PromptForm
-
-__all__ = ["bench"]
+from foredraft.model.lora.lora_config import loras_of
 
 Prompts = Mapping[str, list[list[int]]]  # token ids of each prompt, by workload
 
@@ -50,27 +51,7 @@ def bench(
     spelling: Callable[[Option], str] = python_spelling,
     **loading: Any,
 ) -> BenchReport:
-    """Time every contender on every workload.
-
-    Args:
-        workloads: The prompts.
-        options: What to measure.
-        model: Folder or hub id of the target; None for the demo pair.
-        truncate: "left" drops the oldest tokens of a prompt that is too long.
-        form: How prompts become token ids.
-        progress: Called with (stage, done, total).
-        spelling: How the report's notes spell an option.
-        **loading: Further options of `foredraft.load`.
-
-    Returns:
-        The report. After a KeyboardInterrupt it holds the finished rows and is marked as unfinished.
-
-    Raises:
-        ConfigError: An option cannot be honoured, or a method that the user named cannot run.
-        RequestError: A prompt is too long.
-        CheckpointError: A model cannot be loaded.
-        KeyboardInterrupt: The benchmark was interrupted before the first row was finished.
-    """
+    """Time every contender on every workload."""
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
     for kind in (DRAFTERS[name] for name in options.methods or () if name in DRAFTERS):
         loading |= {option: loading.get(option) or value for option, value in kind.wanted_by.items()}
@@ -96,7 +77,7 @@ def bench(
             options=options,
             memory=memory,
             longest_draft=_longest_draft(llm.loaded.engine.policy, lineup),
-            weight_read_seconds=_weight_read_seconds(models[0], speed),
+            weight_read_seconds=None if speed is None else models[0].step_bytes / speed.bytes_per_second,
             progress=watch,
         )
         costs, rows, counts, finished = _measure(measurement, prompts)
@@ -144,19 +125,12 @@ def _fixed_policy_notes(lineup: LineUp, policy: str | None) -> list[str]:
 
 
 def _longest_draft(loaded: Policy, lineup: LineUp) -> int:
-    """Return the longest draft, in tokens, of the loaded policy and of the contenders' policies.
-
-    Contenders without predictions from costs, such as `bild`, do not count.
-    """
+    """Return the longest draft of the policies whose speed is predicted from costs."""
     policies = [loaded]
     for contender in lineup.contenders:
         if isinstance(contender, ForedraftContender) and contender.method in DRAFTERS:
             policies.append(contender.policy)
     return max(policy.max_draft for policy in policies)
-
-
-def _weight_read_seconds(target: ModelRecord, speed: Bandwidth | None) -> float | None:
-    return None if speed is None else target.step_bytes / speed.bytes_per_second
 
 
 def _versions(lineup: LineUp) -> dict[str, str | None]:

@@ -1,70 +1,58 @@
-"""The contender protocol: a way of decoding that takes part in a benchmark, and the timing of one run.
+"""Contenders: ways of decoding that take part in a benchmark, the timing of one run, and the line-up of a
+run.
 
-Contract: all contenders share the weights, the dtype, the threads, the temperature and the prompts (as token
-ids). A contender ignores the end-of-text token and makes exactly as many tokens as it is asked for. On an
-asynchronous device a run ends when the device has finished.
+All share the weights, the dtype, the threads, the temperature and the prompts, ignore the end-of-text token
+and make exactly as many tokens as they are asked for. The decoding phase lasts from the start of the first
+round to the end of the last one; prompt reading within it, as in a batch, counts as prefill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
-from foredraft.decode.params import RuleName
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS
+from foredraft.bench.machine_record import Memory
+from foredraft.decode.params import RuleName, SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
+from foredraft.errors import ConfigError, ForedraftError, Option, RequestError, python_spelling
+from foredraft.kinds import DRAFTERS, RULES
 from foredraft.llm import LLM
-from foredraft.loading.policy_choice import make_policy
+from foredraft.loading.checkpoints import make_policy
+from foredraft.loading.machine_limits import free_memory
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_bytes
 from foredraft.profiling.others import Load
-
-__all__ = ["BenchContext", "Contender", "Timing"]
+from foredraft.profiling.timing import DecodingTimer, observed, replaced
 
 
 @dataclass(frozen=True, slots=True)
 class BenchContext:
-    """The settings that all contenders share.
+    """The settings that all contenders share."""
 
-    Attributes:
-        llm: The loaded Foredraft engine.
-        target: Folder of the target's checkpoint.
-        draft: Folder of the draft model's checkpoint, if there is one.
-        dtype: Of the weights and of the KV cache.
-        device: Where the models run.
-        positions: Tokens of the longest prompt plus its new tokens.
-        temperature: Sampling temperature; 0 is greedy.
-        acceptance: The acceptance rule of Foredraft's contenders; a lossless one.
-        max_draft: The longest draft as passed to `load`, in tokens.
-        policy_options: Options of the loaded policy.
-    """
-
-    llm: LLM
-    target: Path
-    draft: Path | None
-    dtype: torch.dtype
-    device: torch.device
-    positions: int
-    temperature: float = 0.0
-    acceptance: RuleName = "speculative"
-    max_draft: int | None = None
-    policy_options: Mapping[str, float | str] = field(default_factory=dict)
+    llm: LLM  # the loaded Foredraft engine
+    target: Path  # folder of the target's checkpoint
+    draft: Path | None  # folder of the draft model's checkpoint, if there is one
+    dtype: torch.dtype  # of the weights and of the KV cache
+    device: torch.device  # where the models run
+    positions: int  # tokens of the longest prompt plus its new tokens
+    temperature: float = 0.0  # sampling temperature; 0 is greedy
+    acceptance: RuleName = "speculative"  # the acceptance rule of Foredraft's contenders; a lossless one
+    max_draft: int | None = None  # the longest draft as passed to `load`, in tokens
+    policy_options: Mapping[str, float | str] = field(default_factory=dict)  # options of the loaded policy
     _policies: dict[tuple[str, int], Policy] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def policy_for(self, drafter: str, name: str) -> Policy:
-        """Return the policy that `generate` would use with this drafter.
-
-        Drafters with the same longest draft share one policy object, so a policy that measures costs measures
-        them once.
-
-        Args:
-            drafter: Name of the drafter; it may have been made for a draft length.
-            name: Name of the policy.
-        """
+        """Return the policy that `generate` would use, one per length, so that it measures costs once."""
         engine, runner = self.llm.loaded.engine, self.llm.loaded.runner
         loaded = engine.policy
         self._policies.setdefault((loaded.name, loaded.max_draft), loaded)
@@ -83,28 +71,15 @@ class BenchContext:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The outputs and the durations of one run.
+    """The outputs and the durations of one run; a first token made in the prefill pass is not decoded."""
 
-    A program that makes its first token in the prefill pass counts it there: its `decoded_tokens` are one
-    fewer per prompt.
-
-    Attributes:
-        tokens: New token ids of each prompt.
-        prefill_seconds: Duration of everything before the decoding phase.
-        decode_seconds: Duration of the decoding phase.
-        decoded_tokens: Tokens made in the decoding phase, all prompts together.
-        passes: Forward passes of the target in the decoding phase; None where unknown.
-        stats: Statistics of all prompts merged; None for other programs.
-        load: What other programs took meanwhile, set by the measurement; None where it is not known.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    prefill_seconds: float
-    decode_seconds: float
-    decoded_tokens: int
-    passes: int | None = None
-    stats: Stats | None = None
-    load: Load | None = None
+    tokens: tuple[tuple[int, ...], ...]  # new token ids of each prompt
+    prefill_seconds: float  # duration of everything before the decoding phase
+    decode_seconds: float  # duration of the decoding phase
+    decoded_tokens: int  # tokens made in the decoding phase, all prompts together
+    passes: int | None = None  # forward passes of the target in the decoding phase; None where unknown
+    stats: Stats | None = None  # statistics of all prompts merged; None for other programs
+    load: Load | None = None  # what other programs took meanwhile; None where it is not known
 
     @property
     def tokens_per_second(self) -> float:
@@ -118,37 +93,216 @@ class Contender(Protocol):
     @property
     def name(self) -> str:
         """A unique name: the method, and the policy where the method runs under several."""
-        ...
 
     @property
     def method(self) -> str:
         """The name in the table of contenders (`contenders.CONTENDERS`)."""
-        ...
 
     @property
     def policy_name(self) -> str | None:
         """The policy's name; None for plain decoding and for other programs."""
-        ...
 
     @property
     def peer(self) -> bool:
         """Whether this is another program."""
-        ...
 
     @property
     def lossless(self) -> bool:
         """Whether the output has exactly the target's distribution."""
-        ...
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
         """Numbers of prompts that one run can take; None for any."""
-        ...
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         """Decode `new_tokens` for each prompt as one batch, starting from an empty KV cache."""
-        ...
 
     def close(self) -> None:
         """Free memory and files; `run` must not be called afterwards."""
-        ...
+
+
+class ForedraftContender:
+    """Plain or speculative decoding by the loaded engine.
+
+    Under the coupled rule a prompt's seed is a function of the prompt, so that all its runs use the same
+    noise.
+    """
+
+    peer = False
+    batch_sizes: tuple[int, ...] | None = None
+
+    def __init__(
+        self,
+        name: str,  # the contender's name, which is also its method
+        llm: LLM,  # the loaded engine
+        drafter: str,  # name of the drafter, or "none" for plain decoding
+        *,
+        temperature: float = 0.0,  # sampling temperature; 0 is greedy
+        acceptance: RuleName = "speculative",  # the acceptance rule; a lossless one
+        policy: Policy | None = None,
+    ) -> None:
+        self.name, self.method, self.llm, self.drafter = name, name, llm, drafter
+        self.temperature, self.acceptance = temperature, acceptance
+        self.policy: Policy = policy or llm.loaded.engine.policy  # None: the loaded one
+        self.lossless = drafter not in DRAFTERS or DRAFTERS[drafter].lossless
+
+    @property
+    def policy_name(self) -> str | None:
+        return None if self.drafter == "none" else self.policy.name
+
+    def with_policy(self, policy: Policy) -> ForedraftContender:
+        """Return a copy of this contender that runs under another policy."""
+        other = copy(self)
+        other.name, other.policy = f"{self.method}, {policy.name}", policy
+        return other
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        """Decode the prompts as one batch."""
+        engine = self.llm.loaded.engine
+        timer = DecodingTimer(engine)
+        with replaced(engine, "policy", self.policy), observed(engine, timer):
+            outputs = self.llm.generate(prompts, [self._params(ids, new_tokens) for ids in prompts])
+        for output in outputs:
+            if output.error is not None:
+                raise RequestError(f"{self.name} failed: {output.error}")
+        tokens = tuple(tuple(output.token_ids) for output in outputs)
+        seconds = timer.ended - timer.began - timer.reading_since
+        return Timing(
+            tokens=tokens,
+            prefill_seconds=timer.reading,
+            decode_seconds=seconds,
+            decoded_tokens=sum(map(len, tokens)),
+            passes=timer.rounds,
+            stats=Stats.merge((output.stats for output in outputs), seconds),
+        )
+
+    def close(self) -> None:
+        return None  # all of Foredraft's contenders share the engine, which the benchmark's caller owns
+
+    def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            max_new_tokens=new_tokens,
+            ignore_eos=True,
+            drafter=self.drafter,
+            seed=zlib.crc32(str(prompt).encode()) if self.acceptance == "coupled" else None,
+            acceptance=self.acceptance,
+        )
+
+
+class BigLittle(ForedraftContender):
+    """Big Little Decoder (Kim et al. 2023, arXiv:2302.07863): the draft model under the lossy `bild` rule."""
+
+    RULE: Final = "bild"
+
+    def __init__(self, llm: LLM, policy: Policy, *, temperature: float = 0.0) -> None:
+        super().__init__("bild", llm, "draft-model", temperature=temperature, policy=policy)
+        self.lossless = RULES[self.RULE].lossless
+
+    def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
+        return super()._params(prompt, new_tokens).replace(acceptance=self.RULE)
+
+
+@dataclass(slots=True)
+class LineUp:
+    """The contenders of one benchmark."""
+
+    spelling: Callable[[Option], str] = python_spelling  # of an option in a note
+    contenders: list[Contender] = field(default_factory=list)  # in the table's order, plain decoding first
+    loaded_bytes: dict[str, int] = field(default_factory=dict)  # that loading its program added
+    notes: list[str] = field(default_factory=list)  # why methods are left out
+
+    def load(
+        self,
+        context: BenchContext,
+        methods: Sequence[str],
+        memory: Memory,
+        foredraft_bytes: int,
+        *,
+        required: Collection[str] = (),
+        progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    ) -> None:
+        """Load the programs and make the contenders; what cannot run is left out with a note."""
+        programs: dict[str, tuple[Any, int]] = {"foredraft": (context.llm, foredraft_bytes)}
+        failed: dict[str, ForedraftError] = {}  # programs that cannot run
+        for done, name in enumerate(methods):
+            progress("methods", done, len(methods))
+            kind = CONTENDERS[name]
+            try:
+                if kind.program in failed:
+                    raise failed[kind.program]
+                if kind.program not in programs:
+                    programs[kind.program] = _load_program(kind.program, context, memory)
+                program, added = programs[kind.program]
+                self.contenders.append(kind.make(program, context))
+                self.loaded_bytes[name] = added
+            except ForedraftError as error:
+                if name in required:
+                    raise
+                if kind.program not in failed:
+                    self.notes.append(f"left out: {error.describe(self.spelling)}")
+                if kind.program not in programs:
+                    failed[kind.program] = error
+        progress("methods", len(methods), len(methods))
+
+    def add_policies(self, context: BenchContext, policies: Sequence[str]) -> None:
+        """Add a contender for each drafter and policy, right after the drafter's own contender."""
+        before, self.contenders = self.contenders, []
+        for contender in before:
+            self.contenders.append(contender)
+            if not isinstance(contender, ForedraftContender) or contender.policy_name is None:
+                continue
+            suitable = CONTENDERS[contender.method].policies
+            for name in policies:
+                if name in suitable and name != contender.policy_name:
+                    other = contender.with_policy(context.policy_for(contender.drafter, name))
+                    self.contenders.append(other)
+                    self.loaded_bytes[other.name] = self.loaded_bytes[contender.name]
+            if unsuitable := [name for name in policies if name not in suitable]:
+                self.notes.append(f"left out: {contender.method} cannot follow {', '.join(unsuitable)}")
+        if policies and not any(contender.policy_name in policies for contender in self.contenders):
+            raise ConfigError(
+                "but none of the methods can follow it",
+                option="policies",
+                value=",".join(policies),
+                remedy="give others",
+            )
+
+    def drop(self, contender: Contender, reason: str) -> None:
+        """Remove and close a contender whose run failed."""
+        self.contenders.remove(contender)
+        self.notes.append(f"left out: {contender.name} failed ({reason})")
+        contender.close()
+
+    def close(self) -> None:
+        """Close all contenders."""
+        for contender in self.contenders:
+            contender.close()
+
+
+def _load_program(name: str, context: BenchContext, memory: Memory) -> tuple[Any, int]:
+    """Return a program's loaded models and the bytes that they added; every failure is a ConfigError."""
+    program = PROGRAMS[name]
+    if not program.installed:
+        raise ConfigError(f"{name}: {program.package} is not installed", remedy=program.install)
+    _check_memory(name, context)
+    before = memory.held_after_release()
+    try:
+        models = program.load(context)
+    except ForedraftError:
+        raise
+    except Exception as error:  # other programs raise anything; the benchmark goes on without them
+        raise ConfigError(f"{name} cannot load this model ({type(error).__name__}: {error})") from error
+    return models, memory.held_after_release() - before
+
+
+def _check_memory(name: str, context: BenchContext) -> None:
+    """Refuse a program whose own copy of the target's weights does not fit: the system may kill it."""
+    spec = ModelSpec.from_folder(context.target)
+    need, free = weight_bytes(spec, context.device, context.dtype), free_memory(context.device)
+    if need > free:
+        raise ConfigError(
+            f"{name} needs {need / 2**30:.3f} GiB for its own copy of the weights, but {free / 2**30:.3f} GiB"
+            f" are free on {context.device}",
+            remedy=("leave it out of ", Option("methods")),
+        )

@@ -1,7 +1,6 @@
-"""The table of contenders, by the names that users give.
+"""The table of contenders, by the names that users give, and the optional packages that they need.
 
-Contract: a new contender is one file and one line here; the command line, its help and its checks read the
-table. Nothing here imports PyTorch before a contender is made, so that `--help` stays fast.
+The command line, its help and its checks read the table. PyTorch is imported when a contender is made.
 """
 
 from __future__ import annotations
@@ -20,17 +19,19 @@ if TYPE_CHECKING:
     from foredraft.bench.contender import BenchContext, Contender
     from foredraft.llm import LLM
 
-__all__ = [
-    "ALL",
-    "CONTENDERS",
-    "PLAIN",
-    "PROGRAMS",
-    "ContenderKind",
-    "Program",
-    "check_policy",
-    "resolve_methods",
-    "resolve_policies",
-]
+
+INSTALL = {"llama_cpp": "pip install llama-cpp-python", "optuna": "pip install 'foredraft[tune]'"}
+
+
+def module(name: str, needed_by: str) -> Any:
+    """Import and return an optional module."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        install = INSTALL.get(name, "pip install 'foredraft[bench]'")
+        problem = f"{needed_by} needs {name}, which cannot be imported ({error})"
+        raise ConfigError(problem, remedy=install) from None
+
 
 ALL = "all"
 PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
@@ -40,17 +41,11 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program whose contenders share its loaded models.
+    """A program whose contenders share its loaded models."""
 
-    Attributes:
-        load: Loads the models for the program's contenders; raises ConfigError if it cannot run them.
-        package: The distribution to install; None for Foredraft itself.
-        install: The command that installs it.
-    """
-
-    load: Callable[[BenchContext], Any]
-    package: str | None = None
-    install: str = ""
+    load: Callable[[BenchContext], Any]  # loads the models; raises ConfigError if it cannot run them
+    package: str | None = None  # the distribution to install; None for Foredraft itself
+    install: str = ""  # the command that installs it
 
     @property
     def version(self) -> str | None:
@@ -67,23 +62,14 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ContenderKind:
-    """One line of the table of contenders.
+    """One line of the table of contenders."""
 
-    Attributes:
-        summary: One line for the command line's help.
-        program: The key of its program in `PROGRAMS`.
-        make: Makes the contender from its program's loaded models; may raise ConfigError.
-        policies: The policies that it can run under; none for plain decoding and for other programs.
-        lossless: The output has exactly the target's distribution. "all" leaves lossy contenders out.
-        scored: The benchmark tells how likely the target finds the texts of all contenders.
-    """
-
-    summary: str
-    program: str
-    make: Callable[[Any, BenchContext], Contender]
-    policies: tuple[str, ...] = ()
-    lossless: bool = True
-    scored: bool = False
+    summary: str  # one line for the command line's help
+    program: str  # the key of its program in `PROGRAMS`
+    make: Callable[[Any, BenchContext], Contender]  # from its program's models; may raise ConfigError
+    policies: tuple[str, ...] = ()  # that it can run under; none for plain decoding and other programs
+    lossless: bool = True  # the output has exactly the target's distribution; "all" leaves others out
+    scored: bool = False  # the benchmark tells how likely the target finds the texts of all contenders
 
 
 def _module(name: str) -> Any:
@@ -118,7 +104,7 @@ def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) ->
         raise ConfigError(
             (f"{name} cannot follow ", Option("policy", policy)), remedy=("give another ", Option("policy"))
         )
-    made: Contender = _module("foredraft_contender").ForedraftContender(
+    made: Contender = _module("contender").ForedraftContender(
         name,
         llm,
         drafter,
@@ -132,7 +118,7 @@ def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) ->
 def _make_bild(llm: LLM, context: BenchContext) -> Contender:
     if "draft-model" not in context.drafters:
         raise missing_part("draft-model", "bild")
-    made: Contender = _module("foredraft_contender").BigLittle(
+    made: Contender = _module("contender").BigLittle(
         llm, context.policy_for("draft-model", BILD_POLICY), temperature=context.temperature
     )
     return made
@@ -190,14 +176,7 @@ CONTENDERS: dict[str, ContenderKind] = {
 
 
 def resolve_methods(names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the names of the contenders that take part, with plain decoding first.
-
-    Args:
-        names: Names from the table; "all" and None stand for every lossless contender.
-
-    Raises:
-        ConfigError: A name is unknown, or its program is not installed.
-    """
+    """Return the names of the contenders that take part, with plain decoding first."""
     lossless = tuple(name for name, kind in CONTENDERS.items() if kind.lossless)
     names = (ALL,) if names is None else names
     for name in names:
@@ -215,11 +194,7 @@ def resolve_methods(names: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def resolve_policies(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the policies; "all" stands for every one.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Return the names of the policies; "all" stands for every one."""
     for name in names:
         if name != ALL:
             _entry(POLICIES, "policies", names, name)
@@ -227,16 +202,7 @@ def resolve_policies(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_policy(methods: tuple[str, ...] | None, policy: str | None, max_draft: int | None) -> None:
-    """Refuse a policy or a longest draft that no contender would follow.
-
-    Args:
-        methods: As `resolve_methods` takes them.
-        policy: The policy that was asked for; `load` refuses an unknown one.
-        max_draft: The longest draft that was asked for, in tokens.
-
-    Raises:
-        ConfigError: The policy or the longest draft would have no effect.
-    """
+    """Refuse a policy or a longest draft that no contender would follow."""
     followed = {name for method in resolve_methods(methods) for name in CONTENDERS[method].policies}
     if policy in POLICIES and policy not in followed:
         raise ConfigError(

@@ -1,8 +1,11 @@
-"""The figures of a row, from timed runs. Pure functions: no clock, no model.
+"""The figures of a row from timed runs, and predictions from costs. Pure functions: no clock, no model.
 
 A prompt's speed-up is the median of the ratios of tokens/s within its repeats, so that a machine that slows
-down affects both sides alike. A row's speed-up is the median over its prompts. Prompts that are decoded as
-one batch count as one prompt here.
+down affects both sides alike. A row's is the median over its prompts; a batch of prompts counts as one.
+
+S = tau / (c_1 + ... + c_s + v(k + 1)), with k drafted tokens and s drafter steps per round, is theorem 3.8 of
+Leviathan et al. 2023 (arXiv:2211.17192), but verifying passes and first draft steps may cost more, and draft
+lengths vary. Host work is not counted.
 """
 
 from __future__ import annotations
@@ -23,41 +26,57 @@ from foredraft.bench.bench_records import (
 )
 from foredraft.bench.contender import Contender, Timing
 from foredraft.bench.contenders import PLAIN
-from foredraft.bench.predicted_speedup import ceiling, forward_cost, predicted_speedup
+from foredraft.bench.workload import Group
+from foredraft.decode.policy.cost_table import on_line
 from foredraft.decode.stats import Stats
-from foredraft.ngrams import repeated
+from foredraft.drafters.lookup import repeated
 
-__all__ = ["Group", "Runs", "Series", "divergence", "make_row"]
+
+def mean_accepted_length(alpha: float, length: int) -> float:
+    """Return tau of drafts of `length` tokens: (1 - alpha^(length + 1)) / (1 - alpha)."""
+    return sum(alpha**accepted for accepted in range(length + 1))
+
+
+def verifying_cost(costs: ForwardCosts, rows: float) -> float:
+    """Return v(rows) in plain steps, on the lines between the measured row counts and beyond the largest."""
+    assert rows >= 1
+    return on_line([(cost.rows, cost.v) for cost in costs.verifying], rows)
+
+
+def forward_cost(costs: ForwardCosts, stats: Stats) -> float:
+    """Return the mean cost of a round's forwards in plain steps, drafting and verifying, for all drafters."""
+    steps = stats.steps
+    drafting = sum(costs.drafting[name].of(steps[name], drafts) for name, drafts in stats.drafts.items())
+    verifying = sum(count * verifying_cost(costs, columns) for columns, count in stats.widths.items())
+    return (drafting + verifying) / stats.rounds
+
+
+def predicted_speedup(costs: ForwardCosts, stats: Stats) -> float:
+    """Return S of a run's own rounds: its speed-up over plain decoding if only forwards took time."""
+    return stats.tokens / stats.rounds / forward_cost(costs, stats)
+
+
+def ceiling(costs: ForwardCosts, drafter: str, alpha: float) -> Ceiling:
+    """Return the largest S over fixed draft lengths, from 1 to the widest measured pass less one."""
+    lengths = range(1, costs.verifying[-1].rows)
+    speedups = [
+        (mean_accepted_length(alpha, k) / (costs.drafting[drafter].of(k) + verifying_cost(costs, k + 1)), k)
+        for k in lengths
+    ]
+    speedup, length = max(speedups, key=lambda pair: pair[0])
+    return Ceiling(alpha, length, speedup)
+
 
 Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Prompts that are decoded as one batch.
-
-    Attributes:
-        prompts: Their indices in the workload.
-        counted: Plain decoding repeats few 4-grams on each of them.
-    """
-
-    prompts: tuple[int, ...]
-    counted: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Runs:
-    """The timings of one group.
+    """The timings of one group."""
 
-    Attributes:
-        group: The group.
-        timings: One per repeat, by contender's name.
-        discarded: Of each turn that was repeated, by contender's name; only their tokens count.
-    """
-
-    group: Group
-    timings: dict[str, list[Timing]]
-    discarded: tuple[dict[str, Timing], ...] = ()
+    group: Group  # the group
+    timings: dict[str, list[Timing]]  # one per repeat, by contender's name
+    discarded: tuple[dict[str, Timing], ...] = ()  # of repeated turns; only their tokens count
 
     def outputs(self, contender: str) -> list[tuple[tuple[int, ...], ...]]:
         """Return the tokens of every run."""
@@ -84,24 +103,14 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """All runs of one workload at one batch size.
+    """All runs of one workload at one batch size."""
 
-    Attributes:
-        workload: Name of the workload.
-        batch: Prompts decoded as one batch.
-        runs: The timings, by group.
-        expected: Plain decoding's tokens of each prompt of the workload.
-        costs: Costs of bare forwards at this batch size.
-        weight_read_seconds: Time to read the weights of one step at the machine's memory bandwidth; None
-            where the bandwidth is unknown.
-    """
-
-    workload: str
-    batch: int
-    runs: tuple[Runs, ...]
-    expected: tuple[tuple[int, ...], ...]
-    costs: ForwardCosts
-    weight_read_seconds: float | None
+    workload: str  # name of the workload
+    batch: int  # prompts decoded as one batch
+    runs: tuple[Runs, ...]  # the timings, by group
+    expected: tuple[tuple[int, ...], ...]  # plain decoding's tokens of each prompt of the workload
+    costs: ForwardCosts  # costs of bare forwards at this batch size
+    weight_read_seconds: float | None  # of one step's weights at the memory bandwidth; None where unknown
 
     @property
     def counted(self) -> tuple[Runs, ...]:
@@ -117,15 +126,7 @@ def make_row(
     comparable: bool,
     at_batch_1: Spread | None = None,
 ) -> Row:
-    """Return a contender's row, without `round_time` and `peak_memory`, which need runs of their own.
-
-    Args:
-        series: The runs of the workload.
-        contender: The contender; its timings are in `series`.
-        peers: Names of the other programs to compare it with.
-        comparable: Whether its tokens must equal plain decoding's.
-        at_batch_1: Its tokens/s on this workload at batch size 1.
-    """
+    """Return a contender's row, without `round_time` and `peak_memory`, which need runs of their own."""
     name, counted = contender.name, series.counted
     speed = _spread(counted, lambda runs: runs.tokens_per_second(name))
     over_peers = {peer: _spread(counted, partial(Runs.ratio, contender=name, other=peer)) for peer in peers}
@@ -159,10 +160,7 @@ def make_row(
 
 
 def divergence(found: Tokens, expected: Tokens) -> int | None:
-    """Return the first position at which two token sequences differ, or None if they are equal.
-
-    A sequence that ends early differs at the position where it ends.
-    """
+    """Return the first position at which two token sequences differ, or one ends; None if they are equal."""
     shorter = min(len(found), len(expected))
     position = next((i for i in range(shorter) if found[i] != expected[i]), shorter)
     return None if len(found) == len(expected) == position else position

@@ -1,8 +1,7 @@
 """The contenders from `transformers`: `generate` alone, with a draft model, with prompt lookup, with beams.
 
-Each keeps the library's defaults (its schedule of draft lengths, its attention kernels) apart from what all
-contenders share. The prefill pass makes the first token, or with drafts the first few tokens. The decoding
-phase is what follows; a stopping criterion that never stops the text notes where it begins.
+Each keeps the library's defaults apart from what all contenders share. The decoding phase follows the prefill
+pass; a stopping criterion that never stops the text notes where it begins.
 """
 
 from __future__ import annotations
@@ -20,22 +19,15 @@ from torch import Tensor
 from foredraft.bench.contender import BenchContext, Timing
 from foredraft.errors import ConfigError, Option
 from foredraft.model.gguf.tensors import source_of
-from foredraft.model.lora.record import loras_of
-from foredraft.model.transfers import synchronise
-
-__all__ = ["Generate", "TransformersModels", "assisted", "beam", "plain", "prompt_lookup"]
+from foredraft.model.lora.lora_config import loras_of
+from foredraft.model.memory import synchronise
 
 BEAMS = 4  # that most guides of beam search take
 LOOKUP_TOKENS = 10  # draft length in tokens, from the library's documentation; it has no default
 
 
 class TransformersModels:
-    """The target and, if there is one, the draft model, each loaded once for all contenders.
-
-    Raises:
-        ConfigError: The target has LoRAs, or it or the draft model is a GGUF file. The library converts some
-            of these while it loads (`gguf_file=`), which takes minutes where a folder takes seconds.
-    """
+    """The target and, if there is one, the draft model, each loaded once for all contenders."""
 
     def __init__(self, context: BenchContext) -> None:
         if loras_of(context.target):
@@ -60,11 +52,7 @@ def plain(models: TransformersModels, context: BenchContext) -> Generate:
 
 
 def assisted(models: TransformersModels, context: BenchContext) -> Generate:
-    """Return `generate` with `assistant_model`.
-
-    Raises:
-        ConfigError: There is no draft model with the target's tokenizer.
-    """
+    """Return `generate` with `assistant_model`."""
     if models.draft is None or "draft-model" not in context.drafters:
         raise ConfigError(
             "transformers-assisted needs a draft model with the target's tokenizer",
@@ -84,31 +72,21 @@ def beam(models: TransformersModels, context: BenchContext) -> Generate:
 
 
 class Generate:
-    """One way of calling `generate`.
-
-    Args:
-        name: The contender's name, which is also its method.
-        model: The target as `transformers` loaded it.
-        context: The settings that all contenders share.
-        batch_sizes: Batch sizes that it takes; `generate` drafts for one prompt at a time.
-        assistant_model: As `generate` takes it.
-        prompt_lookup_num_tokens: As `generate` takes it.
-        beams: Of beam search, whose text is not the target's own; 1 is none.
-    """
+    """One way of calling `generate`."""
 
     policy_name: str | None = None
     peer = True
 
     def __init__(
         self,
-        name: str,
-        model: Any,
-        context: BenchContext,
+        name: str,  # the contender's name, which is also its method
+        model: Any,  # the target as `transformers` loaded it
+        context: BenchContext,  # the settings that all contenders share
         *,
-        batch_sizes: tuple[int, ...] | None = (1,),
-        assistant_model: Any = None,
-        prompt_lookup_num_tokens: int | None = None,
-        beams: int = 1,
+        batch_sizes: tuple[int, ...] | None = (1,),  # `generate` drafts for one prompt at a time
+        assistant_model: Any = None,  # as `generate` takes it
+        prompt_lookup_num_tokens: int | None = None,  # as `generate` takes it
+        beams: int = 1,  # of beam search, whose text is not the target's own; 1 is none
     ) -> None:
         from transformers import GenerationConfig
 
@@ -130,7 +108,7 @@ class Generate:
         longest = max(map(len, prompts))
         padded = [[0] * (longest - len(ids)) + ids for ids in prompts]
         mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-        first = _FirstTokenClock(device)
+        first = _FirstTokenTimer(device)
         self._config.max_new_tokens = new_tokens
         with _quiet():
             start = time.perf_counter()
@@ -157,7 +135,7 @@ class Generate:
         self._model = self._assistant = None
 
 
-class _FirstTokenClock:
+class _FirstTokenTimer:
     """A stopping criterion that notes the time and the text's length at its first call, and never stops."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,10 +1,10 @@
-"""The contender from llama.cpp: the same weights in its own format, decoded greedily through its C interface.
+"""The contender from llama.cpp: the same weights, as a GGUF file, decoded greedily through its library.
 
-A GGUF file is read as it is; other checkpoints are written as one.
-llama.cpp keeps its defaults (flash attention where it chooses it, a 16-bit KV cache) apart from what all
-contenders share: the weights' dtype, the threads, the positions. At float32 it gets plain attention over a
-float32 KV cache instead: its flash attention rounds to half precision and moves logits by 1e-2, its plain
-attention by 1e-5. The prefill pass makes the first token; the decoding phase follows, one pass per token.
+A GGUF file is read as it is. Other checkpoints are written as one
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), a tensor at a time: matrices in the chosen dtype,
+vectors in float32, and no tokenizer unless it is asked for. A model that llama.cpp would compute differently
+is refused. llama.cpp keeps its defaults, but at float32 it gets plain attention over a float32 KV cache,
+which moves logits by 1e-5, where its flash attention moves them by 1e-2.
 """
 
 from __future__ import annotations
@@ -13,37 +13,177 @@ import ctypes
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from foredraft.bench.contender import BenchContext, Timing
-from foredraft.bench.gguf_file import write_gguf
-from foredraft.bench.optional import module
+from foredraft.bench.contenders import module
 from foredraft.errors import ConfigError, Option
+from foredraft.model.checkpoint import IGNORED, CheckpointTensors
+from foredraft.model.config import read_json
 from foredraft.model.gguf.tensors import source_of
-from foredraft.model.transfers import dtype_name
-
-__all__ = ["LlamaCpp"]
+from foredraft.model.memory import dtype_name
+from foredraft.model.rope import Rope, frequencies
+from foredraft.model.spec import ModelSpec
+from foredraft.model.tensor_names import HEAD
 
 logger = logging.getLogger(__name__)
+
+
+# Hugging Face architecture -> llama.cpp architecture. llama.cpp's "llama" applies RoPE to neighbouring
+# channels; the others pair channels half a head apart, as Hugging Face models do.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def write_gguf(folder: Path, file: Path, dtype: torch.dtype, *, vocabulary: bool = False) -> None:
+    """Write a checkpoint to a GGUF file."""
+    gguf = module("gguf", "llama.cpp")
+    spec = ModelSpec.from_folder(folder)
+    _check_convertible(spec, dtype)
+    with ExitStack() as stack:
+        tensors = _tensors(folder, spec, gguf, stack)
+        writer = gguf.GGUFWriter(file, ARCHITECTURES[spec.architecture])
+        _add_metadata(writer, spec, gguf)
+        if vocabulary:
+            add_vocabulary(writer, folder, spec, gguf)
+        else:
+            writer.add_tokenizer_model("no_vocab")
+        for tensor in tensors:
+            kind = dtype if len(tensor.shape) > 1 else torch.float32
+            size = torch.Size(tensor.shape).numel() * kind.itemsize
+            raw = getattr(gguf.GGMLQuantizationType, DTYPES[kind])
+            writer.add_tensor_info(tensor.name, tensor.shape, None, size, raw_dtype=raw)
+        stack.callback(writer.close)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            values = tensor.load().to(dtype if len(tensor.shape) > 1 else torch.float32).contiguous()
+            writer.write_tensor_data(values.view(torch.uint8).numpy())  # NumPy has no bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor under its name in the GGUF file."""
+
+    name: str  # the name
+    shape: tuple[int, ...]  # the shape
+    load: Callable[[], Tensor]  # reads the values, in the checkpoint's dtype
+
+
+def _check_convertible(spec: ModelSpec, dtype: torch.dtype) -> None:
+    unsupported = {
+        f"architecture {spec.architecture!r}": spec.architecture not in ARCHITECTURES,
+        f"rope type {spec.rope.kind!r}": spec.rope.kind not in ("default", "linear", "llama3"),
+        f"activation {spec.activation!r}": spec.activation != "silu",
+        "a sliding window": any(spec.windows),
+        f"dtype {dtype}": dtype not in DTYPES,
+        "quantised weights": spec.quantisation is not None,
+    }
+    for feature, present in unsupported.items():
+        if present:
+            raise ConfigError(
+                f"a model with {feature} cannot be converted for llama.cpp",
+                remedy=("leave it out of ", Option("methods")),
+            )
+
+
+def _add_metadata(writer: Any, spec: ModelSpec, gguf: Any) -> None:
+    writer.add_context_length(spec.max_positions)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_freq_base(spec.rope.theta)
+    if spec.rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(spec.rope.factor)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_vocab_size(spec.vocab_size)
+
+
+def add_vocabulary(writer: Any, folder: Path, spec: ModelSpec, gguf: Any) -> None:
+    """Add the byte-level BPE of a tokenizer.json."""
+    read = read_json(folder / "tokenizer.json")
+    model, added = read["model"], {each["id"]: each for each in read["added_tokens"]}
+    by_id = {id: token for token, id in model["vocab"].items()}
+    by_id |= {id: token["content"] for id, token in added.items()}  # the vocabulary may lack them
+    ids = range(spec.vocab_size)
+    kinds = gguf.TokenType
+    of_added = {id: kinds.CONTROL if token["special"] else kinds.USER_DEFINED for id, token in added.items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([by_id.get(id, f"[{id}]") for id in ids])
+    writer.add_token_types([of_added.get(id, kinds.NORMAL if id in by_id else kinds.UNUSED) for id in ids])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    )
+    for end in spec.eos_token_ids[:1]:
+        writer.add_eos_token_id(end)
+    writer.add_add_bos_token(False)
+
+
+def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list[_Tensor]:
+    """Return the tensors in the order of the file, without a tied head, which llama.cpp ties itself."""
+    architecture = getattr(gguf.MODEL_ARCH, ARCHITECTURES[spec.architecture].upper())
+    known = gguf.get_tensor_name_map(architecture, spec.layers)
+    heads_of = {gguf.MODEL_TENSOR.ATTN_Q: spec.heads, gguf.MODEL_TENSOR.ATTN_K: spec.kv_heads}
+    found = []
+    if spec.rope.kind == "llama3":
+        found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _rope_factors(spec)))
+    device, naming = torch.device("cpu"), spec.naming
+    sources = CheckpointTensors(folder, stack, device, torch.float32, naming=naming).files
+    for name, source in sources.items():
+        if IGNORED.fullmatch(name) or spec.leaves_unread(name) or (spec.tied and name == f"{HEAD}.weight"):
+            continue
+        kind, gguf_name = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
+        heads = heads_of.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
+        load = partial(_interleaved, source, name, heads) if heads else partial(source.get_tensor, name)
+        found.append(_Tensor(gguf_name, tuple(source.get_slice(name).get_shape()), load))
+    return found
+
+
+def _interleaved(source: Any, name: str, heads: int) -> Tensor:
+    return interleaved(source.get_tensor(name), heads)
+
+
+def interleaved(tensor: Tensor, heads: int) -> Tensor:
+    """Reorder rows [heads * D, ...] so that channels half a head apart, which RoPE pairs, are neighbours."""
+    return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope_factors(spec: ModelSpec) -> Tensor:
+    """Return the ratio of unscaled to scaled RoPE frequencies [D/2]."""
+    unscaled = Rope("default", spec.rope.theta)
+    return frequencies(unscaled, spec.head_dim) / frequencies(spec.rope, spec.head_dim)
+
+
 SUPPORTED = (torch.float32, torch.bfloat16)  # dtypes in which both programs can hold the same weights
 MAX_ROWS = 512  # tokens in one physical batch: llama.cpp's default
 LEAVE_OUT = ("leave it out of ", Option("methods"))
 
 
 class LlamaCpp:
-    """A GGUF file of the weights with a llama.cpp model and context, freed by `close`.
-
-    It decodes greedily, one prompt at a time.
-
-    Raises:
-        ConfigError: llama-cpp-python or gguf is not installed, or a setting is not supported here.
-    """
+    """A llama.cpp model and context, freed by `close`; it decodes one prompt at a time, greedily."""
 
     name = method = "llama.cpp"
     policy_name: str | None = None
@@ -59,6 +199,7 @@ class LlamaCpp:
         self._context: Any = None  # llama.cpp's context: the KV cache and the buffers
         self._batch: Any = None
         self._vocab_size = 0
+        self._zeros = 0  # tokens that are 0 and that the KV cache begins with
         self._positions = context.positions
         self._folder = tempfile.TemporaryDirectory(prefix="foredraft-")
         try:
@@ -100,6 +241,7 @@ class LlamaCpp:
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         (prompt,) = prompts
         start = time.perf_counter()
+        self._zeros = 0
         self._truncate(0)
         token = self._greedy(prompt, 0)
         first = time.perf_counter()
@@ -116,10 +258,12 @@ class LlamaCpp:
         )
 
     def forward_seconds(self, rows: int, context: int) -> float:
-        """Return the seconds of one pass over `rows` tokens, with logits of all, after `context` tokens."""
-        self._truncate(0)
-        if context:
-            self._forward([0] * context, 0, logits=1)
+        """Return the seconds of one pass over `rows` tokens after `context` tokens, read once."""
+        kept = min(context, self._zeros)
+        self._truncate(kept)
+        if context > kept:
+            self._forward([0] * (context - kept), kept, logits=1)
+        self._zeros = context
         start = time.perf_counter()
         self._forward([0] * rows, context, logits=rows)
         self._library.llama_synchronize(self._context)

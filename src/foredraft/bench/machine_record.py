@@ -1,26 +1,29 @@
-"""The machine: its description, its memory bandwidth, and the memory that this process holds."""
+"""The machine and the model: what they are, the memory bandwidth, and the bytes that one step reads."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import foredraft
-from foredraft.bench.bench_records import Bandwidth
-from foredraft.loading.free_memory import free_memory
-from foredraft.model.freed import release_freed
-from foredraft.model.transfers import synchronise
-
-__all__ = ["LoadWatch", "Memory", "bandwidth", "machine"]
+from foredraft.bench.bench_records import Bandwidth, ModelRecord
+from foredraft.loading.machine_limits import free_memory
+from foredraft.model.decoder import Decoder
+from foredraft.model.memory import dtype_name, release_freed, synchronise
+from foredraft.model.runner import Runner
+from foredraft.model.runner.native import NativeCodes
 
 BYTES = 2**30  # bytes read or copied per measurement: more than any CPU or GPU cache holds
 TRIES = 20  # measurements of which the fastest counts: other processes only ever slow one down
@@ -28,11 +31,7 @@ INTERVAL = 0.005  # seconds between two samples of the resident memory
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """Return a description of the machine and the software, as plain values.
-
-    Args:
-        device: A GPU to describe too, if the figures come from one.
-    """
+    """Return a description of the machine and the software, as plain values."""
     model = platform.processor() or "unknown"
     try:
         with open("/proc/cpuinfo") as lines:
@@ -74,11 +73,7 @@ def load_average() -> float | None:
 
 
 def bandwidth(device: torch.device) -> Bandwidth | None:
-    """Measure the peak memory bandwidth: of reads on a CPU, of copies on CUDA (bytes read plus written).
-
-    Returns:
-        The bandwidth, or None where too little memory is free to measure it.
-    """
+    """Measure the peak memory bandwidth: of reads on a CPU, of copies on CUDA (bytes read plus written)."""
     if free_memory(device) < 2 * BYTES:
         return None
     many = f"best of {TRIES}, {BYTES / 2**30:g} GiB each"
@@ -106,8 +101,7 @@ def _fastest(action: Callable[[], object], device: torch.device) -> float:
 class Memory:
     """The memory that this process holds: on a CPU its resident set, on CUDA what PyTorch has allocated.
 
-    A resident set counts shared pages of mapped files in every process. On a CPU the memory is not measurable
-    without psutil; all figures are then 0.
+    On a CPU without psutil all figures are 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,20 +119,13 @@ class Memory:
         return int(psutil.Process().memory_info().rss)
 
     def held_after_release(self) -> int:
-        """Release unused memory to the system, then return the memory held, in bytes.
-
-        Otherwise the next program could reuse freed memory and would seem to need less.
-        """
+        """Release unused memory, which the next program could reuse, to the system; return the bytes held."""
         release_freed()
         return self.held()
 
     @contextmanager
     def peak(self) -> Iterator[list[int]]:
-        """Measure the peak of the memory added while entered.
-
-        Yields:
-            A list that receives the peak, in bytes, on exit.
-        """
+        """Measure the peak of the memory added while entered."""
         peaks: list[int] = []
         before = self.held_after_release()
         if not self.measurable or self.device.type == "cuda":
@@ -162,3 +149,45 @@ class Memory:
             stopped.set()
             sampler.join()
         peaks.append(max(*samples, self.held()) - before)
+
+
+def model_record(role: str, name: str, runner: Runner, weights: str | None = None) -> ModelRecord:
+    """Return the record of a loaded model.
+
+    A tied head counts once. An untied embedding counts as parameters but not as bytes per step, which looks
+    up rows.
+    """
+    decoder = runner.decoder
+    read = sum(_sizes(decoder))
+    coded = [product for product in decoder.products if isinstance(product, NativeCodes)]
+    saved = sum(math.prod(each.shape) * decoder.dtype.itemsize - each.weight.nbytes for each in coded)
+    looked_up = 0 if decoder.spec.tied else decoder.spec.vocab_size * decoder.spec.hidden_size
+    return ModelRecord(
+        role=role,
+        name=name,
+        parameters=read + looked_up,
+        step_bytes=read * decoder.dtype.itemsize - saved,
+        dtype=dtype_name(decoder.dtype),
+        weights=weights,
+    )
+
+
+def _sizes(decoder: Decoder) -> Iterator[int]:
+    """Yield the number of elements of each weight that a step reads."""
+    yield from _elements(decoder.layers)
+    yield from _elements(decoder.norm)
+    yield from _elements(decoder.output)
+
+
+def _elements(part: Any) -> Iterator[int]:
+    if isinstance(part, Tensor):
+        yield part.numel()
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from _elements(item)
+    elif hasattr(part, "shape"):  # a linear layer; the tensor of a packed one may be padded
+        yield part.shape[0] * part.shape[1]
+        yield from _elements(part.bias)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _elements(getattr(part, field.name))

@@ -1,11 +1,10 @@
-"""The measurement: every contender on every prompt, in alternating order, and the rows of the report.
+"""The measurement: every contender on every prompt, in alternating order, the costs of bare forwards, and the
+rows.
 
-Contract: every contender runs once as a warm-up before its runs count. Then, for each group of prompts, the
-contenders take turns (`schedule`), interleaved with the bare forwards that explain the speed-ups
-(`forward_costs`).
-Peak memory is taken at the warm-up, and the parts of a round are timed in separate runs, so that observing
-does not change the figures. What other programs took is noted for every run, and a turn that they disturbed
-is taken again (`profiling.others`).
+Every contender runs once as a warm-up, at which peak memory is taken. Then, for each group of prompts, the
+contenders take turns, interleaved with the bare forwards that explain the speed-ups: costs on a shared
+machine change within minutes. The parts of a round are timed in runs of their own. A turn that other programs
+disturbed is taken again (`profiling.others`).
 """
 
 from __future__ import annotations
@@ -16,61 +15,128 @@ from functools import partial
 from math import ceil
 from statistics import median
 
-from foredraft.bench import forward_costs
-from foredraft.bench.bench_records import ForwardCosts, RoundTime, Row, Spread, TurnCount
-from foredraft.bench.bench_settings import MAX_REPEATED, BenchSettings
-from foredraft.bench.contender import BenchContext, Contender, Timing
+import torch
+
+from foredraft.bench.bench_records import (
+    MAX_REPEATED,
+    Cost,
+    DraftCost,
+    ForwardCosts,
+    RoundTime,
+    Row,
+    Spread,
+    TurnCount,
+)
+from foredraft.bench.bench_settings import BenchSettings
+from foredraft.bench.contender import BenchContext, Contender, LineUp, Timing
 from foredraft.bench.contenders import CONTENDERS, PLAIN
-from foredraft.bench.figures import Group, Runs, Series, make_row
-from foredraft.bench.lineup import LineUp
+from foredraft.bench.figures import Runs, Series, make_row
 from foredraft.bench.machine_record import Memory
-from foredraft.bench.schedule import groups_of, turns
-from foredraft.bench.text_score import mean_log_probability
-from foredraft.ngrams import repeated
+from foredraft.bench.workload import Group, groups_of, turns
+from foredraft.doctor.teacher_forced import read_text
+from foredraft.drafters.lookup import repeated
+from foredraft.llm.loaded import Loaded
+from foredraft.model.runner import Runner
 from foredraft.profiling.others import Load, QuietTurns, Watch, worst
-from foredraft.profiling.phases import RoundClock, observed
+from foredraft.profiling.timing import ForwardMeter, RoundTimer, draft_seconds, observed
 
-__all__ = ["Measurement", "Progress"]
+WIDE = (8, 16, 32)  # columns beyond the longest draft that are measured for one sequence
+REPEATS = 30  # turns of a cost that is measured by itself
 
-# Groups of prompts per workload on which the parts of a round are timed: a mean round needs no more, and
-# these runs count for nothing else.
-PROFILED_GROUPS = 3
+
+class CostMeter:
+    """Measures the costs of `batch` sequences of `context` tokens, with drafts of up to `longest`."""
+
+    def __init__(self, loaded: Loaded, batch: int, context: int, longest: int) -> None:
+        runner, drafters = loaded.runner, loaded.engine.drafters
+        self.batch, self.context, self.longest = batch, context, longest
+        widths = [*range(1, longest + 2)]
+        if batch == 1:
+            widths += [wide for wide in WIDE if longest + 1 < wide <= runner.max_queries]
+        self._drafters = tuple(drafters)
+        self._meter = ForwardMeter(runner, drafters, batch, context, widths=widths, lengths={1, longest})
+        self._meter.turns.take(counts=False)
+        self._loads: list[Load] = []
+
+    def turn(self) -> None:
+        """Time each forward and each round once."""
+        watch = Watch()
+        self._meter.turns.take()
+        if (load := watch.load()) is not None:
+            self._loads.append(load)
+
+    def costs(self, read_seconds: float | None = None, workload: str | None = None) -> ForwardCosts:
+        """Return the costs of all turns so far, one at least."""
+        seconds = self._meter.seconds
+        step = median(seconds[1])
+        verifying = []
+        for rows in (key for key in seconds if isinstance(key, int)):
+            spread = Spread.of(seconds[rows])
+            assert spread is not None
+            verifying.append(Cost(rows, spread.median / step, spread))
+        drafting = {name: self._draft_cost(name, step) for name in self._drafters}
+        share = None if read_seconds is None else read_seconds / step
+        others = Spread.of(load.others for load in self._loads)
+        return ForwardCosts(self.batch, self.context, tuple(verifying), drafting, share, workload, others)
+
+    def _draft_cost(self, name: str, step: float) -> DraftCost:
+        seconds, longest = self._meter.seconds, self.longest
+        if (name, 1) not in seconds:
+            return DraftCost(0.0, 0.0)
+        first, whole = (
+            draft_seconds(seconds[name, length], seconds[length + 1]) / step for length in (1, longest)
+        )
+        return DraftCost(first, max(0.0, whole - first) / max(1, longest - 1))
+
+
+def measure_costs(
+    loaded: Loaded,
+    batch: int,
+    context: int,
+    longest: int,
+    *,
+    read_seconds: float | None = None,
+    repeats: int = REPEATS,
+    after: Callable[[], object] = lambda: None,
+) -> ForwardCosts:
+    """Measure the costs in one go; `after` is called after the warm-up, and after every turn."""
+    meter = CostMeter(loaded, batch, context, longest)
+    after()
+    for _ in range(repeats):
+        meter.turn()
+        after()
+    return meter.costs(read_seconds)
+
+
+def mean_log_probability(runner: Runner, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """Return the mean of log p of new tokens after a prompt, at temperature 1, in nats."""
+    read = read_text(runner, [*prompt, *tokens[:-1]], ())
+    log_p = read.logits[len(prompt) - 1 :].log_softmax(-1)  # [len(tokens), V]
+    places = torch.tensor(list(tokens), device=log_p.device)[:, None]
+    return float(log_p.gather(1, places).mean())
+
+
+PROFILED_GROUPS = 3  # of prompts, on which the parts of a round are timed: a mean round needs no more
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measurement of all workloads.
+    """The measurement of all workloads."""
 
-    Attributes:
-        context: The settings that all contenders share.
-        lineup: The contenders.
-        options: The benchmark's options.
-        memory: Measures the peak memory of a run.
-        longest_draft: Tokens of the longest draft of any contender.
-        weight_read_seconds: Time to read the weights of one step at the machine's memory bandwidth; None
-            where the bandwidth is unknown.
-        progress: Called with (stage, done, total).
-    """
-
-    context: BenchContext
-    lineup: LineUp
-    options: BenchSettings
-    memory: Memory
-    longest_draft: int
-    weight_read_seconds: float | None
-    progress: Progress
+    context: BenchContext  # the settings that all contenders share
+    lineup: LineUp  # the contenders
+    options: BenchSettings  # the benchmark's options
+    memory: Memory  # measures the peak memory of a run
+    longest_draft: int  # tokens of the longest draft of any contender
+    weight_read_seconds: float | None  # of one step's weights at the memory bandwidth; None: unknown
+    progress: Progress  # called with (stage, done, total)
 
     def measure(
         self, workload: str, prompts: list[list[int]]
     ) -> Iterator[tuple[ForwardCosts, list[Row], TurnCount]]:
-        """Yield the costs of bare forwards, the rows and the turns of a workload, one batch size at a time.
-
-        Args:
-            workload: The workload's name.
-            prompts: Token ids of each prompt.
-        """
+        """Yield the costs of bare forwards, rows and turns of a workload, one batch size at a time."""
         expected = self._plain_outputs(workload, prompts)
         counted = [repeated(tokens) < MAX_REPEATED for tokens in expected]
         at_batch_1: dict[str, Spread | None] = {}  # tokens/s by contender
@@ -109,13 +175,7 @@ class Measurement:
         return outputs
 
     def _warm_up(self, stage: str, batch: int, prompts: list[list[int]]) -> dict[str, int]:
-        """Run each contender that takes this batch size once.
-
-        A program that fails is dropped from the line-up unless the user named it.
-
-        Returns:
-            Peak memory that the run added, in bytes, by contender's name.
-        """
+        """Run each contender once; one that fails is dropped unless the user named it."""
         added: dict[str, int] = {}
         contenders = list(self.lineup.contenders)
         for done, contender in enumerate(contenders):
@@ -134,10 +194,10 @@ class Measurement:
         self.progress(f"{stage}, warm-up", len(contenders), len(contenders))
         return added
 
-    def _meter(self, prompts: list[list[int]], batch: int) -> forward_costs.CostMeter:
+    def _meter(self, prompts: list[list[int]], batch: int) -> CostMeter:
         """Return a meter at the context length of the median prompt, half way through its new tokens."""
         context = int(median(map(len, prompts))) + self.options.new_tokens // 2
-        return forward_costs.CostMeter(self.context.llm.loaded, batch, context, self.longest_draft)
+        return CostMeter(self.context.llm.loaded, batch, context, self.longest_draft)
 
     def _timed_runs(
         self,
@@ -145,13 +205,13 @@ class Measurement:
         prompts: list[list[int]],
         groups: Sequence[Group],
         contenders: list[Contender],
-        meter: forward_costs.CostMeter,
+        meter: CostMeter,
         quiet: QuietTurns,
     ) -> Iterator[Runs]:
         """Yield each group's timings: in every repeat the contenders take turns, then the meter runs."""
         repeats, done = self.options.repeats, 0
         self.progress(stage, 0, len(groups) * repeats)
-        meter_turns = ceil(forward_costs.REPEATS / (len(groups) * repeats))
+        meter_turns = ceil(REPEATS / (len(groups) * repeats))
         for group in groups:
             timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
             discarded: list[dict[str, Timing]] = []
@@ -220,7 +280,7 @@ class Measurement:
             return None
         seconds, rounds = 0.0, 0
         engine = self.context.llm.loaded.engine
-        parts = RoundClock(engine)
+        parts = RoundTimer(engine)
         with observed(engine, parts):
             for runs in series.counted[:PROFILED_GROUPS]:
                 timing = contender.run(_select(prompts, runs.group), self.options.new_tokens)

@@ -1,15 +1,24 @@
-"""Workloads: files with one JSON object per line and a "prompt" in each; the shipped ones have names."""
+"""Workloads: files with one JSON object per line and a "prompt" in each, the order in which contenders run
+them, and the form of prompts: as they are, or as messages of a chat.
+
+An instruct model is used through its chat template: a plan or a figure that was found on raw prompts says
+little.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from foredraft.errors import ConfigError, Option
+from foredraft.errors import ConfigError, Option, invalid_at
 from foredraft.model.config import parse_json
 
-__all__ = ["ALL", "Workload", "load_workloads", "prompt_of", "shipped"]
+if TYPE_CHECKING:
+    from foredraft.model.tokenizer import Tokenizer
+
 
 ALL = "all"
 SUFFIX = ".jsonl"
@@ -32,15 +41,7 @@ def shipped() -> dict[str, Path]:
 
 
 def load_workloads(names: tuple[str, ...], prompts: int | None = None) -> list[Workload]:
-    """Load workloads by name or by file.
-
-    Args:
-        names: Names of shipped workloads, paths of files, or "all" for every shipped workload.
-        prompts: Prompts to take from each, evenly spread over it; None for all.
-
-    Raises:
-        ConfigError: A name is neither a workload nor a file, or a line of a file is invalid.
-    """
+    """Load workloads by name or by file."""
     known = shipped()
     paths: dict[str, Path] = {}
     for name in names:
@@ -62,15 +63,7 @@ def load_workloads(names: tuple[str, ...], prompts: int | None = None) -> list[W
 
 
 def prompt_of(line: str, where: str) -> str:
-    """Return the "prompt" of a line of JSON.
-
-    Args:
-        line: The line.
-        where: Names the line in the error message.
-
-    Raises:
-        ConfigError: The line is not JSON, or has no prompt.
-    """
+    """Return the "prompt" of a line of JSON."""
     try:
         found = parse_json(line)
     except ValueError as error:
@@ -105,3 +98,77 @@ def _evenly_spread(prompts: list[str], count: int | None) -> tuple[str, ...]:
     if count is None or count >= len(prompts):
         return tuple(prompts)
     return tuple(prompts[index * len(prompts) // count] for index in range(count))
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Prompts that are decoded as one batch."""
+
+    prompts: tuple[int, ...]  # their indices in the workload
+    counted: bool  # plain decoding repeats few 4-grams on each of them
+
+
+def groups_of(counted: Sequence[bool], batch: int) -> list[Group]:
+    """Divide the prompts into groups of `batch`, each of prompts that count or of prompts that do not.
+
+    The last group of each kind is filled up with the kind's first prompts: a smaller batch would be another
+    measurement.
+    """
+    groups: list[Group] = []
+    for kind in (True, False):
+        prompts = [index for index, counts in enumerate(counted) if counts is kind]
+        for start in range(0, len(prompts), batch):
+            members = [prompts[(start + i) % len(prompts)] for i in range(batch)]
+            groups.append(Group(tuple(members), kind))
+    return groups
+
+
+def turns(contenders: Sequence[T], repeat: int) -> Sequence[T]:
+    """Return the contenders, backwards in odd repeats, so that none always follows the same other."""
+    return contenders[:: -1 if repeat % 2 else 1]
+
+
+def chat_ids(tokenizer: Tokenizer | None, messages: list[Mapping[str, str]]) -> list[int]:
+    if tokenizer is None:
+        problem = "needs a tokenizer, but the model's folder has no tokenizer.json"
+        raise ConfigError(problem, option="chat", remedy="add the file, or leave the option out")
+    if tokenizer.chat is None:
+        raise ConfigError(
+            "needs a chat template, but the model has none",
+            option="chat",
+            remedy=("leave it out, or give ", Option("model"), " a model trained for chat"),
+        )
+    return tokenizer.encode_chat(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    chat: bool = False  # each prompt is a user message in the model's chat template
+    system: str | None = None  # the system message before it; None for none
+
+    def __post_init__(self) -> None:
+        if self.system is None:
+            return
+        if not self.chat:
+            problem = ("has no effect without ", Option("chat"))
+            raise ConfigError(problem, option="system", remedy=("add ", Option("chat"), ", or leave it out"))
+        if (at := invalid_at(self.system)) is not None:
+            fault = f"the system message is not UTF-8 text (character {at})"
+            raise ConfigError(fault, remedy="convert it first")
+
+    def applied(self, tokenizer: Tokenizer | None, prompts: Sequence[str]) -> Sequence[str] | list[list[int]]:
+        """Return the prompts as requests take them: the token ids of chats, or the texts as they are."""
+        if not self.chat:
+            return prompts
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [chat_ids(tokenizer, [*before, {"role": "user", "content": text}]) for text in prompts]
+
+    def longest(self, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
+        applied = self.applied(tokenizer, prompts)
+        return max(len(tokenizer.encode(each) if isinstance(each, str) else each) for each in applied)
+
+
+AS_IT_IS = PromptForm()

@@ -1,36 +1,37 @@
-"""`foredraft bench`: time every decoding method on this model, these prompts and this machine.
+"""`foredraft bench` and `foredraft tune`: time decoding methods; search the sub-layers that a draft leaves
+out.
 
-stdout has tables, or with --json one JSON document. The exit code is 0, or 1 if tokens differ from plain
-decoding's although they must not. After Ctrl-C, the finished rows are shown and the code is 130.
+The exit code is 1 if tokens differ from plain decoding's although they must not, and 130 after Ctrl-C,
+when the finished rows are shown, or the study keeps its trials. A winning plan that cannot be written is
+code 2.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from foredraft.cli.drafting import refuse_lossy
-from foredraft.cli.errors import as_flag, one_line
-from foredraft.cli.exit_codes import FAILED, INTERRUPTED
-from foredraft.cli.interrupt import Raised
-from foredraft.cli.layout import table, with_weights
-from foredraft.cli.measuring import BenchOptions, PromptOptions
-from foredraft.cli.options import NONE, DocumentOptions, DraftingOptions, Given, ModelOptions, load_options
-from foredraft.cli.output_files import check_places, write_report
-from foredraft.cli.progress import started
+from foredraft.cli.interrupt import FAILED, INTERRUPTED, Raised
+from foredraft.cli.measuring import BATCH, PROMPTS, WORKLOAD, BenchOptions, PromptOptions, TuneOptions
+from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options, refuse_lossy
+from foredraft.cli.output_files import check_places, table, with_weights, write_report
+from foredraft.cli.render import started
+from foredraft.cli.sections import NONE, Given, declared_in
+from foredraft.cli.words import as_flag, one_line, read_prompts
 from foredraft.errors import ConfigError
+from foredraft.tune.tune_settings import TuneSettings
 
 if TYPE_CHECKING:
     from foredraft.bench.bench_records import BenchReport, Exactness, Row, Spread
     from foredraft.bench.bench_settings import BenchSettings
-
-__all__ = ["bench"]
+    from foredraft.tune.tune_records import TuneReport
 
 
 def bench(
     *,
-    benchmark: BenchOptions = BenchOptions(),
+    benchmark: BenchOptions = NONE,
     model: ModelOptions = NONE,
     drafting: DraftingOptions = NONE,
     prompting: PromptOptions = PromptOptions(),
@@ -43,12 +44,12 @@ def bench(
     do not count.
     """
     options, form = options_of(benchmark, drafting), prompting.form
-    check_places(out=output.out, html=benchmark.html)
+    html = benchmark.get("html")
+    check_places(out=output.out, html=html)
     from foredraft.bench.workload import load_workloads
 
-    workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
-    bars = started()
-    try:
+    workloads = load_workloads(listed(benchmark.get("workload", WORKLOAD)), benchmark.get("prompts", PROMPTS))
+    with started() as bars:
         from foredraft.bench.bench_run import bench as run
 
         with Raised():
@@ -62,13 +63,13 @@ def bench(
                 spelling=as_flag,
                 **load_options(model, drafting),
             )
-    finally:
-        bars.clear()
     for note in report.notes:
         print(f"foredraft: {one_line(note)}", file=sys.stderr)
+    from foredraft.pages.benchmark import benchmark_page
+
     write_report(
         report.as_dict(), lambda width: lines(report, width), output,
-        html=benchmark.html, page=lambda: page(report),
+        html=html, page=lambda: benchmark_page(report),
     )  # fmt: skip
     if not report.finished:
         print("foredraft: interrupted; the rows above were done", file=sys.stderr)
@@ -76,43 +77,25 @@ def bench(
     return FAILED if differing(report) else 0
 
 
-def page(report: BenchReport) -> str:
-    """Return the --html page."""
-    from foredraft.pages.benchmark import benchmark_page
-
-    return benchmark_page(report)
-
-
 def options_of(benchmark: BenchOptions, drafting: Given) -> BenchSettings:
-    """Return the options of the benchmark.
-
-    Raises:
-        ConfigError: An option has a wrong value.
-    """
     from foredraft.bench.bench_settings import BenchSettings
 
     refuse_lossy(drafting)
-    if benchmark.prompts is not None and benchmark.prompts < 1:
-        raise ConfigError(option="prompts", value=benchmark.prompts, remedy="give 1 or more")
+    if (prompts := benchmark.get("prompts", PROMPTS)) < 1:
+        raise ConfigError(option="prompts", value=prompts, remedy="give 1 or more")
+    sizes = benchmark.get("batch", BATCH)
     try:
-        batch = tuple(map(int, listed(benchmark.batch)))
+        batch = tuple(map(int, listed(sizes)))
     except ValueError:
-        raise ConfigError(
-            option="batch", value=benchmark.batch, remedy="give whole numbers, as in 1,8"
-        ) from None
-    return BenchSettings(
-        methods=None if benchmark.methods is None else listed(benchmark.methods),
-        policies=() if benchmark.policies is None else listed(benchmark.policies),
-        new_tokens=benchmark.new_tokens,
-        repeats=benchmark.repeats,
-        batch=batch,
-        temperature=benchmark.temperature,
-        acceptance=drafting.get("acceptance") or "speculative",
-    )
+        raise ConfigError(option="batch", value=sizes, remedy="give whole numbers, as in 1,8") from None
+    lists: dict[str, Any] = {
+        name: listed(benchmark[name]) for name in ("methods", "policies") if name in benchmark
+    }
+    rule: Any = drafting.get("acceptance") or "speculative"
+    return BenchSettings(**declared_in(BenchSettings, benchmark), **lists, batch=batch, acceptance=rule)
 
 
 def listed(words: str) -> tuple[str, ...]:
-    """Split at commas, and strip the spaces around each word."""
     return tuple(word.strip() for word in words.split(","))
 
 
@@ -123,26 +106,9 @@ def differing(report: BenchReport) -> list[Row]:
     return [row for row in report.rows if row.exactness and not row.peer and row.exactness.holds is False]
 
 
-# --- tables -----------------------------------------------------------------------------------------
-
 METHODS = (
-    "workload",
-    "batch",
-    "method",
-    "tokens/s",
-    "over plain",
-    "quartiles",
-    "others",
-    "predicted",
-    "÷ predicted",
-    "alpha",
-    "tau",
-    "ceiling",
-    "perfect",
-    "o",
-    "identical",
-    "repeats",
-    "prompts",
+    *("workload", "batch", "method", "tokens/s", "over plain", "quartiles", "others", "predicted"),
+    *("÷ predicted", "alpha", "tau", "ceiling", "perfect", "o", "identical", "repeats", "prompts"),
 )
 BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:11], "drafted", "ceiling", "identical")
 
@@ -169,7 +135,6 @@ def lines(report: BenchReport, width: int | None = None) -> list[str]:
 
 
 def about(report: BenchReport) -> str:
-    """Return one line on the model, the options and the machine."""
     target, costs, speed = report.models[0], report.typical_costs[0], report.bandwidth
     options, machine = report.options, report.machine
     step = f"a bare step takes {costs.step_seconds * 1e3:.2f} ms"
@@ -217,12 +182,10 @@ def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def identical(exact: Exactness) -> str:
-    """Return how many prompts gave plain decoding's tokens."""
     return f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
 
 
 def over_peers(row: Row) -> str:
-    """Return one line on the row's speed relative to other programs."""
     ratios = ", ".join(f"{spread.median:.2f} x {name}" for name, spread in (row.over_peers or {}).items())
     lossy = "" if row.lossless else ", which is lossy,"
     return f"{row.workload}, batch {row.batch}: {row.contender}{lossy} is {ratios}"
@@ -240,5 +203,134 @@ def likelihoods(report: BenchReport, row: Row) -> str | None:
 
 
 def median(spread: Spread | None, form: str) -> str:
-    """Return the formatted median, or "-" if there is none."""
     return "-" if spread is None else format(spread.median, form)
+
+
+def tune(
+    *,
+    tuning: TuneOptions = NONE,
+    model: ModelOptions = NONE,
+    prompting: PromptOptions = PromptOptions(),
+    output: DocumentOptions = DocumentOptions(),
+) -> int:
+    """Search the layers that this model can leave out while it drafts for itself, and keep the best plan.
+
+    A trial needs no decoding: it is one forward of the draft over texts that the model wrote itself, and
+    predicts the draft's speed-up. The best plans are then timed in real decoding of held-out prompts, in
+    turns with plain decoding; the plan is kept only if it wins. An interrupted search continues where it
+    stopped.
+    """
+    form, name, file = prompting.form, model.get("model"), tuning.get("prompts")
+    options = TuneSettings(**declared_in(TuneSettings, tuning))
+    refuse_empty(prompts=file, storage=options.storage, model=name)
+    files = {"plan_out": tuning.get("plan_out"), "out": output.out, "html": tuning.get("html")}
+    refuse_empty(**files)
+    check_places(**files)
+    prompts = prompts_of(file, name)
+    with started() as bars:
+        from foredraft.tune.run import tune as run
+
+        with Raised():
+            report = run(
+                prompts,
+                options,
+                model=name,
+                plan_out=files["plan_out"],
+                truncate=model.get("truncate"),
+                form=form,
+                progress=bars.show,
+                **load_options(model),
+            )
+    from foredraft.pages.training import tuning_page
+
+    write_report(
+        report.as_dict(), lambda width: tune_lines(report, width), output,
+        html=files["html"], page=lambda: tuning_page(report),
+    )  # fmt: skip
+    if report.unwritten:
+        raise ConfigError("; ".join(report.unwritten))
+    if not report.finished:
+        print("foredraft: interrupted; the same command goes on with the study", file=sys.stderr)
+        return INTERRUPTED
+    return (
+        FAILED
+        if model.get("deterministic", True) and any(one.identical is False for one in report.finalists)
+        else 0
+    )
+
+
+def refuse_empty(**values: str | Path | None) -> None:
+    """Refuse empty values, as an unset shell variable gives them."""
+    for option, value in values.items():
+        if value == "":
+            raise ConfigError(option=option, value=value, remedy="give it a value, or leave it out")
+        if value == Path():
+            raise ConfigError("is '' or '.'", option=option, remedy="give a file in a folder that exists")
+
+
+def prompts_of(file: str | None, model: str | None) -> list[str]:
+    """Return the prompts to tune on: the file's, or for the demo model all that ship with Foredraft."""
+    if file is not None:
+        return read_prompts((), file, model)
+    if model is not None:
+        raise ConfigError(
+            "is required with a model of your own",
+            option="prompts",
+            remedy="give a file with one prompt per line",
+        )
+    from foredraft import demo
+    from foredraft.bench.workload import ALL, load_workloads
+
+    return [*demo.prompts(), *(prompt for each in load_workloads((ALL,)) for prompt in each.prompts)]
+
+
+COLUMNS = (
+    *("plan", "draft", "over plain", "quartiles", "predicted"),
+    *("c", "alpha", "tau", "predicted tau", "trial's tau", "identical"),
+)
+
+
+def tune_lines(report: TuneReport, width: int | None = None) -> list[str]:
+    """Return the report as a table, at most `width` characters wide, and sentences."""
+    best, weights = report.best, report.options.get("draft_weights")
+    copy = "" if weights is None else f" of its copy in {weights}"
+    shown = [
+        *(f"WARNING: {doubt}" for doubt in report.doubts),
+        f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers{copy} on"
+        f" {report.tokens}"
+        f" tokens; the best predicts {best.predicted:.2f} x plain decoding at drafts of {best.draft}",
+        "",
+    ]
+    rows = [
+        (
+            one.skips,
+            str(one.draft),
+            f"{one.speedup.median:.2f}",
+            f"{one.speedup.lower:.2f}-{one.speedup.upper:.2f}",
+            f"{one.predicted:.2f}",
+            f"{one.c:.2f}",
+            f"{one.alpha:.2f}",
+            f"{one.tau:.2f}",
+            f"{one.predicted_tau:.2f}",
+            f"{one.trial_tau:.2f}",
+            {True: "yes", False: "NO", None: "not comparable"}[one.identical],
+        )
+        for one in report.finalists
+    ]
+    if rows:
+        shown += [*table([COLUMNS, *rows], width, keys=2), ""]
+    return [*shown, verdict(report), *report.notes]
+
+
+def verdict(report: TuneReport) -> str:
+    if not report.finished:
+        return "Interrupted before the best plans were timed to the end; nothing was written."
+    if report.winner is None:
+        return f"No plan won, and nothing was written. {report.objections}"
+    won = report.finalists[report.winner]
+    nowhere = "not written" if report.unwritten else "not kept, because the cache folder is turned off"
+    written = f"written to {', '.join(report.plan_files)}" if report.plan_files else nowhere
+    return (
+        f"{won.skips} wins: {won.speedup.median:.2f} x plain decoding on {won.prompts} held-out prompts;"
+        f" {written}."
+    )

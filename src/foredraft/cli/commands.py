@@ -1,4 +1,4 @@
-"""The table of commands, and the frame in which one of them runs: streams, warnings, errors, exit code."""
+"""The table of commands, their help, and the frame of one: streams, warnings, errors, exit code."""
 
 from __future__ import annotations
 
@@ -7,28 +7,224 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from cyclopts import App, CycloptsError
 
 import foredraft
-from foredraft.cli.bench import bench
-from foredraft.cli.doctor import doctor
-from foredraft.cli.errors import print_error
-from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
-from foredraft.cli.export import export
-from foredraft.cli.generate import generate
-from foredraft.cli.help import HELP_ALL, HelpPages, usage
-from foredraft.cli.info import info
-from foredraft.cli.quantise import quantise
-from foredraft.cli.serve import serve
-from foredraft.cli.stdout import writing_stdout
-from foredraft.cli.train import adapter, dflash, draft, eagle3
-from foredraft.cli.tune import tune
-from foredraft.cli.verify import verify
-from foredraft.cli.words import made_ready
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.cli.interrupt import INTERRUPTED, USER_ERROR
+from foredraft.cli.output_files import writing_stdout
+from foredraft.cli.words import as_flag, made_ready, print_error
+from foredraft.errors import ConfigError, ForedraftError, Option
 
-__all__ = ["app", "run"]
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+
+HELP_ALL = "--help-all"
+# Command -> its file in `cli`, and the first line of its help: the list of commands imports none of them.
+COMMANDS = {
+    "generate": (
+        "generate",
+        "Generate text: the target model's own, proposed by a drafter and verified by the target.",
+    ),
+    "serve": (
+        "serve",
+        "Serve one model by the OpenAI API: chat, completions, streams over SSE and WebSocket, metrics.",
+    ),
+    "bench": (
+        "bench",
+        "Time decoding methods and other programs on the same prompts, and report which outputs "
+        "are identical.",
+    ),
+    "tune": (
+        "bench",
+        "Search the layers that this model can leave out while it drafts for itself, and keep the best plan.",
+    ),
+    "quantise": (
+        "convert",
+        "Write a model with weights of 4 or 8 bits as a checkpoint, which other programs load too.",
+    ),
+    "verify": ("verify", "Verify that the drafter does not change the output."),
+    "doctor": (
+        "info",
+        "Measure how well a head or a draft model is accepted, and find the setting that it was "
+        "trained with.",
+    ),
+    "export": ("convert", "Write an EAGLE-3 head in the format of another engine, value for value."),
+    "info": (
+        "info",
+        "Show what a model is, which memory it needs, which drafters it has, and whether a draft "
+        "model fits it.",
+    ),
+    "train adapter": (
+        "train",
+        "Train the adapter of drafter kangaroo: one layer on top of the model's own first layers.",
+    ),
+    "train eagle3": (
+        "train",
+        "Train an EAGLE-3 head: one layer over the model's states at three depths, in the published format.",
+    ),
+    "train dflash": (
+        "train",
+        "Train a DFlash head: it drafts a whole block in one pass, in the published format.",
+    ),
+    "train draft": (
+        "train",
+        "Train a small draft model that imitates the model, as an ordinary Hugging Face checkpoint.",
+    ),
+}
+NAMES = {command.rpartition(" ")[2] for command in COMMANDS}
+ALWAYS = {"Arguments", "Commands"}  # panels that are no section of options
+# Command -> its arguments in the line of usage, and examples with their meaning.
+EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "generate": (
+        "[PROMPT | -] [OPTIONS]",
+        (
+            ('foredraft generate "def fibonacci(n):"', "the demo models"),
+            ('foredraft generate --model ./big --draft ./small "Once"', "your models"),
+            ("foredraft generate --compare", "the speed-up"),
+        ),
+    ),
+    "serve": (
+        "[OPTIONS]",
+        (
+            ("foredraft serve", "the demo models"),
+            ("foredraft serve --model ./big --draft ./small", "your models"),
+            ("foredraft serve --port 0 --api-key-file keys.txt", "a free port, with keys"),
+        ),
+    ),
+    "bench": (
+        "[OPTIONS]",
+        (
+            ("foredraft bench --html report.html", "the demo models"),
+            ("foredraft bench --model ./big --draft ./small", "your models"),
+            ("foredraft bench --model ./big --workload my.jsonl", "your prompts"),
+        ),
+    ),
+    "tune": (
+        "[OPTIONS]",
+        (
+            ("foredraft tune", "the demo model"),
+            ("foredraft tune --model ./big --prompts my.txt", "your model"),
+            ("foredraft tune --model ./big --prompts my.txt --timeout 600", "ten minutes"),
+        ),
+    ),
+    "train adapter": (
+        "--data FILES... [OPTIONS]",
+        (
+            ("foredraft train adapter --data my.jsonl", "for the demo model"),
+            ("foredraft train adapter --model ./big --data my.jsonl", "for your model"),
+            ("foredraft train adapter --model ./big --data prompts.jsonl --self-generate 256", "it writes"),
+        ),
+    ),
+    "train eagle3": (
+        "--data FILES... --out DIR [OPTIONS]",
+        (
+            ("foredraft train eagle3 --data my.jsonl --out ./head", "for the demo model"),
+            ("foredraft train eagle3 --model ./big --data my.jsonl --out ./head", "for your model"),
+            ("foredraft train eagle3 --data my.jsonl --out ./head --draft-vocabulary 2048", "a cheaper head"),
+        ),
+    ),
+    "train dflash": (
+        "--data FILES... --out DIR [OPTIONS]",
+        (
+            ("foredraft train dflash --data my.jsonl --out ./head", "for the demo model"),
+            ("foredraft train dflash --model ./big --data my.jsonl --out ./head --block 16", "longer drafts"),
+        ),
+    ),
+    "train draft": (
+        "--data FILES... --out DIR [OPTIONS]",
+        (
+            ("foredraft train draft --model ./big --data my.jsonl --out ./small", "from scratch"),
+            ("foredraft train draft --data my.jsonl --out ./small --from-layers 0,15", "from two layers"),
+        ),
+    ),
+    "quantise": (
+        "--out DIR [OPTIONS]",
+        (
+            ("foredraft quantise --out ./few", "the demo target in 8 bits"),
+            ("foredraft quantise --model ./big --weights int4 --out ./few", "your model in 4 bits"),
+            ("foredraft quantise --model ./big --out ./few --data my.jsonl", "and what it lost"),
+        ),
+    ),
+    "doctor": (
+        "--draft DIR [TEXTS...] [OPTIONS]",
+        (
+            ("foredraft doctor --model ./big --draft ./head", "a head"),
+            ("foredraft doctor --model ./big --draft ./small", "a draft model"),
+            ("foredraft doctor --model ./big --draft ./head --dry-run", "write nothing"),
+        ),
+    ),
+    "export": (
+        "--draft DIR --format FORMAT --out PLACE [OPTIONS]",
+        (
+            ("foredraft export --model ./big --draft ./head --format speculators --out ./vllm", "for vLLM"),
+            ("foredraft export --model ./big --draft ./head --format gguf --out head.gguf", "for llama.cpp"),
+        ),
+    ),
+    "info": (
+        "[MODEL] [OPTIONS]",
+        (
+            ("foredraft info", "the demo models"),
+            ("foredraft info ./big --draft ./small", "whether the draft model fits"),
+            ("foredraft info owner/name --json", "on the hub: no weights are downloaded"),
+        ),
+    ),
+    "verify": (
+        "[PROMPTS...] [OPTIONS]",
+        (
+            ("foredraft verify", "the demo models"),
+            ('foredraft verify --model ./big --draft ./small "Once"', "your models"),
+            ("foredraft verify --self-test", "with a planted defect"),
+        ),
+    ),
+}
+
+
+def usage(command: str) -> str:
+    """Return the head of a command's help: its usage and its examples."""
+    arguments, examples = EXAMPLES[command]
+    width = max(len(line) for line, _ in examples)
+    lines = [f"  {line:{width}}  # {meaning}" for line, meaning in examples]
+    return "\n".join([f"Usage: foredraft {command} {arguments}", "", *lines])
+
+
+class HelpPages:
+    """Renders the panels of the help: under `--help` the common options, under `--help-all` every section."""
+
+    show_metavar = True
+
+    def __init__(self, *, everything: bool) -> None:
+        self.everything = everything  # show every section
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
+        """Print the usage and the examples, to be copied: on a narrow terminal, meanings come first."""
+        lines = str(usage or "").splitlines()
+        if max(map(len, lines), default=0) > console.width:
+            lines = [part for line in lines for part in _meaning_first(line)]
+        if lines:
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print a panel where it belongs on the page."""
+        from cyclopts.help import DefaultFormatter
+
+        if panel.title in ALWAYS or self._shows(panel.title):
+            DefaultFormatter()(console, options, panel)
+
+    def _shows(self, title: object) -> bool:
+        from foredraft.cli.sections import COMMON
+
+        return (title != COMMON.name) == self.everything
+
+
+def _meaning_first(line: str) -> list[str]:
+    """Return an example with its meaning on a line of its own; other lines as they are."""
+    example, mark, meaning = line.partition("  # ")
+    return [f"# {meaning}", example.strip()] if mark else [line]
+
 
 app = App(
     name="foredraft",
@@ -36,23 +232,24 @@ app = App(
     help="Lossless speculative decoding: the same text from the same model, sooner.",
     version=foredraft.__version__,
     help_flags=["--help", "-h", HELP_ALL],
+    help_format="plaintext",  # the list of commands has no markup, and need not load what renders it
     result_action="return_value",
     exit_on_error=False,
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
-for command in (generate, serve, bench, tune, quantise, verify, doctor, export, info):
-    app.command(command, usage=usage(command.__name__))
 training = App(
     name="train",
     usage="Usage: foredraft train COMMAND [OPTIONS]",
     help="Train a drafter for a model on your own text.",
     help_flags=app.help_flags,
+    help_format="markdown",
 )
-training.command(adapter, usage=usage("train adapter"))
-training.command(eagle3, usage=usage("train eagle3"))
-training.command(dflash, usage=usage("train dflash"))
-training.command(draft, usage=usage("train draft"))
+for command, (module, summary) in COMMANDS.items():
+    parent, _, name = command.rpartition(" ")
+    (training if parent else app).command(
+        f"foredraft.cli.{module}:{name}", usage=usage(command), help=summary, help_format="markdown"
+    )
 app.command(training)
 
 
@@ -69,6 +266,9 @@ def run(words: Sequence[str]) -> int:
     app.help_formatter = HelpPages(everything=HELP_ALL in words)
     code = 0
     try:
+        for command in app.parse_commands([*words])[1]:
+            if command.name[0] in NAMES:
+                command.help = None  # all of its docstring, whose first line stands in the list of commands
         code = app(made_ready(words, app))
         with writing_stdout():
             sys.stdout.flush()
@@ -99,7 +299,9 @@ def _discard_stdout() -> None:
 
 
 class OneLineFormatter(logging.Formatter):
-    """Formats a warning as one line without its traceback; the output's `error` field has the cause."""
+    """Formats a warning as one line, with flags, without its traceback; the field `error` has the cause."""
 
     def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record.args, tuple):
+            record.args = tuple(as_flag(arg) if isinstance(arg, Option) else arg for arg in record.args)
         return f"foredraft: {' '.join(record.getMessage().split())}"

@@ -10,34 +10,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.cli.compare import Comparison, alternate
-from foredraft.cli.constraint_options import ConstraintOptions, constraint_options
-from foredraft.cli.conversation import Conversation
-from foredraft.cli.drafting import check_drafting_options
-from foredraft.cli.errors import print_error
-from foredraft.cli.exit_codes import FAILED, INTERRUPTED
-from foredraft.cli.interrupt import Interrupt
-from foredraft.cli.job import Job, Run, show_samples, stream
-from foredraft.cli.layout import fitted, terminal_width
+from foredraft.bench.workload import PromptForm
+from foredraft.cli.interrupt import FAILED, INTERRUPTED, Interrupt
+from foredraft.cli.job import Comparison, GenerateJob, Run, alternate, show_samples, stream
 from foredraft.cli.options import (
-    NONE,
     ChatOptions,
+    ConstraintOptions,
     DraftOptions,
-    Given,
     ModelOptions,
     OutputOptions,
     SamplingOptions,
     TextsOptions,
+    check_drafting_options,
+    constraint_options,
     load_options,
     request_options,
 )
-from foredraft.cli.output_files import check_places, print_document, write_document
-from foredraft.cli.progress import ProgressBars
-from foredraft.cli.prompts import read_prompt
-from foredraft.cli.render import Painter, document, finish, last_line, notes
-from foredraft.cli.repl import Repl
+from foredraft.cli.output_files import check_places, fitted, print_document, terminal_width, write_document
+from foredraft.cli.render import Painter, ProgressBars, document, finish, last_line, notes
+from foredraft.cli.repl import Conversation, Repl
+from foredraft.cli.sections import NONE, Given
+from foredraft.cli.words import print_error, read_prompt
 from foredraft.errors import ConfigError, Option
-from foredraft.model.prompt_form import PromptForm
 
 if TYPE_CHECKING:
     from foredraft import LLM, Output, SamplingParams, Stats
@@ -47,8 +41,6 @@ if TYPE_CHECKING:
 # given or the model has fewer: some dozens of turns, for a moderate KV cache. A long message gets half of it
 # on top.
 CONVERSATION = 8192
-
-__all__ = ["generate"]
 
 
 def generate(
@@ -83,7 +75,10 @@ def generate(
     options = request_options(sampling, drafting) | constraint_options(constraints)
     if output.compare:
         options = {"temperature": 0.0} | options
-    check_options(foredraft.SamplingParams().replace(**options))  # before the model is loaded
+    if (grammar := foredraft.SamplingParams().replace(**options).text_grammar) is not None:
+        from foredraft.constraints.grammar import check_grammar
+
+        check_grammar(*grammar)  # before the model is loaded
     unlimited = foredraft.SamplingParams().max_new_tokens  # of a model that does not ask for a limit
 
     def is_open_ended(defaults: SamplingParams) -> bool:
@@ -108,7 +103,7 @@ def generate(
     try:
         llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=bars.show)
         params, trace = llm.params(**options), output.trace is not None
-        job = Job(
+        job = GenerateJob(
             llm, text, params, samples, model.get("truncate"), output.show_special, trace,
             limit_given="max_new_tokens" in sampling,
             open_ended=is_open_ended(llm.default_params),
@@ -143,23 +138,8 @@ def check_texts(texts: Given, output: OutputOptions) -> None:
         )  # fmt: skip
 
 
-def check_options(params: SamplingParams) -> None:
-    """Refuse a text grammar that no tokenizer could make valid."""
-    if params.text_grammar is not None:
-        from foredraft.constraints.compiling import check_grammar
-
-        check_grammar(*params.text_grammar)
-
-
 def check_request(chat: ChatOptions, sampling: Given, output: OutputOptions, *, interactive: bool) -> None:
-    """Refuse options that the other options leave without effect.
-
-    Args:
-        chat: The chat options.
-        sampling: The options of the request.
-        output: The output options.
-        interactive: The command holds a conversation on the terminal.
-    """
+    """Refuse options that the other options leave without effect."""
     if output.compare and sampling.get("max_new_tokens") == 0:
         raise ConfigError(
             ("has nothing to time with ", Option("max_new_tokens", 0)),
@@ -168,19 +148,14 @@ def check_request(chat: ChatOptions, sampling: Given, output: OutputOptions, *, 
         )
     for option in ("logprobs", "prompt_logprobs"):
         if option in sampling and not output.json and output.out is None:
-            raise _needs(option, "json")
+            raise ConfigError(
+                ("has no effect without ", Option("json")), option=option,
+                remedy=("add ", Option("json"), ", or leave it out"),
+            )  # fmt: skip
     check_places(out=output.out, trace=output.trace)
     PromptForm(chat.chat, chat.system)  # refuses a system message without a chat
     if interactive:
         check_conversation(sampling, output)
-
-
-def _needs(option: str, other: str) -> ConfigError:
-    return ConfigError(
-        ("has no effect without ", Option(other)),
-        option=option,
-        remedy=("add ", Option(other), ", or leave it out"),
-    )
 
 
 def check_conversation(sampling: Given, output: OutputOptions) -> None:
@@ -205,20 +180,10 @@ def check_conversation(sampling: Given, output: OutputOptions) -> None:
 
 
 def on_terminal() -> bool:
-    """Return whether stdin and stdout are both terminals."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None) -> int:
-    """Run the job, print its text or document, and return the exit code.
-
-    Args:
-        job: The request.
-        options: The output options.
-        bars: Progress bars.
-        prompt: Printed before the text, unless that is JSON: the demo's prompt, and on a terminal any that is
-            continued. None prints none.
-    """
+def run(job: GenerateJob, options: OutputOptions, bars: ProgressBars, prompt: str | None) -> int:
     painter = Painter(sys.stdout, color=options.color)
     streams = job.n == 1 and not options.json
     comparison = None
@@ -263,8 +228,7 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None
     return INTERRUPTED if interrupt.received else FAILED if errors else 0
 
 
-def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
-    """Write the --trace page."""
+def write_page(job: GenerateJob, file: Path, outputs: list[Output]) -> None:
     from foredraft import write_trace
 
     tokenizer, spec = job.llm.tokenizer, job.llm.loaded.spec
@@ -279,31 +243,15 @@ def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
 
 
 class ComparisonStopped(Exception):
-    """A run of the comparison was cancelled or failed, so there is no comparison.
-
-    Attributes:
-        errors: Errors of the failed run; none if it was cancelled.
-    """
+    """A run of the comparison was cancelled or failed, so there is no comparison."""
 
     def __init__(self, errors: list[str]) -> None:
-        self.errors = errors
+        self.errors = errors  # errors of the failed run; none if it was cancelled
 
 
-def compare(job: Job, shown: Run, interrupt: Interrupt, bars: ProgressBars) -> tuple[Comparison, Stats]:
-    """Time plain against speculative decoding.
-
-    Args:
-        job: The request.
-        shown: The run whose text was printed. It was not warmed up, so its time does not count.
-        interrupt: Ctrl-C.
-        bars: Progress bars.
-
-    Returns:
-        The comparison, and the figures of the speculative run of median speed.
-
-    Raises:
-        ComparisonStopped: A run was cancelled or failed.
-    """
+def compare(
+    job: GenerateJob, shown: Run, interrupt: Interrupt, bars: ProgressBars
+) -> tuple[Comparison, Stats]:
     speculative: list[Stats] = []
 
     def timed(params: SamplingParams) -> Run:

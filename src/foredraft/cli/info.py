@@ -1,4 +1,8 @@
-"""`foredraft info`: what a model is, what it needs and which drafters it has, without loading its weights."""
+"""`foredraft info` and `foredraft doctor`: what a model is and which drafters it has; how well a drafter is
+accepted.
+
+`info` loads no weights.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,24 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from foredraft.cli.errors import as_flag
-from foredraft.cli.layout import table
-from foredraft.cli.options import NONE, DocumentOptions, DraftModelOptions, TargetOptions, load_options
-from foredraft.cli.output_files import check_places, write_report
-from foredraft.cli.progress import ProgressBars
+from foredraft.cli.options import (
+    OUTPUT,
+    DocumentOptions,
+    DraftModelOptions,
+    Flag,
+    TargetOptions,
+    common,
+    load_options,
+)
+from foredraft.cli.output_files import check_places, table, write_report
+from foredraft.cli.render import ProgressBars, started
+from foredraft.cli.sections import NONE
+from foredraft.cli.words import as_flag
 from foredraft.errors import ConfigError, Option
 
 if TYPE_CHECKING:
+    from foredraft.doctor import Diagnosis, SettingTrial
     from foredraft.loading.inspection import Context, Inspection, LoraInfo, ModelInfo, PairInfo
-
-__all__ = ["info"]
 
 
 def info(
@@ -45,13 +56,10 @@ def info(
     check_places(out=output.out)
     from foredraft.loading.inspection import inspect_models
 
-    bars = ProgressBars()
-    try:
+    with ProgressBars() as bars:
         found = inspect_models(
             target.get("model", name), **load_options(target, drafting), progress=bars.show, spelling=as_flag
         )
-    finally:
-        bars.clear()
     write_report(found.as_dict(), lambda width: lines(found, width), output)
     return 0
 
@@ -60,6 +68,7 @@ def lines(found: Inspection, width: int | None = None) -> list[str]:
     """Return the inspection as tables, at most `width` characters wide, and sentences."""
     shown = [line for model in found.models for line in (about(model), *map(about_lora, model.loras))]
     shown += ["", *memory(found, width), "", room(found.context, found), found.threads.why]
+    shown += [] if found.kernels is None else [found.kernels]
     shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)], width)]
     return shown + [
         f"The weights of the {model.role} are not downloaded, so its tensors were not checked."
@@ -69,7 +78,6 @@ def lines(found: Inspection, width: int | None = None) -> list[str]:
 
 
 def about(model: ModelInfo) -> str:
-    """Return one line on a model."""
     stored = "" if model.quantisation is None else f"{model.quantisation}, computing in "
     name, file = model.name or "demo", PurePath(model.folder)
     if file.suffix == ".gguf" and PurePath(name).name != file.name:  # the one of a folder or a repository
@@ -83,7 +91,6 @@ def about(model: ModelInfo) -> str:
 
 
 def about_lora(lora: LoraInfo) -> str:
-    """Return one line on a LoRA."""
     parts = [f"{count} {name}" for name, count in lora.modules.items()]
     if lora.ranks:
         alphas = " and ".join(f"{alpha:g}" for alpha in lora.alphas)
@@ -96,7 +103,6 @@ def about_lora(lora: LoraInfo) -> str:
 
 
 def memory(found: Inspection, width: int | None) -> list[str]:
-    """Return the table of memory."""
     from foredraft.loading.inspection import CACHED_TOKENS
     from foredraft.model.quantisation import BITS
 
@@ -127,13 +133,12 @@ def memory(found: Inspection, width: int | None) -> list[str]:
 
 
 def in_gib(size: int) -> str:
-    """Return a number of bytes in GiB, to three digits."""
     return f"{size / 2**30:.3g}"
 
 
 def room(context: Context, found: Inspection) -> str:
     """Return one line on the length of sequences that fit into memory."""
-    from foredraft.model.transfers import as_gib
+    from foredraft.model.memory import as_gib
 
     free = f"{as_gib(found.free_bytes)} are free on {found.device}"
     if context.longest is None or context.refusal is not None:
@@ -147,7 +152,6 @@ def room(context: Context, found: Inspection) -> str:
 
 
 def drafter_rows(found: Inspection) -> list[tuple[str, ...]]:
-    """Return the rows of the table of drafters."""
     rows: list[tuple[str, ...]] = []
     for drafter in found.drafters:
         note = drafter.note or ""
@@ -158,7 +162,6 @@ def drafter_rows(found: Inspection) -> list[tuple[str, ...]]:
 
 
 def fit(pair: PairInfo, models: tuple[ModelInfo, ...]) -> str:
-    """Return a clause on how the draft model fits."""
     target, draft = models
     compared = target.tokenizer and draft.tokenizer
     same = "the target's tokenizer" if compared else "the target's vocabulary size, no tokenizers to compare"
@@ -167,3 +170,91 @@ def fit(pair: PairInfo, models: tuple[ModelInfo, ...]) -> str:
         f"{same if pair.same_tokenizer else 'another tokenizer'}, {sizes}; the target has"
         f" {pair.parameter_ratio:.1f} x its parameters"
     )
+
+
+def doctor(
+    *texts: str,
+    target: TargetOptions = NONE,
+    drafting: DraftModelOptions = NONE,
+    dry_run: Annotated[Flag, common(OUTPUT)] = False,
+    output: DocumentOptions = DocumentOptions(),
+) -> int:
+    """Measure how well a head or a draft model is accepted, and find the setting that it was trained with.
+
+    Nothing is decoded: target and drafter read a short sample, and their distributions are compared. Of an
+    EAGLE, DFlash or DSpark head the doctor tries the usual ways in which one is misread, and writes the
+    best setting beside the head, where loading finds it. A setting changes the speed, never the text.
+
+    Parameters
+    ----------
+    texts
+        The sample; without any, one that ships with Foredraft. Texts of the kind that you generate tell more.
+    dry_run
+        Write nothing.
+    """
+    if "draft" not in drafting:
+        raise ConfigError("no drafter to examine", remedy=("give ", Option("draft"), ", its folder"))
+    check_places(out=output.out)
+    with started() as bars:
+        found = examine(texts, target, drafting, write=not dry_run, progress=bars.show)
+    write_report(found.as_dict(), lambda width: diagnosis_lines(found, width), output)
+    return 0
+
+
+def examine(
+    texts: tuple[str, ...],
+    target: TargetOptions,
+    drafting: DraftModelOptions,
+    *,
+    write: bool,
+    progress: object,
+) -> Diagnosis:
+    from foredraft.doctor import diagnose
+    from foredraft.doctor.examination import SAMPLE
+    from foredraft.loading import load_for, options_for
+    from foredraft.loading.checkpoints import find_draft
+
+    options = load_options(target, drafting)
+    folder = find_draft(options_for(target.get("model"), **options))
+    assert folder is not None, "a drafter is given"
+    llm = load_for(lambda tokenizer, defaults: (1, 64), target.get("model"), policy="fixed", **options)
+    return diagnose(llm.loaded, folder, texts or SAMPLE, write=write, progress=progress)  # type: ignore[arg-type]
+
+
+def diagnosis_lines(found: Diagnosis, width: int | None = None) -> list[str]:
+    """Return the diagnosis as tables, at most `width` characters wide, and sentences."""
+    shown = [f"{found.drafter} {found.name}, {found.drafts} drafts on the sample", ""]
+    positions = range(1, len(found.own.sampled) + 1)
+    rows = [("", *(f"token {n}" for n in positions))]
+    rows.append(("accepted at temperature 1", *map(_percent, found.own.sampled)))
+    rows.append(("accepted at temperature 0", *map(_percent, found.own.greedy)))
+    shown += table(rows, width)
+    if found.trials:
+        shown += ["", *table([("setting", "tokens a round", "gain"), *_trials(found)], width)]
+    shown += ["", verdict(found)]
+    return shown + [f"Note: {note}." for note in found.notes]
+
+
+def _trials(found: Diagnosis) -> list[tuple[str, str, str]]:
+    ranked = sorted(found.trials, key=lambda trial: -trial.tau)
+    rows = [("as its files say", f"{found.own.tau:.2f}", "")]
+    rows += [(described(each), f"{each.tau:.2f}", f"{each.gain:+.2f} ± {each.doubt:.2f}") for each in ranked]
+    return rows
+
+
+def described(trial: SettingTrial) -> str:
+    """Return the setting of a trial, as in "tap_shift = 1"."""
+    return ", ".join(f"{name} = {str(value).lower()}" for name, value in trial.settings.items())
+
+
+def verdict(found: Diagnosis) -> str:
+    if not found.improved:
+        return f"This is as good as it gets here: {found.own.tau:.2f} tokens a round."
+    kept = "" if found.written is None else f" It is written to {found.written}, and loading honours it."
+    return (
+        f"Better: {described(found.best)}, {found.own.tau:.2f} -> {found.best.tau:.2f} tokens a round.{kept}"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,13 +1,9 @@
 """Ctrl-C: before a command's own work it ends the process; within, it ends what runs where nothing is lost.
 
-1. From its first line on (`end_at_once`), and while it imports and loads, the process of a command ends
-   within the handler, with exit code 130. Nothing is raised there: a KeyboardInterrupt within an import
-   leaves a half-made module behind, and compiled modules cannot be imported twice.
-2. Work that keeps what it has (`Raised`) gets a KeyboardInterrupt, but never within an import or a
-   finaliser: the signal comes again once that is over.
-3. A request to a model (`Interrupt`) is cancelled at the end of its round.
-
-Before all this, Python itself starts and handles SIGINT in its own way.
+While a command imports and loads (`end_at_once`), the process ends within the handler, with code 130: a
+KeyboardInterrupt within an import leaves a half-made module behind. Work that keeps what it has (`Raised`)
+gets a KeyboardInterrupt, but never within an import or a finaliser. A request to a model (`Interrupt`) is
+cancelled at the end of its round.
 """
 
 from __future__ import annotations
@@ -15,8 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from time import sleep
-
-from foredraft.cli.exit_codes import INTERRUPTED
 
 TYPE_CHECKING = False  # what `typing` calls so; importing it takes longer than all of this file
 if TYPE_CHECKING:
@@ -28,7 +22,11 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # what `signal` wraps in enumerations, which take milliseconds to import
 
-__all__ = ["Interrupt", "Raised", "end_at_once"]
+# Exit codes of every command.
+FAILED = 1  # generation failed, or tokens differ from plain decoding
+USER_ERROR = 2  # a wrong option, model or request
+INCONCLUSIVE = 3  # `verify` found no difference, but its tests were too weak
+INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 
 IMPORTER = "<frozen importlib._bootstrap>"  # file of the frames that an import has on the stack
 AGAIN_SECONDS = 0.05  # until a signal that came at a wrong moment comes again
@@ -37,10 +35,7 @@ WITHOUT_BAR = b"\r\x1b[K\x1b[?25h"
 
 
 def end_at_once() -> None:
-    """Let SIGINT end this process at once, with the exit code of an interrupt and one line on stderr.
-
-    A process that ignores SIGINT, as a shell starts those in the background, goes on ignoring it.
-    """
+    """Let SIGINT end this process at once, with one line on stderr, unless the process ignores it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         return
     process = os.getpid()
@@ -111,14 +106,11 @@ class Interrupt:
     calls `check` where nothing is lost: raised anywhere, a KeyboardInterrupt is forgotten in a finaliser, or
     PyTorch takes it for a file that cannot be written. The second signal raises a KeyboardInterrupt all the
     same.
-
-    Attributes:
-        received: A SIGINT arrived.
     """
 
     def __init__(self, llm: LLM | None = None) -> None:
         self.llm = llm
-        self.received = False
+        self.received = False  # a SIGINT arrived
         self._previous: Any = None
         self._cancelling: Any = None  # a thread
 

@@ -1,64 +1,48 @@
-"""One request of `generate`: its parameters, its streamed text and its figures."""
+"""One request of `generate`: its parameters, its text and its figures, and a comparison with plain decoding.
+
+`alternate` runs both in pairs whose order flips every time, so that a machine that slows down affects both
+alike. The speed-up is the median of the ratios within the pairs, with the exactness flag of the same runs.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
 
-from foredraft.cli.errors import as_flag
-from foredraft.cli.progress import ProgressBars
-from foredraft.cli.render import Painter
+from foredraft.cli.render import Painter, ProgressBars
+from foredraft.cli.words import as_flag
 from foredraft.errors import Option, RequestError
 
 if TYPE_CHECKING:
     from foredraft import LLM, Output, Piece, SamplingParams, Stats
 
-__all__ = ["Job", "Run", "show_samples", "stream"]
-
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt with everything that decides its output.
+class GenerateJob:
+    """One prompt with everything that decides its output."""
 
-    Attributes:
-        llm: The loaded models.
-        prompt: Text, or the token ids of a conversation.
-        params: Parameters of the request.
-        n: Number of samples.
-        truncate: "left" drops the oldest tokens of a prompt that is too long.
-        show_special: Keep special tokens in the text.
-        trace: Record every round, for the --trace page.
-        limit_given: The user chose the number of new tokens.
-        open_ended: The text ends where the model ends it, or with the positions that the model has.
-    """
-
-    llm: LLM
-    prompt: str | list[int]
-    params: SamplingParams
-    n: int
-    truncate: Literal["left"] | None
-    show_special: bool
-    trace: bool = False
-    limit_given: bool = False
+    llm: LLM  # the loaded models
+    prompt: str | list[int]  # text, or the token ids of a conversation
+    params: SamplingParams  # parameters of the request
+    n: int  # number of samples
+    truncate: Literal["left"] | None  # "left" drops the oldest tokens of a prompt that is too long
+    show_special: bool  # keep special tokens in the text
+    trace: bool = False  # record every round, for the --trace page
+    limit_given: bool = False  # the user chose the number of new tokens
+    # the text ends where the model ends it, or with the positions that the model has
     open_ended: bool = False
 
     @property
     def limit(self) -> Option:
-        """The option that bounds the text, with its value."""
         if self.open_ended:
             return Option("max_length", self.llm.max_length)
         return Option("max_new_tokens", self.params.max_new_tokens)
 
-    def with_prompt(self, prompt: list[int]) -> Job:
-        """Return the job for the messages of a chat; an open-ended reply gets all positions that they leave.
-
-        Messages that may be truncated leave it a quarter at least.
-
-        Raises:
-            RequestError: They leave none.
-        """
+    def with_prompt(self, prompt: list[int]) -> GenerateJob:
+        """Return the job for the messages of a chat; an open-ended reply gets the positions that are left."""
         if not self.open_ended:
             return replace(self, prompt=prompt)
         positions = self.llm.max_length
@@ -85,19 +69,13 @@ class Job:
         return [f"the text was cut after {self.limit.value} new tokens, the default; {name} gives more"]
 
     def outputs(self, params: SamplingParams, *, trace: bool = False) -> list[Output]:
-        """Generate all samples with these parameters instead of the job's own."""
         return self.llm.generate(
             self.prompt, params, n=self.n, truncate=self.truncate, show_special=self.show_special, trace=trace
         )
 
     def stream(self) -> Iterator[Piece]:
-        """Generate one sample, piece by piece."""
         return self.llm.stream(
-            self.prompt,
-            self.params,
-            truncate=self.truncate,
-            show_special=self.show_special,
-            trace=self.trace,
+            self.prompt, self.params, truncate=self.truncate, show_special=self.show_special, trace=self.trace
         )
 
     def prompt_text(self, length: int) -> str:
@@ -112,19 +90,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The outputs of one request.
+    """The outputs of one request."""
 
-    Attributes:
-        outputs: One per sample.
-        stats: Figures over all samples. Seconds are wall-clock time of the whole request, prefill included.
-    """
-
-    outputs: list[Output]
+    outputs: list[Output]  # one per sample
+    # figures over all samples. Seconds are wall-clock time of the whole request, prefill included
     stats: Stats
 
     @classmethod
     def timed(cls, request: Callable[[], list[Output]]) -> Run:
-        """Run a request and time it."""
         from foredraft import Stats
 
         start = time.perf_counter()
@@ -145,7 +118,7 @@ class Run:
         return [output.error for output in self.outputs if output.error]
 
 
-def stream(job: Job, painter: Painter, bars: ProgressBars) -> list[Output]:
+def stream(job: GenerateJob, painter: Painter, bars: ProgressBars) -> list[Output]:
     """Generate one sample, and print each token's text as soon as later tokens cannot change it."""
     origins: list[str] = []
     output = None
@@ -169,3 +142,74 @@ def show_samples(outputs: list[Output], painter: Painter) -> None:
         for text, origin in zip(output.pieces or [], output.origins, strict=True):
             painter.write(text, origin)
         painter.end_line()
+
+
+ALTERNATIONS = 5  # pairs of timed runs: an odd number, so that the median is one of the ratios
+Tokens = Sequence[Sequence[int]]  # the new tokens of every output
+Generate = Callable[[], Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of `alternate`."""
+
+    speedups: tuple[float, ...]  # speculative over plain tokens/s, one ratio per pair
+    plain_tokens_per_second: float  # median over the pairs
+    speculative_tokens_per_second: float  # median over the pairs
+    identical: bool | None  # all runs gave the same tokens; None if they need not
+
+    @property
+    def speedup(self) -> float:
+        return median(self.speedups)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "speedup": self.speedup,
+            "speedup_low": min(self.speedups),
+            "speedup_high": max(self.speedups),
+            "alternations": len(self.speedups),
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "speculative_tokens_per_second": self.speculative_tokens_per_second,
+            "identical": self.identical,
+        }
+
+
+def alternate(
+    plain: Generate,
+    speculative: Generate,
+    *,
+    comparable: bool,
+    earlier: Tokens | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:
+    total = 2 * (ALTERNATIONS + 1)
+    done = 0
+    texts: list[Tokens] = [] if earlier is None else [earlier]
+
+    def rate(generate: Generate) -> float:
+        nonlocal done
+        start = clock()
+        tokens = generate()
+        seconds = clock() - start
+        texts.append(tokens)
+        done += 1
+        progress(done, total)
+        return sum(len(output) for output in tokens) / seconds
+
+    rate(plain), rate(speculative)
+    rates: list[tuple[float, float]] = []
+    for index in range(ALTERNATIONS):
+        if index % 2:
+            fast = rate(speculative)
+            rates.append((rate(plain), fast))
+        else:
+            slow = rate(plain)
+            rates.append((slow, rate(speculative)))
+    same = all([list(output) for output in text] == [list(output) for output in texts[0]] for text in texts)
+    return Comparison(
+        speedups=tuple(fast / slow for slow, fast in rates),
+        plain_tokens_per_second=median(slow for slow, _ in rates),
+        speculative_tokens_per_second=median(fast for _, fast in rates),
+        identical=same if comparable else None,
+    )

@@ -1,7 +1,8 @@
 """Options of the model, the drafter and the request, in the sections that `--help-all` shows.
 
-Most are declared by the library (`SamplingParams`, `LoadOptions`) and get their type, their values and their
-help from there. Choices of drafters, policies and rules come with the help of the tables of `kinds`.
+Most are declared by the library (`SamplingParams`, `LoadOptions`); choices of drafters, policies and rules
+come with the help of the tables of `kinds`. Constraints of the text have other forms here: files, and choices
+one by one.
 """
 
 from __future__ import annotations
@@ -14,39 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 
 from foredraft.arguments import declared
-from foredraft.cli.sections import COMMON, NONE, Given, Repeatable, derived, option, section
-from foredraft.cli.text_files import read_text
+from foredraft.cli.sections import COMMON, Given, Repeatable, declared_in, derived, option, section
+from foredraft.cli.words import read_text
 from foredraft.decode.params import GRAMMARS, SamplingParams
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
+from foredraft.kinds.compatibility import asset_options, check_effects
 from foredraft.kinds.load_options import LoadOptions
-
-__all__ = [
-    "CHAT",
-    "COMMON",
-    "CONSTRAINED",
-    "MODEL",
-    "NONE",
-    "OUTPUT",
-    "REQUEST",
-    "ChatOptions",
-    "DocumentOptions",
-    "DraftModelOptions",
-    "DraftOptions",
-    "DraftingOptions",
-    "Flag",
-    "Given",
-    "ModelOptions",
-    "OutputOptions",
-    "SamplingOptions",
-    "SourceOptions",
-    "TargetOptions",
-    "TextsOptions",
-    "bullets",
-    "common",
-    "load_options",
-    "request_options",
-]
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]  # off by default, without a --no- form
 MODEL = Group("Model", sort_key=1)
@@ -165,8 +140,7 @@ BOUNDS = {
     ),
     **derived("deterministic", more="--no-deterministic may be faster."),
     "truncate": option(
-        Literal["left"],
-        "Drop the oldest tokens of a prompt that is too long. Default: refuse the prompt.",
+        Literal["left"], "Drop the oldest tokens of a prompt that is too long. Default: refuse the prompt."
     ),
 }
 # Options of a request that say which texts are allowed; `constraint_options` has them.
@@ -182,8 +156,7 @@ REQUEST = (
     | derived("seed", default="a fresh one, which the JSON document has")
     | {
         "logit_bias": Annotated[
-            Repeatable,
-            Parameter(help="ID=BIAS adds a bias from -100 to 100 to a token's logit; repeatable."),
+            Repeatable, Parameter(help="ID=BIAS adds a bias from -100 to 100 to a token's logit; repeatable.")
         ],
         "prediction": option(
             Path, "A file with what the text will probably be, such as a file before an edit; drafts copy it."
@@ -251,26 +224,19 @@ class OutputOptions(DocumentOptions):
 
 
 def load_options(*sections: Given) -> dict[str, Any]:
-    """Return the given options that `foredraft.load` takes, by parameter name, without the model.
-
-    Raises:
-        ConfigError: --policy-option is malformed.
-    """
+    """Return the given options that `foredraft.load` takes, by parameter name, without the model."""
     given = {name: value for each in sections for name, value in each.items()}
-    options = {name: given[name] for name in declared(LoadOptions) if name in given and name != "model"}
+    options = declared_in(LoadOptions, given)
+    options.pop("model", None)
     if "policy_option" in given:
         options["policy_options"] = _parse_settings(given["policy_option"])
     return options
 
 
 def request_options(*sections: Given) -> dict[str, Any]:
-    """Return the given options of a request, by the field names of `SamplingParams`.
-
-    Raises:
-        ConfigError: --logit-bias is malformed, or the file of --prediction cannot be read.
-    """
+    """Return the given options of a request, by the field names of `SamplingParams`."""
     given = {name: value for each in sections for name, value in each.items()}
-    options = {name: given[name] for name in declared(SamplingParams) if name in given}
+    options = declared_in(SamplingParams, given)
     for name in declared(LoadOptions):  # those of loading serve all requests of a command
         options.pop(name, None)
     if "logit_bias" in options:
@@ -305,3 +271,96 @@ def _parse_settings(words: tuple[str, ...]) -> dict[str, str]:
             raise ConfigError(option="policy_option", value=" ".join(words), remedy="give each name once")
         settings[name] = value
     return settings
+
+
+OTHER_FORM = (
+    "ban_file",
+    "choice",
+)  # options that the command line has in place of the library's, or beside it
+CONSTRAINTS = {
+    **derived("ban"),
+    "ban_file": option(Path, "A UTF-8 file with one banned text in each line."),
+    **derived(*(name for name in CONSTRAINED if name not in GRAMMARS), "regex"),
+    "choice": Annotated[
+        Repeatable,
+        Parameter(help="A string that the whole text may be; repeatable: the text is one of them."),
+    ],
+    **derived(*(name for name in GRAMMARS if name not in ("regex", "choices"))),
+    "json_schema": option(
+        str, "The JSON schema of the text: a file, or the schema itself, which begins with {."
+    ),
+    "grammar": option(
+        Path, "A file with a context-free grammar of the text, in llguidance's Lark dialect or in GBNF."
+    ),
+}
+
+if TYPE_CHECKING:
+    ConstraintOptions: TypeAlias = Given
+else:
+    ConstraintOptions = section("ConstraintOptions", Group("Constraints", sort_key=4), CONSTRAINTS)
+
+
+def constraint_options(given: Given) -> dict[str, Any]:
+    options = {name: value for name, value in given.items() if name not in OTHER_FORM}
+    if "choice" in given:
+        options["choices"] = [*given["choice"]]
+    if "json_schema" in given and not given["json_schema"].lstrip().startswith("{"):
+        options["json_schema"] = read_text("json_schema", Path(given["json_schema"]))
+    if "grammar" in given:
+        options["grammar"] = read_text("grammar", given["grammar"])
+    banned = [*given.get("ban", ())]
+    if "ban_file" in given:
+        lines = [line for line in read_text("ban_file", given["ban_file"]).splitlines() if line]
+        if not lines:
+            raise ConfigError(
+                "which is empty",
+                option="ban_file",
+                value=str(given["ban_file"]),
+                remedy="give one text a line",
+            )
+        banned += lines
+    if banned:
+        options["ban"] = banned
+    else:
+        for name in options:
+            if name.startswith("ban_"):
+                raise ConfigError("has nothing to ban", option=name, remedy=("give ", Option("ban")))
+    return options
+
+
+LIBRARY_NAMES = {"policy_option": "policy_options"}  # option here -> option of `load`
+
+
+def check_drafting_options(model: Given, drafting: Given, *, compare: bool = False) -> None:
+    check_effects(
+        drafter_name(drafting, model),
+        compare=compare,
+        options=[LIBRARY_NAMES.get(name, name) for name in drafting],
+        policy=drafting.get("policy"),
+        rule=drafting.get("acceptance"),
+    )
+
+
+def refuse_lossy(drafting: Given) -> None:
+    """Refuse a lossy acceptance rule, for commands that compare the output with plain decoding's."""
+    rule = drafting.get("acceptance")
+    if rule is not None and not RULES[rule].lossless:
+        raise ConfigError(
+            "which is not lossless, so its output cannot be compared with plain decoding's",
+            option="acceptance",
+            value=rule,
+            remedy="leave it out",
+        )
+    if "rollback" in drafting:
+        raise ConfigError(
+            ("applies only to ", Option("acceptance", "bild"), ", which is not lossless"),
+            option="rollback",
+            remedy="leave it out",
+        )
+
+
+def drafter_name(drafting: Given, model: Given) -> str:
+    given = {*asset_options()} & drafting.keys()
+    if "model" not in model:
+        given.add("draft")  # of the demo models
+    return drafting.get("drafter") or default_drafter(drafting.get("policy", "auto"), given)

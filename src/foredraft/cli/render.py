@@ -1,7 +1,7 @@
-"""Output of `generate`: coloured text, the line of figures and the JSON document.
+"""What `generate` shows: progress on stderr, coloured text, the line of figures and the JSON document.
 
 Text for a terminal contains no control characters of the model's making. Text for any other stream is the
-model's, byte for byte. The JSON document contains no NaN.
+model's, byte for byte. Commands that measure show their progress in the same way.
 """
 
 from __future__ import annotations
@@ -9,21 +9,133 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from foredraft.cli.errors import as_flag
-from foredraft.cli.layout import terminal_width
-from foredraft.cli.stdout import writing_stdout
+from foredraft.cli.output_files import terminal_width, writing_stdout
+from foredraft.cli.words import as_flag
 from foredraft.pages.origins import ORIGINS
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from foredraft import Output, Score, Stats
-    from foredraft.cli.compare import Comparison
+    from foredraft.cli.job import Comparison
     from foredraft.errors import Option
 
-__all__ = ["Painter", "document", "last_line"]
+
+TRIAL_LINES = 10  # lines that `ProgressLines` prints during the trials, one after each tenth
+START = "start"
+# Name of a stage -> its description. A stage that is not listed is its own description.
+STAGES = {
+    START: "Importing PyTorch",
+    "kernels": "Compiling kernels, once for this machine",
+    "profile": "Measuring the costs of this machine",
+    "methods": "Loading the methods",
+    "bandwidth": "Measuring the memory bandwidth",
+    "download": "Downloading (MB)",
+    "load": "Loading the models",
+    "prefill": "Reading the prompt",
+    "compare": "Comparing",
+    "calibrate": "Generating calibration texts (tokens)",
+    "read": "Reading calibration texts (tokens)",
+    "costs": "Timing passes (turns)",
+    "rank": "Ranking seed plans (sub-layers run)",
+    "trials": "Trials",
+    "decode": "Decoding held-out prompts",
+    "self-generate": "Continuing the prompts of the data",
+    "train": "Training",
+    "validate": "Validated",
+    "examine": "Trying settings",
+}
+
+
+def started() -> ProgressBars | ProgressLines:
+    """Return the progress of a command that measures, with its first stage shown."""
+    shown = ProgressBars() if sys.stderr.isatty() else ProgressLines()
+    shown.show(START, 0, 1)
+    return shown
+
+
+class _Cleared:
+    """A context whose end removes what is shown."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove the bars, so that text can follow; printed lines stay."""
+
+
+class ProgressBars(_Cleared):
+    """One bar per stage on stderr, removed when the stage is done; nothing if stderr is not a terminal.
+
+    Bars are drawn only within `show`, without a refresh thread, so that they take no time from a timed run.
+    """
+
+    def __init__(self) -> None:
+        self._bars: Progress | None = None
+        self._only: str | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
+        if not sys.stderr.isatty() or self._only not in (None, stage):
+            return
+        if START in self._tasks and stage != START:
+            self.clear()  # importing has no end of its own
+        if self._bars is None:
+            self._bars = self._start()
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(STAGES.get(stage, stage))
+        description = ", ".join(filter(None, (STAGES.get(stage, stage), note)))
+        self._bars.update(self._tasks[stage], completed=done, total=total, description=description)
+        self._bars.refresh()
+        if done >= total:
+            self.clear()
+
+    @contextmanager
+    def only(self, stage: str) -> Iterator[None]:
+        self._only = stage
+        try:
+            yield
+        finally:
+            self._only = None
+
+    def clear(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        self._bars, self._tasks = None, {}
+
+    def _start(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        bars = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+        bars.start()
+        return bars
+
+
+class ProgressLines(_Cleared):
+    """One line per stage, and one per tenth of the trials, for a stderr that is not a terminal."""
+
+    def __init__(self) -> None:
+        self._printed: tuple[str, int] | None = None
+
+    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Print a line if the stage, or a tenth of the trials, is new."""
+        tenth = TRIAL_LINES * done // max(1, total) if stage == "trials" else 0
+        if (stage, tenth) == self._printed:
+            return
+        self._printed = stage, tenth
+        parts = [STAGES.get(stage, stage) + (f" {done}/{total}" if stage == "trials" else ""), note]
+        print(f"foredraft: {', '.join(filter(None, parts))}", file=sys.stderr, flush=True)
+
 
 DIM = 2  # ANSI code of the prompt
 # Characters of a long prompt's end that a terminal shows before the text: about a screen of 25 lines.
@@ -31,17 +143,13 @@ TAIL = 2000
 
 
 class Painter:
-    """Writes text to stdout; on a terminal, each token in the colour of its origin.
-
-    Args:
-        stream: stdout.
-        color: Use colours if the stream is a terminal that has them and NO_COLOR is not set.
-    """
+    """Writes text to stdout; on a terminal, each token in the colour of its origin."""
 
     def __init__(self, stream: TextIO, *, color: bool) -> None:
-        self.stream = stream
+        self.stream = stream  # stdout
         self.terminal = stream.isatty()
         dumb = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
+        # use colours if the stream is a terminal that has them and NO_COLOR is not set
         self.color = color and self.terminal and not dumb
         self._legend_printed = False
         self._at_line_start = True
@@ -55,15 +163,11 @@ class Painter:
             self._legend_printed = True
 
     def end_line(self) -> None:
-        """Write a newline unless the text ended with one."""
         if not self._at_line_start:
             self.write("\n")
 
     def write(self, text: str, origin: str | None = None) -> None:
-        """Write text in the colour of `origin`, a key of `ORIGINS`.
-
-        Text that spans several tokens takes the origin of the token that completed it.
-        """
+        """Write text in the colour of its origin, a key of `ORIGINS`: that of the token that completed it."""
         if not text:
             return
         self._at_line_start = text.endswith("\n")
@@ -88,7 +192,6 @@ class Painter:
 
 
 def painted(text: str, code: int) -> str:
-    """Return the text with an ANSI code around it."""
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
@@ -101,7 +204,6 @@ def visible(character: str) -> str:
 
 
 def legend(*, color: bool, separator: str = "; ") -> str:
-    """Return the meaning of the colours, themselves in colour if `color`."""
     return separator.join(
         f"{painted(origin.color, origin.ansi) if color else origin.color}: {origin.meaning}"
         for origin in ORIGINS.values()
@@ -116,15 +218,6 @@ def last_line(
     compared: bool = False,
     lossless: bool = True,
 ) -> str:
-    """Return the line of figures.
-
-    Args:
-        stats: Figures of the run.
-        finish: Why the text ended.
-        comparison: The comparison with plain decoding; None if there is none.
-        compared: A comparison was requested; without a `comparison`, the line says that it did not finish.
-        lossless: The output follows the target's distribution exactly.
-    """
     parts = [
         f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s",
         finish,
@@ -164,7 +257,6 @@ def notes(profile_seconds: float, outputs: Sequence[Output]) -> list[str]:
 
 
 def speedup(comparison: Comparison) -> str:
-    """Return the speed-up with its spread and the exactness flag."""
     flag = {
         True: "outputs identical: yes",
         False: "outputs identical: NO",
@@ -222,9 +314,6 @@ def _output_dict(output: Output) -> dict[str, Any]:
 
 
 def _score_dict(score: Score) -> dict[str, Any]:
-    """Return a score for JSON, with null for a log-probability of -inf.
-
-    Only tokens of a prompt, and tokens that a lossy acceptance rule kept, can have one.
-    """
+    """Return a score for JSON, with null for -inf, which tokens of a prompt and of lossy rules can have."""
     both = {"logprob": score.logprob, "processed": score.processed}
     return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}

@@ -1,32 +1,98 @@
-"""`foredraft generate --chat` on a terminal: messages are typed, replies are streamed.
+"""`foredraft generate --chat`: messages are typed, replies are streamed, and a file keeps the conversation.
 
-A line that begins with `/` is a command, and never a message. Ctrl-C ends a reply; at the prompt it says how
-to leave, and twice in a row it leaves.
+A line that begins with `/` is a command. Ctrl-C ends a reply, which stays as far as it came; at the prompt,
+twice in a row, it leaves. A turn that failed is not added.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App, CycloptsError
 
-from foredraft.cli.conversation import Conversation
-from foredraft.cli.errors import print_error
+from foredraft.bench.workload import chat_ids
 from foredraft.cli.interrupt import Interrupt, Raised
-from foredraft.cli.job import Job, Run, stream
-from foredraft.cli.layout import fitted, terminal_width
-from foredraft.cli.options import NONE, REQUEST, Given, SamplingOptions, request_options
-from foredraft.cli.progress import ProgressBars
-from foredraft.cli.render import Painter, finish, last_line
+from foredraft.cli.job import GenerateJob, Run, stream
+from foredraft.cli.options import REQUEST, SamplingOptions, request_options
+from foredraft.cli.output_files import fitted, terminal_width
+from foredraft.cli.render import Painter, ProgressBars, finish, last_line
+from foredraft.cli.sections import NONE, Given
+from foredraft.cli.words import print_error
 from foredraft.errors import RequestError, did_you_mean
+from foredraft.files import replacing
 
-__all__ = ["Repl"]
+if TYPE_CHECKING:
+    from foredraft.model.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant")
+
+
+class Conversation:
+    """The messages of a conversation."""
+
+    def __init__(self, system: str | None) -> None:
+        self._system = [] if system is None else [_message("system", system)]
+        # messages of the user and the assistant, in order. The system message is kept apart, so that `clear`
+        # leaves it
+        self.turns: list[dict[str, str]] = []
+
+    def encode(self, tokenizer: Tokenizer | None, text: str) -> list[int]:
+        return chat_ids(tokenizer, [*self._system, *self.turns, _message("user", text)])
+
+    def add(self, text: str, reply: str) -> None:
+        self.turns += [_message("user", text), _message("assistant", reply)]
+
+    def clear(self) -> None:
+        self.turns = []
+
+    def save(self, file: Path) -> None:
+        """Write all messages to a JSON file, as `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+        text = json.dumps({"messages": [*self._system, *self.turns]}, ensure_ascii=False, indent=2) + "\n"
+        try:
+            with replacing(file.resolve()) as new:
+                new.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RequestError(
+                f"{file} cannot be written ({error.strerror})", remedy="give another file"
+            ) from error
+
+    def load(self, file: Path) -> int:
+        """Take the messages of a file that `save` wrote, the system message included, instead of these."""
+        try:
+            messages = _messages(json.loads(file.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise RequestError(
+                f"{file} cannot be read ({error.strerror})", remedy="give another file"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{file} holds no conversation", remedy="give one that was saved") from error
+        first = sum(message["role"] == "system" for message in messages[:1])
+        self._system, self.turns = messages[:first], messages[first:]
+        return len(messages)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _messages(document: Any) -> list[dict[str, str]]:
+    found = document.get("messages") if isinstance(document, dict) else None
+    if not isinstance(found, list):
+        raise ValueError("no messages")
+    for message in found:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ValueError("no message")
+        if message["role"] not in ROLES or not isinstance(message["content"], str):
+            raise ValueError("no message")
+    return found
+
 
 PROMPT = "> "
 LEAVING = "Ctrl-D or /bye ends the conversation; so does Ctrl-C again"
@@ -40,24 +106,15 @@ class Leave(Exception):
 
 
 class Repl:
-    """A conversation on a terminal.
+    """A conversation on a terminal."""
 
-    Args:
-        job: Parameters of every reply; its prompt is ignored.
-        conversation: The messages so far.
-        painter: Prints the replies.
-        bars: Progress bars.
-    """
-
-    def __init__(self, job: Job, conversation: Conversation, painter: Painter, bars: ProgressBars) -> None:
+    def __init__(
+        self, job: GenerateJob, conversation: Conversation, painter: Painter, bars: ProgressBars
+    ) -> None:
         self.job, self.conversation, self.painter, self.bars = job, conversation, painter, bars
 
     def run(self) -> int:
-        """Read messages and print replies until the user ends the conversation; return the exit code.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C came twice in a row at the prompt.
-        """
+        """Read messages and print replies until the user ends the conversation; return the exit code."""
         with suppress(ImportError):  # not every system has it
             import readline  # noqa: F401  gives `input` a history and line editing
         self.help("")
@@ -84,7 +141,6 @@ class Repl:
                     print_error(error)
 
     def answer(self, line: str) -> None:
-        """Obey a command, or reply to a message."""
         if line.startswith("/"):
             word, _, argument = line.partition(" ")
             command = COMMANDS.get(word)
@@ -96,7 +152,6 @@ class Repl:
             self.reply(text)
 
     def reply(self, text: str) -> None:
-        """Print the model's reply to a message, and add both to the conversation."""
         llm = self.job.llm
         with Interrupt(llm) as interrupt:
             prompt = self.conversation.encode(llm.tokenizer, text)
@@ -115,8 +170,6 @@ class Repl:
             assert llm.tokenizer is not None
             # Without special tokens, even under --show-special: the chat template adds them itself.
             self.conversation.add(text, llm.tokenizer.decode(output.token_ids, after=prompt))
-
-    # --- commands -----------------------------------------------------------------------------------
 
     def help(self, argument: str) -> None:
         tell(f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message")
@@ -162,16 +215,11 @@ NAMES = (
 
 
 def tell(line: str) -> None:
-    """Print a line for the user to stderr."""
     print("\n".join(fitted([line], terminal_width(sys.stderr))), file=sys.stderr)
 
 
 def parse_setting(name: str, value: str) -> tuple[str, Any]:
     """Return an option of `SamplingParams` and its value, parsed as `generate` parses --name VALUE.
-
-    Raises:
-        RequestError: It is no option of a reply, or it has no value.
-        CycloptsError: The value does not fit.
 
     Examples:
         >>> parse_setting("top-p", "0.9")
@@ -191,7 +239,6 @@ def parse_setting(name: str, value: str) -> tuple[str, Any]:
 
 
 def _parser() -> App:
-    """Return a parser of the options of a request alone."""
     parser = App(
         name="/set", result_action="return_value", exit_on_error=False, print_error=False,
         help_flags=[], version_flags=[],

@@ -1,13 +1,13 @@
 """Sections of options whose declarations are the library's: its option -> the option of the command line.
 
-A section is parsed into a mapping of the options that the user gave, by name. An option that is not given is
-not in it, so that the default of the library or of the model applies.
+A section is parsed into a mapping of the options that the user gave, so that for the others the default of
+the library or of the model applies.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypedDict
@@ -18,8 +18,6 @@ from foredraft.arguments import Declared, declared
 from foredraft.arguments.values import Choice, File, Flag, Ids, Number, Sources, Strings, Whole
 from foredraft.decode.params import SamplingParams
 from foredraft.kinds.load_options import LoadOptions
-
-__all__ = ["COMMON", "NONE", "Given", "Repeatable", "derived", "flag_of", "option", "section"]
 
 Given: TypeAlias = Mapping[str, Any]
 NONE: Final[Given] = MappingProxyType({})
@@ -34,14 +32,7 @@ DECLARED = {
 
 
 def section(name: str, group: Group, options: Mapping[str, Any], common: Sequence[str] = ()) -> Any:
-    """Return the type of a parameter of a command: a section of options.
-
-    Args:
-        name: Its name.
-        group: The panel of the help in which its options stand.
-        options: The type of each option.
-        common: Names of the options that `--help` shows, too.
-    """
+    """Return the type of a parameter of a command: a section of options."""
     marked = {
         each: Annotated[kind, Parameter(group=(COMMON, group))] if each in common else kind
         for each, kind in options.items()
@@ -53,29 +44,30 @@ def section(name: str, group: Group, options: Mapping[str, Any], common: Sequenc
 def derived(
     *names: str, of: Mapping[str, Declared] = DECLARED, default: str | None = None, more: str = ""
 ) -> dict[str, Any]:
-    """Return the types of options that the library declares, under their names there.
+    """Return the types of options that the library declares, under their names there."""
+    return {name: _type(of[name], _help(of[name], default, more)) for name in names}
 
-    Args:
-        *names: Their names.
-        of: The declarations; by default those of `load` and of a request.
-        default: What the default is on the command line, where it is another one.
-        more: A sentence on what holds on the command line alone.
-    """
-    return {name: _type(of[name], default, more) for name in names}
+
+def measured(of: Any, *names: str, whole: Callable[..., int] | None = None) -> dict[str, Any]:
+    """Return the types of a measurement's options; their help ends in choices and default in brackets."""
+    made = {name: _type(declared(of)[name], _bracketed(declared(of)[name])) for name in names or declared(of)}
+    for name in made:
+        if whole is not None and isinstance(declared(of)[name].value, Whole):
+            made[name] = Annotated[made[name], Parameter(converter=whole)]
+    return made
+
+
+def declared_in(of: Any, given: Given) -> dict[str, Any]:
+    """Return those of the given options that a dataclass of the library declares."""
+    return {name: given[name] for name in declared(of) if name in given}
 
 
 def option(kind: Any, help: str, **more: Any) -> Any:
-    """Return the type of an option that the command line alone has, or has in another form.
-
-    Args:
-        kind: The type of its value.
-        help: Its help.
-        **more: Further arguments of `Parameter`.
-    """
+    """Return the type of an option that the command line alone has, or has in another form."""
     return Annotated[kind, Parameter(help=help, **more)]
 
 
-def _type(each: Declared, default: str | None, more: str) -> Any:
+def _type(each: Declared, help: str) -> Any:
     kind: Any = str
     how: dict[str, Any] = {}
     match each.value:
@@ -92,18 +84,26 @@ def _type(each: Declared, default: str | None, more: str) -> Any:
         case File():
             kind = Path
         case Strings() | Sources():
-            kind, more = Repeatable, f"Repeatable. {more}".strip()
+            kind = Repeatable
         case Ids():
-            kind, more = RepeatableIds, f"Repeatable. {more}".strip()
-    return option(kind, _help(each, default, more), **how)
+            kind = RepeatableIds
+    return option(kind, help, **how)
 
 
 def _help(each: Declared, default: str | None, more: str) -> str:
     """Return the help of an option: its line, what holds here alone, and the default."""
+    if isinstance(each.value, Strings | Sources | Ids):
+        more = f"Repeatable. {more}".strip()
     shown = each.shown_default if default is None else default
     if (isinstance(each.value, Flag) and each.default is False) or f"{shown} is off" in each.meaning:
         shown = ""
     return in_flags(" ".join(filter(None, (each.meaning, more, shown and f"Default: {shown}."))))
+
+
+def _bracketed(each: Declared) -> str:
+    choices = f"[choices: {', '.join(each.value.names)}]" if isinstance(each.value, Choice) else ""
+    default = "" if each.default is None else f"[default: {each.default}]"
+    return in_flags(" ".join(filter(None, (each.help, choices, default))))
 
 
 def in_flags(text: str) -> str:
@@ -118,5 +118,4 @@ def in_flags(text: str) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option of the library, by its name."""
     return f"--{name.replace('_', '-')}"

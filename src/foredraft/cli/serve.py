@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -13,7 +14,7 @@ from cyclopts import Group
 
 from foredraft.arguments import declared
 from foredraft.cli.options import DraftOptions, ModelOptions, TextsOptions, load_options
-from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import ProgressBars
 from foredraft.cli.sections import NONE, Given, derived, section
 from foredraft.errors import ConfigError
 from foredraft.serve.settings import Settings
@@ -21,12 +22,9 @@ from foredraft.serve.settings import Settings
 if TYPE_CHECKING:
     from foredraft.serve.state import Model
 
-__all__ = ["serve"]
-
 SERVER = Group("Server", sort_key=0)
 WORKERS = "AnyIO worker"  # names of threads that work beside the event loop begin so
 KEY = "API_KEY"  # stands for a key in the calls to paste
-
 
 # Those that `--help` shows, too.
 COMMON_ONES = ["host", "port", "api_key_file"]
@@ -69,6 +67,7 @@ def serve(
             loaded.append(load_for(None, model.get("model"), reserved=kept, **options, progress=bars.show))
         finally:
             bars.clear()
+        gc.set_threshold(700)  # texts of cancelled requests wait in cycles
         return loaded[0]
 
     finished = run(load, settings, _greet)

@@ -10,28 +10,20 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from cyclopts import Group, Parameter
 
-from foredraft.cli.errors import as_flag
+from foredraft.arguments import Declared, declared
 from foredraft.cli.interrupt import Interrupt
-from foredraft.cli.options import (
-    COMMON,
-    NONE,
-    OUTPUT,
-    Flag,
-    Given,
-    TargetOptions,
-    bullets,
-    common,
-    load_options,
-)
+from foredraft.cli.options import OUTPUT, Flag, TargetOptions, bullets, common, load_options
 from foredraft.cli.output_files import check_places
-from foredraft.cli.progress import started
-from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
+from foredraft.cli.render import started
+from foredraft.cli.sections import COMMON, NONE, Given, in_flags
+from foredraft.cli.words import as_flag
+from foredraft.drafters.asset import ADAPTER_KINDS
 from foredraft.errors import ConfigError, Option
 from foredraft.files import check_folder_place, write_whole
 from foredraft.train.training_options import (
@@ -44,13 +36,9 @@ from foredraft.train.training_options import (
 from foredraft.train.training_options import DraftOptions as TrainedDraftOptions
 
 if TYPE_CHECKING:
-    from foredraft.train.result import Result
+    from argparse import Namespace
 
-    KindName: TypeAlias = str
-else:
-    KindName = Literal[tuple(ADAPTER_KINDS)]
-
-__all__ = ["adapter", "dflash", "draft", "eagle3"]
+    from foredraft.train.trainers import Result
 
 USED_BY = {
     "eagle3": "draft",
@@ -58,67 +46,60 @@ USED_BY = {
 }  # kind -> the option that names its folder, where that is not the kind's name
 TRAINING = Group("Training", sort_key=2)
 DATA = Group("Data", sort_key=1)
-DEFAULT = TrainOptions(data=())
-Files = Annotated[tuple[Path, ...], Parameter(negative=(), consume_multiple=True, show_default=False)]
+KINDS = {
+    "adapter": AdapterOptions,
+    "eagle3": Eagle3Options,
+    "dflash": DFlashOptions,
+    "draft": TrainedDraftOptions,
+}  # of training: what they take
+TABLES = {"loss": LOSSES, "kind": ADAPTER_KINDS}  # of options whose help has a line for each name
+LAYERS = ("taps", "from_layers")  # numbers of layers, which the command line has as one word
+DATA_OPTIONS = (
+    *("data", "validation", "self_generate", "self_temperature", "length", "skip_bad_lines", "kept_states"),
+)
+COMMON_OPTIONS = ("data", "self_generate", "out", "steps", "learning_rate")
 
 
-@Parameter(name="*", group=DATA)
-@dataclass(frozen=True, slots=True)
-class DataOptions:
-    data: Annotated[
-        tuple[Path, ...],
-        Parameter(group=(COMMON, DATA), negative=(), consume_multiple=True, show_default=False),
-    ] = ()
-    """Files to learn from: text, JSON Lines or Parquet with text, prompt and response, or chat messages."""
-    validation: Files = ()
-    """Files to validate on. Default: a twentieth of the data is held out."""
-    self_generate: Annotated[int, common(DATA)] = DEFAULT.self_generate
-    """Let the model write this many new tokens after every prompt of the data, and learn from these."""
-    self_temperature: float = DEFAULT.self_temperature
-    """Temperature at which it writes them."""
-    length: int | None = None
-    """Maximum tokens of a document; a longer one is cut. Default: 1024, or the model's maximum."""
-    skip_bad_lines: Flag = False
-    """Leave out lines that hold no document, and count them."""
-    kept_states: float = DEFAULT.kept_states
-    """GiB of the disk for the model's hidden states, so that later passes over the data need not compute
-    them."""
+def options_of(kind: Any, *marked: str) -> Any:
+    """Return a dataclass of the options of a kind of training; `--help` shows those that are marked, too."""
+    known, shown = {**declared(kind), **declared(TrainOptions)}, (*marked, *COMMON_OPTIONS)
+    own = [name for name in known if name not in declared(TrainOptions)]
+    loop = [name for name in declared(TrainOptions) if name not in DATA_OPTIONS]
+    types, made = get_type_hints(kind), list[Any]()
+    first = 1 if known["out"].default is MISSING else 0  # what is required comes first
+    for name in (*own[:first], *DATA_OPTIONS, *own[first:], *loop):
+        group = DATA if name in DATA_OPTIONS else OUTPUT if name == "out" else TRAINING
+        annotated = _with_help(known[name], types[name], (COMMON, group) if name in shown else (group,))
+        default = None if name in LAYERS else () if name == "data" else known[name].default
+        made.append((name, annotated) if default is MISSING else (name, annotated, default))
+    arguments = make_dataclass(kind.__name__, made, kw_only=True, namespace={"__module__": __name__})
+    return Parameter(name="*")(arguments)
 
 
-@Parameter(name="*", group=TRAINING)
-@dataclass(frozen=True, slots=True)
-class LoopOptions:
-    steps: Annotated[int, common(TRAINING)] = DEFAULT.steps
-    """Steps of the optimiser at most."""
-    step_tokens: int = DEFAULT.step_tokens
-    """Tokens of a step, of all processes together."""
-    group_tokens: int | None = None
-    """Tokens of one pass; lower it if memory is short. Default: 4096, fewer with a large vocabulary."""
-    learning_rate: Annotated[float, common(TRAINING)] = DEFAULT.learning_rate
-    """Highest learning rate."""
-    warm_up: int = DEFAULT.warm_up
-    """Steps in which the learning rate rises."""
-    weight_decay: float = DEFAULT.weight_decay
-    """Weight decay of matrices."""
-    clip: float = DEFAULT.clip
-    """Largest norm of the gradient."""
-    loss: Annotated[
-        str,
-        Parameter(help=f"Loss, or a mixture such as ce=0.1,tv=0.9.\n\n{bullets(LOSSES)}", show_choices=False),
-    ] = DEFAULT.loss
-    temperature: float = DEFAULT.temperature
-    """Temperature of the validation; 0 validates greedy decoding."""
-    validate_every: int = DEFAULT.validate_every
-    """Steps between validations, each of which writes a checkpoint."""
-    patience: int = DEFAULT.patience
-    """Validations without a better one before training stops; 0 goes on to the last step."""
-    seed: int = DEFAULT.seed
-    """Random seed."""
-    work: Path | None = None
-    """Folder of the run's checkpoints and logs. Default: one in the cache folder, by model, data and
-    options."""
-    fresh: Flag = False
-    """Start anew instead of going on from the last checkpoint."""
+def _with_help(each: Declared, kind: Any, groups: tuple[Group, ...]) -> Any:
+    how: dict[str, Any] = {"help": in_flags(each.help), "group": groups}
+    if each.name in LAYERS:
+        kind = str | None
+    elif each.name in ("data", "validation"):
+        how |= {"negative": (), "consume_multiple": True, "show_default": False}
+    elif kind is bool:
+        kind = Flag
+    elif each.name in TABLES:
+        how |= {"help": f"{how['help']}\n\n{bullets(TABLES[each.name])}", "show_choices": False}
+        kind = Literal[tuple(ADAPTER_KINDS)] if each.name == "kind" else kind
+    return Annotated[kind, Parameter(**how)]
+
+
+if TYPE_CHECKING:
+    AdapterArguments: TypeAlias = Namespace
+    Eagle3Arguments: TypeAlias = Namespace
+    DFlashArguments: TypeAlias = Namespace
+    DraftArguments: TypeAlias = Namespace
+else:
+    AdapterArguments = options_of(AdapterOptions, "depth")
+    Eagle3Arguments = options_of(Eagle3Options, "draft_vocabulary", "draft_length", "from_head")
+    DFlashArguments = options_of(DFlashOptions, "layers", "block", "draft_vocabulary")
+    DraftArguments = options_of(TrainedDraftOptions, "layers", "from_layers")
 
 
 @Parameter(name="*", group=OUTPUT)
@@ -132,15 +113,7 @@ class JsonOptions:
 
 def adapter(
     *,
-    data: DataOptions = DataOptions(),
-    out: Annotated[Path | None, common(OUTPUT)] = None,
-    depth: Annotated[int | None, common(TRAINING)] = None,
-    kind: Annotated[
-        KindName,
-        Parameter(group=TRAINING, help=f"The adapter.\n\n{bullets(ADAPTER_KINDS)}", show_choices=False),
-    ] = WITH_MLP,
-    draft_vocabulary: Annotated[int | None, Parameter(group=TRAINING)] = None,
-    loop: LoopOptions = LoopOptions(),
+    options: AdapterArguments = AdapterArguments(),
     model: TargetOptions = NONE,
     output: JsonOptions = JsonOptions(),
 ) -> int:
@@ -148,154 +121,44 @@ def adapter(
 
     It learns the model's next-token distribution on your text. A run that ends, by Ctrl-C or otherwise, goes
     on from its last checkpoint with the same command. Under torchrun several processes share the work.
-
-    Parameters
-    ----------
-    out
-        Folder to write. Default: the one in the cache folder where --drafter kangaroo finds it.
-    depth
-        Layers of the model below the adapter. Default: an eighth of them, from 1 to 3.
-    draft_vocabulary
-        Words that it can draft, those most frequent in the data; fewer make a draft cheaper. Default: all.
     """
-    own = {"out": out, "depth": depth, "kind": kind, "draft_vocabulary": draft_vocabulary}
-    return _run("adapter", own, data, loop, model, output)
+    return _run("adapter", options, model, output)
 
 
 def eagle3(
-    *,
-    out: Annotated[Path, common(OUTPUT)],
-    data: DataOptions = DataOptions(),
-    taps: Annotated[str | None, Parameter(group=TRAINING)] = None,
-    draft_vocabulary: Annotated[int | None, common(TRAINING)] = None,
-    draft_length: Annotated[int, common(TRAINING)] = 5,
-    decay: Annotated[float, Parameter(group=TRAINING)] = 0.8,
-    from_head: Annotated[Path | None, common(TRAINING)] = None,
-    loop: LoopOptions = LoopOptions(),
-    model: TargetOptions = NONE,
-    output: JsonOptions = JsonOptions(),
+    *, options: Eagle3Arguments, model: TargetOptions = NONE, output: JsonOptions = JsonOptions()
 ) -> int:
     """Train an EAGLE-3 head: one layer over the model's states at three depths, in the published format.
 
     It learns the model's next-token distribution on your text, and to go on from its own states. It is used
     with --draft, here and in other programs. A run that ends, by Ctrl-C or otherwise, goes on from its last
     checkpoint with the same command. Under torchrun several processes share the work.
-
-    Parameters
-    ----------
-    out
-        Folder to write.
-    taps
-        Numbers of layers after which the head reads the model's states, such as 2,8,13. Default: 2, half of
-        the layers, and three fewer than all.
-    draft_vocabulary
-        Words that it can draft, those most frequent in the data; fewer make a draft cheaper. Default: all.
-    draft_length
-        Tokens of a draft that are learned, each after the first from the head's own states.
-    decay
-        Weight of each of them in the loss against the one before.
-    from_head
-        Head to start from, which has taps and words of its own: one that was trained before, or published for
-        the model that yours was tuned from. Default: it starts at random.
     """
-    own = {
-        "out": out, "taps": _layers(taps, "taps"), "draft_vocabulary": draft_vocabulary,
-        "draft_length": draft_length, "decay": decay, "from_head": from_head,
-    }  # fmt: skip
-    return _run("eagle3", own, data, loop, model, output)
+    return _run("eagle3", options, model, output)
 
 
 def dflash(
-    *,
-    out: Annotated[Path, common(OUTPUT)],
-    data: DataOptions = DataOptions(),
-    layers: Annotated[int, common(TRAINING)] = 2,
-    block: Annotated[int, common(TRAINING)] = 8,
-    taps: Annotated[str | None, Parameter(group=TRAINING)] = None,
-    draft_vocabulary: Annotated[int | None, common(TRAINING)] = None,
-    mask_token: Annotated[int | None, Parameter(group=TRAINING)] = None,
-    decay: Annotated[float, Parameter(group=TRAINING)] = 0.87,
-    loop: LoopOptions = LoopOptions(),
-    model: TargetOptions = NONE,
-    output: JsonOptions = JsonOptions(),
+    *, options: DFlashArguments, model: TargetOptions = NONE, output: JsonOptions = JsonOptions()
 ) -> int:
     """Train a DFlash head: it drafts a whole block in one pass, in the published format.
 
     It learns the model's next-token distributions on your text, for all tokens of a draft at once. It is used
     with --draft, here and in other programs. A run that ends, by Ctrl-C or otherwise, goes on from its last
     checkpoint with the same command. Under torchrun several processes share the work.
-
-    Parameters
-    ----------
-    out
-        Folder to write.
-    layers
-        Layers of the head.
-    block
-        Slots of a block, the last token's among them: a draft has one token less.
-    taps
-        Numbers of layers after which the head reads the model's states, such as 2,8,13. Default: as many as
-        --layers, spread over the model.
-    draft_vocabulary
-        Words that it can draft, those most frequent in the data; fewer make a draft cheaper. Default: all.
-    mask_token
-        Id of the token that stands in the slots. Default: the one that ends a text.
-    decay
-        Weight of each token of a draft in the loss against the one before.
     """
-    own = {
-        "out": out, "layers": layers, "block": block, "taps": _layers(taps, "taps"),
-        "draft_vocabulary": draft_vocabulary, "mask_token": mask_token, "decay": decay,
-    }  # fmt: skip
-    return _run("dflash", own, data, loop, model, output)
+    return _run("dflash", options, model, output)
 
 
 def draft(
-    *,
-    out: Annotated[Path, common(OUTPUT)],
-    data: DataOptions = DataOptions(),
-    layers: Annotated[int, common(TRAINING)] = 2,
-    from_layers: Annotated[str | None, common(TRAINING)] = None,
-    hidden_size: Annotated[int | None, Parameter(group=TRAINING)] = None,
-    intermediate_size: Annotated[int | None, Parameter(group=TRAINING)] = None,
-    heads: Annotated[int | None, Parameter(group=TRAINING)] = None,
-    kv_heads: Annotated[int | None, Parameter(group=TRAINING)] = None,
-    checkpointed: Annotated[Flag, Parameter(group=TRAINING)] = False,
-    loop: LoopOptions = LoopOptions(),
-    model: TargetOptions = NONE,
-    output: JsonOptions = JsonOptions(),
+    *, options: DraftArguments, model: TargetOptions = NONE, output: JsonOptions = JsonOptions()
 ) -> int:
     """Train a small draft model that imitates the model, as an ordinary Hugging Face checkpoint.
 
     It learns the model's next-token distribution on your text, and is used with --draft, here and in other
     programs. A run that ends, by Ctrl-C or otherwise, goes on from its last checkpoint with the same command.
     Under torchrun several processes share the work.
-
-    Parameters
-    ----------
-    out
-        Folder to write.
-    layers
-        Layers of the draft model.
-    from_layers
-        Layers of the model to start from, such as 0,15: as many as --layers. Default: it starts at random.
-    hidden_size
-        Size of its hidden states. Default: the model's.
-    intermediate_size
-        Size within its MLPs. Default: the model's.
-    heads
-        Its query heads. Default: the model's.
-    kv_heads
-        Its key and value heads. Default: the model's, or as many as --heads.
-    checkpointed
-        Recompute activations in the backward pass: slower, with less memory.
     """
-    own = {
-        "out": out, "layers": layers, "from_layers": _layers(from_layers, "from_layers"),
-        "hidden_size": hidden_size, "intermediate_size": intermediate_size, "heads": heads,
-        "kv_heads": kv_heads, "checkpointed": checkpointed,
-    }  # fmt: skip
-    return _run("draft", own, data, loop, model, output)
+    return _run("draft", options, model, output)
 
 
 def _layers(text: str | None, option: str) -> tuple[int, ...]:
@@ -310,23 +173,18 @@ def _layers(text: str | None, option: str) -> tuple[int, ...]:
     return found
 
 
-def _run(
-    what: str,
-    own: dict[str, Any],
-    data: DataOptions,
-    loop: LoopOptions,
-    model: Given,
-    output: JsonOptions,
-) -> int:
+def _run(what: str, given: Namespace, model: Given, output: JsonOptions) -> int:
     """Train, show the progress, and print what came of it."""
-    if own["out"] is not None:
-        check_folder_place(own["out"], "out")
-    if loop.work is not None:
-        check_folder_place(loop.work, "work", kept=True)
+    values = vars(given)
+    values |= {name: _layers(values[name], name) for name in LAYERS if name in values}
+    options = KINDS[what](**values)
+    if values["out"] is not None:
+        check_folder_place(values["out"], "out")
+    if options.work is not None:
+        check_folder_place(options.work, "work", kept=True)
     check_places(html=output.html)
     leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the first one speaks
     bars = started() if leads else None
-    options = asdict(data) | asdict(loop) | own
     train = _trainer(what)  # imports PyTorch, and so before signals wait for the next report
     try:
         with Interrupt() as interrupt:
@@ -343,37 +201,28 @@ def _run(
     if output.json and leads:
         print(json.dumps(result.as_dict()))
     elif leads:
-        print("\n".join(_lines(what, result, found=what == "adapter" and own["out"] is None)))
+        print("\n".join(_lines(what, result, found=values["out"] is None)))
     if output.html is not None and leads:
-        write_whole(output.html, _page(what, result, options), "html")
+        write_whole(output.html, _page(what, result, asdict(options)), "html")
     return 0
 
 
 def _page(what: str, result: Result, options: dict[str, Any]) -> str:
     """Return the --html page."""
     from foredraft.pages.training import training_page
-    from foredraft.train.journal import FILE
-    from foredraft.train.kept_lines import whole_lines
+    from foredraft.train.training_checkpoints import FILE, whole_lines
 
     return training_page(what, result, whole_lines(Path(result.work) / FILE), options)
 
 
 def _trainer(what: str) -> Callable[..., Result]:
-    if what == "adapter":
-        from foredraft.train.adapter import train_adapter
+    from foredraft.train.head_run import train_dflash, train_eagle3
+    from foredraft.train.trainers import train_adapter, train_draft
 
-        return lambda options, *rest, **more: train_adapter(AdapterOptions(**options), *rest, **more)
-    if what == "eagle3":
-        from foredraft.train.eagle3 import train_eagle3
-
-        return lambda options, *rest, **more: train_eagle3(Eagle3Options(**options), *rest, **more)
-    if what == "dflash":
-        from foredraft.train.dflash import train_dflash
-
-        return lambda options, *rest, **more: train_dflash(DFlashOptions(**options), *rest, **more)
-    from foredraft.train.draft import train_draft
-
-    return lambda options, *rest, **more: train_draft(TrainedDraftOptions(**options), *rest, **more)
+    trainers: dict[str, Callable[..., Result]] = {
+        "adapter": train_adapter, "eagle3": train_eagle3, "dflash": train_dflash, "draft": train_draft,
+    }  # fmt: skip
+    return trainers[what]
 
 
 def _lines(what: str, result: Result, *, found: bool) -> list[str]:

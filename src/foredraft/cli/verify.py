@@ -9,37 +9,224 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from foredraft.cli.drafting import check_drafting_options, drafter_name, refuse_lossy
-from foredraft.cli.errors import print_error
-from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
+from foredraft.cli.interrupt import FAILED, INCONCLUSIVE
 from foredraft.cli.measuring import PromptOptions, VerifyOptions
-from foredraft.cli.options import NONE, DocumentOptions, DraftOptions, Given, ModelOptions, load_options
-from foredraft.cli.output_files import check_places, write_report
-from foredraft.cli.progress import started
-from foredraft.cli.prompts import read_prompts
-from foredraft.cli.verification_text import Names, defect_name, lines
+from foredraft.cli.options import (
+    DocumentOptions,
+    DraftOptions,
+    ModelOptions,
+    check_drafting_options,
+    drafter_name,
+    load_options,
+    refuse_lossy,
+)
+from foredraft.cli.output_files import check_places, table, with_weights, write_report
+from foredraft.cli.render import started
+from foredraft.cli.sections import NONE, Given, declared_in
+from foredraft.cli.words import print_error, read_prompts
 from foredraft.errors import ConfigError
+from foredraft.kinds import DRAFTERS
 from foredraft.verify import VerifySettings
-from foredraft.verify.defects import ALL, DEFECTS
-from foredraft.verify.verify_settings import no_drafter
+from foredraft.verify.verify_settings import ALL, DEFECTS, no_drafter
 
 if TYPE_CHECKING:
-    from foredraft.model.prompt_form import PromptForm
+    from foredraft.bench.workload import PromptForm
     from foredraft.model.tokenizer import Tokenizer
-    from foredraft.verify import VerifyReport
-    from foredraft.verify.verify_report import Verdict
+    from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, VerifyReport
+    from foredraft.verify.verify_records import TextRun, Verdict
 
-__all__ = ["verify"]
+Names: TypeAlias = dict[str, str | None]  # "model" and "draft" -> what the user gave for them
+
+COLUMNS = (
+    *("prompt", "drafter", "acceptance", "settings", "samples", "cells"),
+    *("chi2", "p-value", "detects", "accepted", ""),
+)
+ALWAYS = "drafting always"  # of runs in which every round drafts
+POSITIONS = ("position", "tokens", "corrected", "chi2", "df", "p-value", "detects", "if corrected", "")
+
+
+def lines(report: VerifyReport, names: Names, width: int | None = None) -> list[str]:
+    """Return the report as sentences and tables, at most `width` characters wide."""
+    room = None if width is None else width - 2
+    return [
+        header(report, names),
+        "",
+        *(line for identity in report.identities for line in identity_lines(identity)),
+        "",
+        *test_lines(report, room),
+        "",
+        *position_lines(report, room),
+        power(report),
+        "Not covered: differences within a cell, other prompts and sampling settings, and longer samples.",
+        *[f"Weak evidence: {doubt}." for doubt in report.doubts],
+        conclusion(report),
+    ]
+
+
+def header(report: VerifyReport, names: Names) -> str:
+    about = report.about
+    drafters = ", ".join(described(name, about["plan"], names["draft"]) for name in about["drafters"])
+    drafters = drafters if about["drafters"] == [about["drafter"]] else f"{about['drafter']} ({drafters})"
+    target = " + ".join([str(names["model"]), *about.get("lora", ())])
+    return (
+        f"Target {target}, {with_weights(about['dtype'], about['weights'])} on {about['device']}"
+        f"{'' if about['deterministic'] else ', not deterministic'}; drafter {drafters}"
+        f"{', greedy' if about['greedy_drafts'] else ''}, policy {about['policy']}; up to"
+        f" {about['max_batch']} sequences in a batch; {about['threads']} threads; foredraft"
+        f" {about['foredraft']}, PyTorch {about['torch']}, Python {about['python']}, {about['system']}"
+    )
+
+
+def described(drafter: str, plan: str | None, draft: str | None) -> str:
+    asset = {"plan": plan, "draft": draft}.get(DRAFTERS[drafter].given_by or "")
+    return drafter if asset is None else f"{drafter} ({asset})"
+
+
+def identity_lines(identity: Identity) -> list[str]:
+    rule = f", {identity.acceptance} with seeds" if identity.acceptance else ""
+    found = [
+        f"New tokens at {identity.setting}{rule}, compared with plain decoding of one prompt at a time:"
+        f" {identity.prompts} prompts, {identity.tokens} tokens"
+    ]
+    for run in identity.runs:
+        same = identity.prompts - identity.diverged(run)
+        found.append(f"  {described_run(run)}: {same} of {identity.prompts} identical")
+    found += [f"  {divergence_line(divergence)}" for divergence in identity.divergences]
+    return found + [f"  failed: {error}" for error in identity.errors]
+
+
+def described_run(run: TextRun) -> str:
+    always = f", {ALWAYS}" if run.always else ""
+    return f"{run.drafter}{always}, {'in a batch' if run.batched else 'one at a time'}"
+
+
+def divergence_line(found: Divergence) -> str:
+    """Return one line on a divergence, with the target's margin there."""
+
+    def name(token: int | None) -> str:
+        return "the end" if token is None else f"token {token}"
+
+    seed = "" if found.seed is None else f", seed {found.seed}"
+    return (
+        f"prompt {found.prompt}, {described_run(found.run)}{seed}, new token {found.position}:"
+        f" {name(found.found)} instead of {name(found.expected)}; the target's two most likely tokens there"
+        f" are {found.best[0]} (logit {found.logits[0]:.6g}) and {found.best[1]} (logit"
+        f" {found.logits[1]:.6g}), margin {found.margin:.3g}"
+    )
+
+
+def test_lines(report: VerifyReport, width: int | None) -> list[str]:
+    """Return the chi-square tests as a table, at most `width` characters wide."""
+    first = report.tests[0]
+    return [
+        f"Chi-square tests of the joint distribution of {first.tokens} sampled tokens against the target's"
+        f" exact one: {len(report.tests)} tests, each at level {first.level:.2g}, as the tests by position"
+        f" ({report.family_level:g} together), seed {report.seed}{in_turns(report)}",
+        *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)], width, keys=4)],
+        *[f"  failed: {error}" for test in report.tests for error in test.errors],
+    ]
+
+
+def in_turns(report: VerifyReport) -> str:
+    always = any(run.always for run in report.identities[0].runs)
+    turns = (
+        f", {' and '.join(report.about['drafters'])} in turns" if len(report.about["drafters"]) > 1 else ""
+    )
+    return f"; {ALWAYS}{turns}" if always else ""
+
+
+def row(test: DistributionTest) -> tuple[str, ...]:
+    failure = f"{test.impossible} impossible" if test.impossible else "FAILED"
+    return (
+        str(test.prompt),
+        "none (control)" if test.control else drafter_of(test),
+        test.acceptance,
+        str(test.setting),
+        str(test.samples),
+        str(test.cells),
+        f"{test.statistic:.2f}",
+        f"{test.p_value:.2g}",
+        f"{test.detectable:.4f}",
+        f"{test.accepted / test.drafted:.0%}" if test.drafted else "-",
+        "ok" if test.joint_passed else failure,
+    )
+
+
+def drafter_of(test: DistributionTest) -> str:
+    return test.drafter + (f", logits / {test.draft_temperature:g}" if test.draft_temperature != 1 else "")
+
+
+def position_lines(report: VerifyReport, width: int | None) -> list[str]:
+    """Return the tests by draft position as tables, at most `width` characters wide."""
+    found: list[str] = []
+    for test in report.tests:
+        if test.positions:
+            found.append(
+                f"Tokens by position of the draft, given the text before them: prompt {test.prompt},"
+                f" {drafter_of(test)}, {test.setting}"
+            )
+            rows = table([POSITIONS, *map(position_row, test.positions)], width)
+            found += [f"  {line}" for line in rows]
+    if found:
+        found += [
+            "  detects: total variation distance of these tokens; if corrected: of the corrections alone",
+            "",
+        ]
+    return found
+
+
+def position_row(position: DraftPosition) -> tuple[str, ...]:
+    tested, corrected = position.tested, position.corrections > 0
+    return (
+        "bonus" if position.bonus else str(position.position + 1),
+        str(position.tokens),
+        "-" if position.bonus else str(position.corrections),
+        f"{position.statistic:.2f}" if tested else "-",
+        str(position.degrees),
+        f"{position.p_value:.2g}" if tested else "-",
+        f"{position.detectable:.4f}" if tested else "-",
+        f"{position.detectable_correction:.4f}" if tested and corrected else "-",
+        "FAILED" if position.failed else "ok" if tested else "too few",
+    )
+
+
+def power(report: VerifyReport) -> str:
+    by_position = [
+        f"{each.detectable_correction:.3f} at draft position {each.position + 1}"
+        for each in report.best_by_position
+    ]
+    along = f" For corrections alone, some test does so at {', '.join(by_position)}." if by_position else ""
+    return (
+        f"Every full test of the drafter fails with probability {report.power:g} or more if the total"
+        f" variation distance between the output's and the target's distribution over its cells is"
+        f" {report.detectable:.4f} or more.{along}"
+    )
+
+
+def defect_name(report: VerifyReport) -> str:
+    assert report.planted is not None
+    return f"{report.planted}: {DEFECTS[report.planted].summary}"
+
+
+def conclusion(report: VerifyReport) -> str:
+    if report.planted is not None:
+        found = "was found" if report.found_planted else "was NOT found: these tests prove nothing here"
+        return f"SELF-TEST: the planted defect ({defect_name(report)}) {found}."
+    return {
+        "passed": "PASSED: no difference from plain decoding was found.",
+        "failed": "FAILED: the output differs from plain decoding's, or a request failed.",
+        "inconclusive": "INCONCLUSIVE: no difference was found, but one could have been missed.",
+    }[report.verdict]
+
 
 EXIT_CODES = {"passed": 0, "failed": FAILED, "inconclusive": INCONCLUSIVE}
 
 
 def verify(
     *texts: str,
-    verifying: VerifyOptions = VerifyOptions(),
+    verifying: VerifyOptions = NONE,
     model: ModelOptions = NONE,
     drafting: DraftOptions = NONE,
     prompting: PromptOptions = PromptOptions(),
@@ -59,11 +246,12 @@ def verify(
     """
     check_drafting_options(model, drafting)
     refuse_lossy(drafting)
-    check_places(out=output.out, html=verifying.html)
+    html = verifying.get("html")
+    check_places(out=output.out, html=html)
     if drafter_name(drafting, model) == "none":
         raise no_drafter()
     form = prompting.form
-    prompts = read_prompts(texts, verifying.prompts, model.get("model"))
+    prompts = read_prompts(texts, verifying.get("prompts"), model.get("model"))
     reports = run(prompts, form, options_of(verifying, drafting), model, drafting)
     names: Names = {
         "model": model.get("model", "demo"),
@@ -73,13 +261,15 @@ def verify(
     for document in documents:
         document["about"] = names | {"chat": form.chat, "system_message": form.system} | document["about"]
     several = {"verdict": overall(reports), "self_tests": documents}
+    from foredraft.pages.verification import verification_page
+
     with suppress(BrokenPipeError):  # the exit code is the verdict, even if the reader closed the pipe
         write_report(
-            several if verifying.self_test == ALL else documents[0],
+            several if verifying.get("self_test") == ALL else documents[0],
             lambda width: [line for report in reports for line in lines(report, names, width)],
             output,
-            html=verifying.html,
-            page=lambda: page(reports, names),
+            html=html,
+            page=lambda: verification_page(reports, names),
         )
     for report in reports:
         if report.planted is not None and not report.found_planted:
@@ -87,15 +277,7 @@ def verify(
     return EXIT_CODES[overall(reports)]
 
 
-def page(reports: Sequence[VerifyReport], names: Names) -> str:
-    """Return the --html page."""
-    from foredraft.pages.verification import verification_page
-
-    return verification_page(reports, names)
-
-
 def overall(reports: Sequence[VerifyReport]) -> Verdict:
-    """Return the verdict of one report, or of the self-tests with every defect."""
     verdicts = {report.verdict for report in reports}
     return verdicts.pop() if len(verdicts) == 1 else "inconclusive"
 
@@ -130,13 +312,8 @@ def run(
 
 
 def options_of(verifying: VerifyOptions, drafting: Given) -> list[VerifySettings]:
-    """Return the options of the verification, or of one for each defect.
-
-    Raises:
-        ConfigError: An option has a wrong value.
-    """
-    given, name = asdict(verifying), verifying.self_test
-    own = {option: given[option] for option in ("tokens", "samples", "detect", "seed")}
+    """Return the options of the verification, or of one for each defect."""
+    own, name = declared_in(VerifySettings, verifying), verifying.get("self_test")
     rule = drafting.get("acceptance")
     if name != ALL and name not in (None, *DEFECTS):
         raise ConfigError(

@@ -1,21 +1,67 @@
-"""The words of a command line, made ready for the parser.
+"""The words of a command line, made ready for the parser; the prompts among them; and errors, one line each.
 
-The parser cannot tell the argument `-`, a prompt that is read from stdin, from the value of an option. It
-knows options with a value and flags, but none whose value may be left out.
+Options as other programs spell them:
+https://github.com/ggml-org/llama.cpp/blob/master/tools/completion/README.md,
+https://docs.vllm.ai/en/latest/cli/serve.html; docs/guides/coming-from.md translates whole commands. The
+parser knows no argument `-`, and no option whose value may be left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from functools import cache
+from pathlib import Path
 
-from cyclopts import App
+from cyclopts import App, UnknownOptionError, UnusedCliTokensError
 
-from foredraft.verify.defects import DEFAULT
+from foredraft.errors import NO_VALUE, ConfigError, ForedraftError, Option, invalid_at
 
-__all__ = ["STDIN", "made_ready"]
+PROMPT = ("-p", "--prompt")  # for the command that takes one
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """Return what options of other programs are here; those of the library stand with their declarations."""
+    from foredraft.arguments import spelled_elsewhere
+    from foredraft.cli.sections import flag_of
+    from foredraft.decode.params import SamplingParams
+    from foredraft.kinds.load_options import LoadOptions
+
+    return {
+        (name if name.startswith("-") else flag_of(name)): flag_of(here)
+        for record in (LoadOptions, SamplingParams)
+        for name, here in spelled_elsewhere(record).items()
+    } | {
+        "--guided-choice": "--choice",
+        "-sys": "--system",
+        "--system-prompt": "--system",
+        "-cnv": "--chat",
+        "--conversation": "--chat",
+        "-ngl": "--device cuda",
+    }
+
+
+def name_here(word: str, options: Collection[str], command: str) -> str | None:
+    """Return what an unknown option is here; None where it is nothing that the command has.
+
+    Examples:
+        >>> name_here("--temp=0", ["--temperature"], "generate")
+        '--temperature'
+        >>> name_here("-p", [], "generate")
+        'the argument itself, without an option'
+    """
+    name, _, _ = word.partition("=")
+    if name in PROMPT and command == "generate":
+        return "the argument itself, without an option"
+    here = other_names().get(name, "")
+    return here if here.partition(" ")[0] in options else None
+
 
 STDIN = "\0"  # stands for the argument `-`: no argument of a process can contain a NUL byte
-DEFAULTS = {"--self-test": DEFAULT}  # option -> the value that it has where none is given
+SELF_TEST = "--self-test"  # the option whose value may be left out
 
 
 def made_ready(words: Sequence[str], app: App) -> list[str]:
@@ -25,22 +71,20 @@ def made_ready(words: Sequence[str], app: App) -> list[str]:
     option without its optional value gets the default one; the word after such an option is its value unless
     it begins with a dash.
 
-    Args:
-        words: A command with its arguments.
-        app: The program.
-
     Examples:
         >>> from foredraft.cli.commands import app
         >>> made_ready(["generate", "-", "--stop", "-"], app)
-        ['generate', '\\x00', '--stop=-']
+        ['generate', '\x00', '--stop=-']
         >>> made_ready(["verify", "--self-test", "--json"], app)
         ['verify', '--self-test=residual', '--json']
     """
     valued = _options_with_value(words, app) if "-" in words else set()
     made: list[str] = []
     for word, following in zip(words, [*words[1:], "-"], strict=True):
-        if word in DEFAULTS and following.startswith("-"):
-            made.append(f"{word}={DEFAULTS[word]}")
+        if word == SELF_TEST and following.startswith("-"):
+            from foredraft.verify.verify_settings import DEFAULT
+
+            made.append(f"{word}={DEFAULT}")
         elif word != "-":
             made.append(word)
         elif made and made[-1] in valued:
@@ -59,3 +103,152 @@ def _options_with_value(words: Sequence[str], app: App) -> set[str]:
         for name in argument.names
         if argument.token_count()[0]
     }
+
+
+# Parameters of the Python API that the command line calls otherwise.
+FLAG_NAMES = {"policy_options": "policy-option", "choices": "choice"}
+
+
+def as_flag(option: Option) -> str:
+    """Return the option as a flag.
+
+    Examples:
+        >>> as_flag(Option("max_batch")), as_flag(Option("dtype", "bfloat16")), as_flag(Option("json", True))
+        ('--max-batch', '--dtype bfloat16', '--json')
+    """
+    name = FLAG_NAMES.get(option.name, option.name).replace("_", "-")
+    if isinstance(option.value, bool):
+        return f"--{name}" if option.value else f"--no-{name}"
+    return f"--{name}" if option.value is NO_VALUE else f"--{name} {shlex.quote(str(option.value))}"
+
+
+def one_line(error: Exception | str) -> str:
+    """Return the message on one line, with options as flags and the stdin marker as `-`."""
+    message = str(error)
+    if isinstance(error, ForedraftError):
+        message = error.describe(as_flag)
+    elif isinstance(error, UnusedCliTokensError):
+        message = _too_many(error).describe(as_flag)
+    elif isinstance(error, UnknownOptionError):
+        message = _unknown(error) or message
+    return " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
+
+
+def _too_many(error: UnusedCliTokensError) -> ForedraftError:
+    """Return the error of arguments beyond those that a command takes; most are a prompt without quotes."""
+    words = error.unused_tokens or []
+    command = next(iter(error.command_chain or ()), "foredraft")
+    remedies = {"generate": "put a prompt of several words in quotes", "info": "give one model"}
+    remedy = remedies.get(command, "give options as --name value")
+    return ConfigError(f"{command} has no place for {' '.join(words)!r}", remedy=remedy)
+
+
+def _unknown(error: UnknownOptionError) -> str | None:
+    """Return the error of an option that another program has; None where the parser's own error says more."""
+    word = error.token.keyword or error.token.value
+    options = [name for argument in error.argument_collection for name in argument.names]
+    here = name_here(word, options, next(iter(error.command_chain or ()), "foredraft"))
+    return None if here is None else f"Unknown option: {word}; here it is {here}"
+
+
+def print_error(error: Exception | str) -> None:
+    print(f"foredraft: error: {one_line(error)}", file=sys.stderr)
+
+
+def read_text(option: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"which cannot be read ({error.strerror})", option=option, value=str(file),
+            remedy="give a text file",
+        ) from error  # fmt: skip
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"which is not UTF-8 text (byte {error.start})", option=option, value=str(file),
+            remedy="convert it first",
+        ) from error  # fmt: skip
+
+
+CONFIG = "config.json"  # of a checkpoint folder
+GGUF = ".gguf"
+
+
+def check_is_no_model(prompt: str, model: str | None) -> None:
+    """Refuse a prompt that is the path of a model where no model is given; with one, tell of it on stderr."""
+    if (kind := _kind_of_model(prompt)) is None:
+        return
+    if model is None:
+        raise ConfigError(
+            f"the prompt {prompt!r} is {kind}",
+            remedy=(
+                "did you mean ",
+                Option("model", prompt),
+                "? To continue it as text, give it on stdin, by -",
+            ),
+        )
+    print(f"foredraft: the prompt {prompt!r} is {kind}; it is continued as text", file=sys.stderr)
+
+
+def _kind_of_model(text: str) -> str | None:
+    """Return what model the text is the path of; None where it is no such path."""
+    if text.endswith(GGUF) and os.path.isfile(text):
+        return "a GGUF file"
+    if not os.path.isdir(text):  # False, too, for what can be no path
+        return None
+    try:
+        names = {file.name for file in Path(text).iterdir()}
+    except OSError:
+        return None
+    is_model = CONFIG in names or any(name.endswith(GGUF) for name in names)
+    return "the folder of a model" if is_model else None
+
+
+def read_prompt(prompt: str | None, model: str | None) -> str:
+    """Return the prompt: the given one, stdin's, or the demo's."""
+    if prompt is None and model is None:
+        from foredraft import demo
+
+        return demo.prompt()
+    if prompt is None:
+        raise ConfigError("no prompt", remedy="give one, or - to read it from stdin")
+    if prompt != STDIN:
+        check_text("the prompt", prompt)
+        check_is_no_model(prompt, model)
+        return prompt
+    if sys.stdin is None:
+        raise ConfigError("stdin is closed", remedy="give the prompt as an argument, or open stdin")
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"stdin is not UTF-8 text (byte {error.start})", remedy="convert it first"
+        ) from error
+
+
+def check_text(what: str, text: str) -> None:
+    if (at := invalid_at(text)) is not None:
+        raise ConfigError(f"{what} is not UTF-8 text (character {at})", remedy="convert it first")
+
+
+def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) -> list[str]:
+    """Return the prompts of the command line or the file, or else the demo's."""
+    if texts and file is not None:
+        raise ConfigError(
+            ("prompts are given as arguments and by ", Option("prompts")), remedy="leave one out"
+        )
+    if texts:
+        return [read_prompt(text, model) for text in texts]
+    if file is None:
+        from foredraft import demo
+
+        return demo.prompts()
+    text = read_text("prompts", Path(file))
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not numbered:
+        raise ConfigError("which has no prompts", option="prompts", value=file, remedy="give one per line")
+    if not file.endswith(".jsonl"):
+        return [line for _, line in numbered]
+    from foredraft.bench.workload import prompt_of
+
+    return [prompt_of(line, f"line {number} of {file}") for number, line in numbered]

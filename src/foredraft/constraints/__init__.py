@@ -1,7 +1,7 @@
 """Constraints that requests ask for: allowed tokens, banned text, regular expressions, schemas and grammars.
 
-`ConstraintFactory` makes them from sampling parameters. Automata are shared by all requests with the same
-options, and a compiled grammar by the samples of one request; state belongs to one sequence.
+Requests with the same options share automata, and the samples of one request a compiled grammar; state
+belongs to one sequence.
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
 
-from foredraft.constraints.after_thinking import AfterThinking
-from foredraft.constraints.allowed import AllowedTokens, mask_of
-from foredraft.constraints.ban_list import BanList, Phrases
-from foredraft.constraints.banned import BannedByMask, BannedByRollback
-from foredraft.constraints.combined import Combined
-from foredraft.constraints.compiling import SIMPLER, compile_grammar, grammar_tokenizer, with_slices
-from foredraft.constraints.grammar import Grammar
-from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
-from foredraft.constraints.pace import MAX_OVERDUE, MaskThreads, Pace
-from foredraft.constraints.phrases import PhraseState
-from foredraft.constraints.thinking_tokens import ThinkingTokens
-from foredraft.constraints.token_automaton import TokenAutomaton
-from foredraft.constraints.token_table import TokenTable
-from foredraft.constraints.track import PhraseTrack, prompt_state
-from foredraft.decode.constraint import Constraint
-from foredraft.decode.guarded import Guarded
+from foredraft.constraints.banned import (
+    KEPT_BYTES,
+    KEPT_LISTS,
+    BanList,
+    BannedByMask,
+    BannedByRollback,
+    LRUCache,
+    Phrases,
+)
+from foredraft.constraints.combined import AfterThinking, AllowedTokens, Combined, mask_of
+from foredraft.constraints.grammar import (
+    MAX_OVERDUE,
+    SIMPLER,
+    Grammar,
+    MaskThreads,
+    Pace,
+    compile_grammar,
+    grammar_tokenizer,
+    with_slices,
+)
+from foredraft.constraints.phrases import PhraseState, PhraseTrack, TokenAutomaton, prompt_state
+from foredraft.constraints.token_table import ThinkingTokens, TokenTable
+from foredraft.decode.constraint import Constraint, Guarded
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.thinking import Thinking
+from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
@@ -41,20 +48,12 @@ WITHOUT_SLICES = 1
 
 
 class ConstraintFactory:
-    """Makes the constraints of requests to one model.
-
-    Args:
-        tokenizer: The target's.
-        vocabulary: Size V of the target.
-        ends: Ids that end a text.
-    """
-
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
         self._codec = lru_cache(1)(lambda: ByteCodec(tokenizer))
         self._table = lru_cache(4)(self._make_table)
         self._thinking_tokens = lru_cache(4)(self._make_thinking_tokens)
-        self._lists = Kept[tuple[Phrases, frozenset[int], bool], BanList](KEPT_LISTS, KEPT_BYTES)
+        self._lists = LRUCache[tuple[Phrases, frozenset[int], bool], BanList](KEPT_LISTS, KEPT_BYTES)
         self._ll_tokenizer = lru_cache(1)(lambda: grammar_tokenizer(self._codec(), vocabulary, ends))
         self._sliced = lru_cache(1)(lambda: with_slices(self._ll_tokenizer()))
         self._grammars_used = count()
@@ -66,21 +65,11 @@ class ConstraintFactory:
         params: SamplingParams,
         *,
         show_special: bool = False,
-        thinking: Thinking | None = None,
+        thinking: ThinkingMarkers | None = None,
     ) -> Callable[[], Constraint | None]:
         """Return a function that makes a fresh constraint for each sequence of a request, or None.
 
-        What is slow happens here. A grammar is compiled for each request: copies of a matcher share its
-        lexer, whose states one request may use up, and building it anew takes 0.3 to 20 ms.
-
-        Args:
-            prompt: The request's, whose text may count for banned phrases.
-            params: The request's.
-            show_special: Special tokens belong to the text.
-            thinking: What a grammar waits for; None where it holds from the beginning.
-
-        Raises:
-            RequestError: A grammar is invalid or asks for what is not supported, or no text is allowed.
+        Each request compiles its grammar: matchers of one share a lexer, whose states one request may use up.
         """
         ids = params.allowed_token_ids
         if not params.ban and params.text_grammar is None and ids is None:

@@ -1,45 +1,136 @@
-"""Banned text, in two modes whose outputs have different distributions (docs/guides/constraints.md).
+"""Banned text, in two modes whose outputs have different distributions (docs/guides/constraints.md); lists of
+it are kept.
 
-`mask`: a token that would complete a banned phrase, or begin a character that only such tokens complete, has
-probability 0, and each step is renormalised over the others. `rollback`: tokens are drawn freely; when a
-phrase is complete, the text is cut before the token with the phrase's first byte, that token is forbidden
-after exactly this text, and drawing goes on with new noise.
-Both look at text, so no tokenisation of a phrase slips through.
+`mask`: a token that would complete a banned phrase has probability 0. `rollback`: when a phrase is complete,
+the text is cut before the token with the phrase's first byte, that token is forbidden after exactly this
+text, and drawing goes on with new noise. Both look at text, so no tokenisation of a phrase slips through.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
+
 import torch
 from torch import Tensor
 
+from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, PhraseTrack, Symbols, TokenAutomaton
 from foredraft.constraints.token_masks import TokenMasks
-from foredraft.constraints.track import PhraseTrack
+from foredraft.constraints.token_table import TokenTable
 from foredraft.decode.constraint import Constraint
 
-__all__ = ["BannedByMask", "BannedByRollback"]
+KEPT_LISTS = 16  # of phrases, compiled; one ban of 10,000 phrases takes some 100 MB with its masks
+KEPT_BYTES = 256 << 10  # of their phrases together; an automaton takes some 350 bytes a byte
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+class LRUCache(Generic[K, T]):
+    """Values by key; those that were not asked for the longest go first. Safe from several threads."""
+
+    def __init__(self, most: int, size: int) -> None:
+        self._most, self._size, self.total = most, size, 0
+        self._values: OrderedDict[K, tuple[T, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, size: int, make: Callable[[], T]) -> T:
+        """Return the value of a key, made now if it is not kept; size: what it counts."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
+        value = make()  # may take long
+        if size <= self._size:
+            with self._lock:
+                self._drop(key)
+                self._values[key] = value, size
+                self.total += size
+                while len(self._values) > self._most or self.total > self._size:
+                    self._drop(next(iter(self._values)))
+        return value
+
+    def _drop(self, key: K) -> None:
+        _, size = self._values.pop(key, (None, 0))
+        self.total -= size
+
+
+class Phrases(NamedTuple):
+    """Banned phrases, how they are compared, and strings at which a text may be cut off."""
+
+    phrases: tuple[str, ...]
+    ignore_case: bool
+    whole_words: bool
+    endings: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(text.encode()) for texts in (self.phrases, self.endings) for text in texts)
+
+
+class BanList:
+    def __init__(self, ban: Phrases, table: TokenTable) -> None:
+        symbols = Symbols(ignore_case=ban.ignore_case, whole_words=ban.whole_words)
+        self._phrases = PhraseAutomaton(ban.phrases, symbols, ban.endings)
+        self._table = table
+
+    @cached_property
+    def automaton(self) -> TokenAutomaton:
+        return TokenAutomaton(self._phrases, self._table)
+
+    @cached_property
+    def masks(self) -> TokenMasks:
+        return TokenMasks(self._phrases, self._table)
+
+    def has_safe_token(self, *, ends_are_barred: bool) -> bool:
+        """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
+        return bool(self._table.ends and not ends_are_barred) or self._speaks_safely
+
+    @cached_property
+    def _speaks_safely(self) -> bool:
+        phrases, table = self._phrases, self._table
+        first = {pattern.lstrip(BOUNDARY)[0] for pattern in phrases.patterns}
+        for id in table.speaks.nonzero()[:, 0].tolist():
+            symbols, pending = phrases.decoded(b"", table.texts[id])
+            if not pending and not first.intersection(symbols):
+                return True
+        return False
+
 
 NO_TOKEN = "ban: every token would complete banned text"
-# Tokens that a text may take back in all: so many for each of `max_new_tokens`, or of 64 where those are
-# fewer. A dead end costs a round, too, so a text takes nine times the rounds of its longest length at most.
+# Tokens that a text may take back for each of `max_new_tokens`, or of 64 where those are fewer: with dead
+# ends, a text takes nine times the rounds of its longest length at most.
 TAKEN_BACK, MIN_TAKEN_BACK = 4, 64
 
 
-class BannedByMask(Constraint):
-    """Forbids tokens that complete a phrase.
-
-    Args:
-        masks: Of the vocabulary, by states of the automaton; sequences share them.
-        track: The automaton along this sequence.
-    """
+class _Ban(Constraint):
+    """A ban that follows a text by a track of its phrases."""
 
     narrow, option = False, "ban"
 
-    def __init__(self, masks: TokenMasks, track: PhraseTrack) -> None:
-        self._masks, self._track = masks, track
+    def __init__(self, track: PhraseTrack) -> None:
+        self._track = track
 
     @property
     def length(self) -> int:
         return len(self._track.tokens)
+
+    def rewind(self, length: int) -> None:
+        self._track.rewind(length)
+
+    def may_be_cut(self) -> int:
+        return self._track.may_be_cut()
+
+
+class BannedByMask(_Ban):
+    """Forbids tokens that complete a phrase."""
+
+    def __init__(self, masks: TokenMasks, track: PhraseTrack) -> None:
+        super().__init__(track)
+        self._masks = masks
 
     def mask(self) -> Tensor | None:
         return self._masks.allowed(self._track.state, self._track.left)
@@ -48,13 +139,7 @@ class BannedByMask(Constraint):
         self._track.push(token)
         return self.length
 
-    def rewind(self, length: int) -> None:
-        self._track.rewind(length)
-
     def settled(self) -> int:
-        return self._track.may_be_cut()
-
-    def may_be_cut(self) -> int:
         return self._track.may_be_cut()
 
     def retreat(self) -> int | None:
@@ -62,28 +147,15 @@ class BannedByMask(Constraint):
         return self._track.awaits_boundary()  # a whole word must not stand at the end
 
 
-class BannedByRollback(Constraint):
-    """Takes back phrases that are complete.
-
-    Args:
-        track: The automaton along this sequence.
-        vocabulary: Size V.
-        most: Rollbacks before the text ends.
-        holds_all: No token is settled before the end, because a place may run out of tokens: then the token
-            before it, which may have begun no phrase, is taken back, too.
-    """
-
-    narrow, option = False, "ban"
+class BannedByRollback(_Ban):
+    """Takes back phrases that are complete."""
 
     def __init__(self, track: PhraseTrack, vocabulary: int, most: int, *, holds_all: bool) -> None:
-        self._track, self._vocabulary, self._most, self._holds_all = track, vocabulary, most, holds_all
+        super().__init__(track)
+        self._vocabulary, self._most, self._holds_all = vocabulary, most, holds_all
         self._forbidden: dict[int, set[int]] = {}  # length of the text -> tokens that may not follow it
         self._rollbacks = self._taken_back = 0
         self._most_taken_back = TAKEN_BACK * max(track.last, MIN_TAKEN_BACK)
-
-    @property
-    def length(self) -> int:
-        return len(self._track.tokens)
 
     def mask(self) -> Tensor | None:
         forbidden = self._forbidden.get(self.length)
@@ -96,9 +168,6 @@ class BannedByRollback(Constraint):
     def advance(self, token: int) -> int:
         first = self._track.push(token)
         return self.length if first is None else max(0, first)
-
-    def rewind(self, length: int) -> None:
-        self._track.rewind(length)
 
     def roll_back(self, length: int) -> None:
         token = self._track.tokens[length]
@@ -120,6 +189,3 @@ class BannedByRollback(Constraint):
 
     def settled(self) -> int:
         return 0 if self._holds_all else self._track.settled()
-
-    def may_be_cut(self) -> int:
-        return self._track.may_be_cut()

@@ -1,35 +1,140 @@
-"""Combined: several constraints of one sequence at once, and the shortest length that it may have."""
+"""Combined: several constraints of one sequence at once; allowed tokens; constraints that begin behind the
+thinking.
+
+In the thinking every token is allowed, but for the ends of a text. Where thinking is optional, what begins
+the opening marker is allowed beside what begins the content.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from foredraft.constraints.token_table import Phase, ThinkingPlace, ThinkingTokens
 from foredraft.decode.constraint import Constraint
 
-__all__ = ["Combined"]
+
+class AllowedTokens(Constraint):
+    option = "allowed_token_ids"
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask, self._length = mask, 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def mask(self) -> Tensor | None:
+        return self._mask
+
+    def advance(self, token: int) -> int:
+        self._length += 1
+        return self._length
+
+    def rewind(self, length: int) -> None:
+        self._length = length
+
+
+def mask_of(ids: Collection[int], vocabulary: int) -> Tensor:
+    mask = torch.zeros(vocabulary, dtype=torch.bool)
+    mask[list(ids)] = True
+    return mask
+
+
+class _ThinkingStep(NamedTuple):
+    """Where a text stands after some tokens."""
+
+    place: ThinkingPlace  # in its thinking
+    begin: int | None  # the token with which the content begins, if it has begun or may begin now
+
+
+class AfterThinking(Constraint):
+    """Leaves the thinking free and holds the content to another constraint."""
+
+    def __init__(self, tokens: ThinkingTokens, begun: bool, content: Constraint) -> None:
+        self._tokens, self._content, self.option = tokens, content, content.option
+        phase, begin = (Phase.THINKING, None) if begun else (Phase.OPENING, 0)
+        self._new: list[int] = []
+        self._steps = [_ThinkingStep(ThinkingPlace(phase), begin)]  # after n new tokens
+        self._origin = 0  # the token with which the content began for `content`
+
+    @property
+    def narrow(self) -> bool:  # type: ignore[override]
+        return self._steps[-1].place.phase is not Phase.THINKING
+
+    @property
+    def length(self) -> int:
+        return len(self._new)
+
+    def mask(self) -> Tensor | None:
+        place, begin = self._steps[-1]
+        if begin is None:
+            return self._tokens.mask(place)
+        mask = self._content.mask()
+        if place.phase is Phase.CONTENT or mask is None:
+            return mask
+        return mask | self._tokens.mask(place)
+
+    def advance(self, token: int) -> int:
+        place, begin = self._steps[-1]
+        after = self._tokens.after(place, token) or ThinkingPlace(Phase.CONTENT)
+        if after.phase is Phase.BREAK:
+            begin = self.length + 1
+        elif after.phase is Phase.THINKING:
+            begin = None
+        elif after.phase is Phase.OPENING and begin is not None:  # it may turn out to be content
+            mask = self._content.mask()
+            begin = begin if mask is None or bool(mask[token]) else None
+        self._new.append(token)
+        self._steps.append(_ThinkingStep(after, begin))
+        self._follow()
+        return self.length
+
+    def rewind(self, length: int) -> None:
+        del self._new[length:]
+        del self._steps[length + 1 :]
+        self._content.rewind(max(0, min(self._content.length, length - self._origin)))
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let the content's constraint read what it has not read of the content so far."""
+        begin = self._steps[-1].begin
+        if begin is None:
+            return
+        if begin != self._origin:
+            self._content.rewind(0)
+            self._origin = begin
+        for token in self._new[begin + self._content.length :]:
+            self._content.advance(token)
+
+    def retreat(self) -> int | None:
+        if self._steps[-1].begin is None:
+            return super().retreat()
+        self._content.retreat()
+        self.ended_by = self._content.ended_by
+        return None
+
+    def forced(self, most: int) -> list[int]:
+        return self._content.forced(most) if self._steps[-1].place.phase is Phase.CONTENT else []
 
 
 class Combined(Constraint):
-    """Allows what all its parts allow.
-
-    Args:
-        parts: By the option that asks for each; one or more. A dead end is left by the first one that can.
-        ends: Ids that end a text, which are forbidden before `least` new tokens.
-        least: Shortest length.
-    """
+    """Allows what all its parts allow."""
 
     def __init__(
         self, parts: Mapping[str, Constraint], ends: frozenset[int] = frozenset(), least: int = 0
     ) -> None:
+        # by the option that asks for each; one or more. A dead end is left by the first one that can
         self.parts = tuple(parts.values())
         self.option = " and ".join([*parts, *(["min_new_tokens"] if least else [])])
         self._ends, self._least = list(ends), least
-        self._note_narrow()
 
-    def _note_narrow(self) -> None:
-        self.narrow = any(part.narrow for part in self.parts)
+    @property
+    def narrow(self) -> bool:  # type: ignore[override]
+        return any(part.narrow for part in self.parts)
 
     @property
     def length(self) -> int:
@@ -50,20 +155,16 @@ class Combined(Constraint):
         return mask
 
     def advance(self, token: int) -> int:
-        kept = min([part.advance(token) for part in self.parts])
-        self._note_narrow()
-        return kept
+        return min([part.advance(token) for part in self.parts])
 
     def rewind(self, length: int) -> None:
         for part in self.parts:
             part.rewind(length)
-        self._note_narrow()
 
     def roll_back(self, length: int) -> None:
         for part in self.parts:
             part.roll_back(length)
             self.ended_by = self.ended_by or part.ended_by
-        self._note_narrow()
 
     def retreat(self) -> int | None:
         blocked = [part for part in self.parts if part.at_dead_end]

@@ -1,12 +1,8 @@
 """GBNF: grammars in llama.cpp's notation -> llguidance's Lark dialect.
 
-A line `name ::= ...` marks a grammar as GBNF
-(https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md). llguidance carries a converter. What
-it would read otherwise than llama.cpp does is spelt here so that both mean the same: characters by their
-numbers, and `.`, which is any character in GBNF and any but a line break in a regular expression.
-
-The converted grammar is read by llguidance's lexer, which takes the longest text that a symbol matches. So a
-grammar that is ambiguous about where a symbol ends may allow less than in llama.cpp, never more.
+Source: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. What llguidance's converter
+would read otherwise than llama.cpp is spelt here so that both mean the same. Its lexer takes the longest text
+that a symbol matches, so an ambiguous grammar may allow less than in llama.cpp, never more.
 """
 
 from __future__ import annotations
@@ -16,8 +12,6 @@ import re
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from foredraft.errors import RequestError
-
-__all__ = ["is_gbnf", "lark_of"]
 
 RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.M)
 LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.M)
@@ -42,15 +36,6 @@ def is_gbnf(text: str) -> bool:
 
 
 def lark_of(option: str, text: str) -> str:
-    """Return a GBNF grammar in llguidance's Lark dialect.
-
-    Args:
-        option: That gives the grammar, for the error.
-        text: The grammar.
-
-    Raises:
-        RequestError: It is no GBNF, or uses what cannot be converted.
-    """
     try:
         return gbnf_to_lark("".join(_spelled(part[0]) for part in PART.finditer(text)))
     except RecursionError:
@@ -64,11 +49,7 @@ def lark_of(option: str, text: str) -> str:
 
 
 def _spelled(part: str) -> str:
-    """Return a part of a grammar as the converter reads it rightly.
-
-    Raises:
-        ValueError: No spelling of it would be read rightly.
-    """
+    """Return a part of a grammar as the converter reads it rightly."""
     if part == ".":
         return ANY
     if part[0] == "[":
@@ -93,11 +74,6 @@ def _literal(text: str) -> str:
 
 
 def _character(escape: re.Match[str]) -> str:
-    """Return the character that an escape stands for.
-
-    Raises:
-        ValueError: It stands for none.
-    """
     number = next((each for each in escape.groups()[:3] if each), None)
     if number is not None and int(number, 16) <= 0x10FFFF and not 0xD800 <= int(number, 16) <= 0xDFFF:
         return chr(int(number, 16))

@@ -1,28 +1,240 @@
-"""Grammar: text of a regular expression, a JSON schema or a context-free grammar, by the library llguidance.
+"""Grammar: text of a regular expression, a JSON schema or a grammar, by the library llguidance, and within
+its time.
 
-https://github.com/guidance-ai/llguidance (MIT). The library never sees a token that its mask forbids, which
-would break its matcher for good, nor an end-of-text token: those are allowed where the text so far is whole.
-
-The library answers an error of its own, such as a limit that is exceeded, with a mask of nothing but an end.
-So each call looks for an error, and raises it.
+https://github.com/guidance-ai/llguidance (MIT) hardly bounds a mask's time, and a mask cannot be broken off:
+another thread computes it, and the caller does not wait for long. The library never sees a token that its
+mask forbids, which would break its matcher for good. It hides its errors in masks of an end, so each call
+looks for one.
 """
 
 from __future__ import annotations
 
+import json
+import queue
+import re
+import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
-from foredraft.constraints.compiling import DEAD_ENDS, SIMPLER
-from foredraft.constraints.pace import Pace
+from foredraft.constraints.gbnf import is_gbnf, lark_of
 from foredraft.decode.constraint import Constraint, ConstraintError
+from foredraft.errors import RequestError
+from foredraft.model.byte_codec import ByteCodec
 
-__all__ = ["Grammar"]
+# Seconds. All rows wait for a mask. Most masks take 0.02 to 3 ms; those of a schema with 1,000 optional
+# properties take 4 ms on average and 80 ms at most, at a vocabulary of 262,144.
+OVERDUE = 0.3  # by the clock: the longest mask
+SECONDS_PER_MASK = 0.02  # of a processor: what each mask may take
+PATIENCE = 0.5  # of a processor: by how much the masks of a request may exceed that together
+MAX_OVERDUE = 2  # masks that run for no use, from which on no further grammar is taken
+
+Task: TypeAlias = Callable[[], object]
+Answer: TypeAlias = tuple[object, float, BaseException | None]  # with seconds of a processor, and the error
+
+
+class MaskThreads:
+    """Threads that compute masks. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self._idle = queue.SimpleQueue[_Thread]()
+        self._lock = threading.Lock()
+        self.overdue = 0  # masks that run for no use
+
+    def compute(self, matcher: LLMatcher) -> tuple[bytes, float]:
+        """Return the mask of a matcher, and the seconds of a processor that it took."""
+        try:
+            thread = self._idle.get_nowait()
+        except queue.Empty:
+            thread = _Thread()
+        thread.tasks.put(matcher.compute_bitmask)
+        try:
+            mask, seconds, error = thread.answers.get(timeout=OVERDUE)
+        except queue.Empty:
+            self._count(1)
+            thread.tasks.put(lambda: self._count(-1))
+            raise TimeoutError from None
+        self._idle.put(thread)
+        if error is not None:
+            raise error
+        assert isinstance(mask, bytes)
+        return mask, seconds
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.overdue += more
+
+
+class _Thread:
+    """A thread that does tasks in order until this object is garbage. The process may end before it."""
+
+    def __init__(self) -> None:
+        self.tasks = queue.SimpleQueue[Task | None]()
+        self.answers = queue.SimpleQueue[Answer]()
+        given = self.tasks, self.answers
+        threading.Thread(target=_serve, args=given, name="foredraft-masks", daemon=True).start()
+
+    def __del__(self) -> None:
+        self.tasks.put(None)
+
+
+def _serve(tasks: queue.SimpleQueue[Task | None], answers: queue.SimpleQueue[Answer]) -> None:
+    while (task := tasks.get()) is not None:
+        began, answer, failed = time.thread_time(), None, None
+        try:
+            answer = task()
+        except BaseException as error:  # the caller raises it
+            failed = error
+        answers.put((answer, time.thread_time() - began, failed))
+        del task, answer, failed  # an idle thread keeps no grammar alive
+
+
+def _compute_here(matcher: LLMatcher) -> tuple[bytes, float]:
+    began = time.thread_time()
+    mask: bytes = matcher.compute_bitmask()
+    return mask, time.thread_time() - began
+
+
+class Pace:
+    """The time of one request's grammar. Its samples share it, as they share the grammar's states."""
+
+    def __init__(self, threads: MaskThreads, *, small: bool = False) -> None:
+        self._compute = _compute_here if small else threads.compute
+        self._behind = 0.0  # seconds by which the masks exceed what they may take
+        self._error: str | None = None
+
+    def mask(self, matcher: LLMatcher) -> bytes:
+        if self._error is not None:
+            raise TimeoutError(self._error)
+        try:
+            mask, seconds = self._compute(matcher)
+        except TimeoutError:
+            raise self._too_slow(f"a mask took more than {OVERDUE} s") from None
+        self._behind = max(0.0, self._behind - SECONDS_PER_MASK)
+        self.count(seconds)
+        return mask
+
+    def count(self, seconds: float) -> None:
+        """Count seconds of a processor that the grammar took."""
+        self._behind += seconds
+        if self._behind > PATIENCE:
+            raise self._too_slow(
+                f"its masks took {self._behind:.1f} s of a processor more than"
+                f" {SECONDS_PER_MASK * 1000:.0f} ms each"
+            )
+
+    def _too_slow(self, measured: str) -> TimeoutError:
+        self._error = f"is too slow for this machine: {measured}"
+        return TimeoutError(self._error)
+
+
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"  # between the parts of a JSON text; never without an end
+# how the library's messages point at a place in a regular expression
+POINTED = re.compile(r"regex parse error:\n    (?P<text>.*)\n    (?P<before> *)\^+\nerror: (?P<error>.*)")
+# Bounds of a matcher's memory; what exceeds them is an error of its own request. Time is bounded by `Pace`.
+# A JSON schema of 1,000 optional properties needs 8,789 symbols, 4,000 items in a row and, at a vocabulary of
+# 262,144, between 200,000 and 400,000 items of a mask; one of 500 tagged objects needs 18,750 symbols.
+LIMITS = LLParserLimits(
+    max_grammar_size=25_000,  # symbols
+    max_items_in_row=10_000,
+    step_max_items=400_000,  # of a mask
+    max_lexer_states=65_536,  # 0.3 to 2 kB each, for all samples of a request
+    verbose_errors=False,  # a message says what was exceeded, not the whole state
+)
+SIMPLER = "give a simpler one"
+DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # reasons of the library to stop that are no failures
+SPELLED = 512  # characters of forced text that are cut into tokens: all of a long one took 0.1 s a mask
+SILENT = b"\xff"  # begins the name of a token that adds no text; no text contains this byte
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> None:
+        self._codec = codec
+        self.tokens = [text or SILENT + b"[%d]" % id for id, text in enumerate(codec.table(vocabulary))]
+        self.special_token_ids = [id for id, text in enumerate(self.tokens) if text.startswith(SILENT)]
+        # the library wants one; without one, any id that shows no text serves, because `Grammar` decides
+        self.eos_token_id = min(ends, default=next(iter(self.special_token_ids), vocabulary - 1))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return the tokens of a text that a grammar forces, of a long one those that it begins with."""
+        text = text if isinstance(text, str) else text.decode("utf-8", "ignore")
+        ids = self._codec.spell(text[:SPELLED])
+        if len(text) <= SPELLED:
+            return ids
+        return ids[: len(ids) - len(ids) // 4]  # what follows the cut may change the tokens before it
+
+
+def grammar_tokenizer(codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
+    wrapped = _Vocabulary(codec, vocabulary, ends)
+    return LLTokenizer(TokenizerWrapper(wrapped), n_vocab=vocabulary, slices=[])
+
+
+def with_slices(tokenizer: LLTokenizer) -> LLTokenizer:
+    """Return the tables with slices, which states may allow whole: 0.1 ms a mask in JSON strings, not 3."""
+    return tokenizer.with_slices(LLTokenizer.general_slices())
+
+
+def compile_grammar(option: str, text: str, tokenizer: LLTokenizer, pace: Pace) -> LLMatcher:
+    """Return a matcher at the beginning of a text, with its first mask computed."""
+    matcher = LLMatcher(tokenizer, _source(option, text), log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise _refused(option, matcher.get_error())
+    try:
+        pace.mask(matcher)  # so that the text it forces is known to all copies
+    except TimeoutError as error:
+        raise RequestError(str(error), option=option, remedy=SIMPLER) from error
+    if matcher.is_error() and matcher.stop_reason() not in DEAD_ENDS:
+        raise _refused(option, matcher.get_error(), SIMPLER)
+    return matcher
+
+
+def check_grammar(option: str, text: str) -> None:
+    """Check what can be checked before there is a tokenizer; arguments and errors as `compile_grammar`."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(_source(option, text), limits=LIMITS)
+    if is_error:
+        raise _refused(option, messages[0])
+
+
+def _source(option: str, text: str) -> str:
+    if option in ("regex", "choices"):
+        return LLMatcher.grammar_from_regex(text)
+    if option == "grammar":
+        return LLMatcher.grammar_from_lark(lark_of(option, text) if is_gbnf(text) else text)
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
+        )
+    except ValueError as error:
+        raise _refused(
+            option, f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
+        ) from error
+
+
+def _refused(
+    option: str, message: str, remedy: str = "correct it, or leave out what is not supported"
+) -> RequestError:
+    return RequestError(f"is refused: {_one_line(message)}", option=option, remedy=remedy)
+
+
+def _one_line(message: str) -> str:
+    """Return a message of the library on one line, with the place of an error in a regular expression."""
+    place = POINTED.search(message)
+    if place is not None:
+        return f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
+    # the message of the library goes on with a setting that no option here reaches
+    if message.startswith("oneOf constraints are not supported"):
+        return "oneOf is supported only where its parts exclude each other; anyOf always"
+    return " ".join(message.split())
+
 
 KEPT = 64  # latest lengths whose masks are kept, for drafts that are rewound; V bytes each
 UNSAID = "<non-verbose/>"  # stands in the library's messages where they do not show its state
@@ -31,25 +243,16 @@ T = TypeVar("T")
 
 
 class Grammar(Constraint):
-    """Allows the tokens with which the text can still become one of the grammar.
-
-    Args:
-        matcher: At the beginning of a text; this sequence's own.
-        ends: Ids that end a text.
-        end: The id that ends a text for the library, which needs one; perhaps none of `ends`.
-        vocabulary: Size V.
-        option: The option that asked for it, for `ended_by`.
-        pace: Of the request.
-    """
+    """Allows the tokens with which the text can still become one of the grammar."""
 
     def __init__(
         self,
-        matcher: LLMatcher,
-        ends: frozenset[int],
-        end: int,
-        vocabulary: int,
-        option: str,
-        pace: Pace,
+        matcher: LLMatcher,  # at the beginning of a text; this sequence's own
+        ends: frozenset[int],  # ids that end a text
+        end: int,  # the id that ends a text for the library, which needs one; perhaps none of `ends`
+        vocabulary: int,  # size V
+        option: str,  # the option that asked for it, for `ended_by`
+        pace: Pace,  # of the request
     ) -> None:
         self._matcher, self._ends, self._end, self._pace = matcher, ends, end, pace
         self._vocabulary, self.option = vocabulary, option
@@ -84,7 +287,6 @@ class Grammar(Constraint):
         return torch.from_numpy(mask)
 
     def _ask(self, ask: Callable[[], T]) -> T:
-        """Return the library's answer; an error of it, or too much of its time, is raised."""
         began = time.thread_time()
         try:
             answer = ask()

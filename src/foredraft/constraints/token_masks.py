@@ -1,13 +1,8 @@
 """TokenMasks: the tokens that lead to no banned phrase, for every state of a phrase automaton.
 
-A token completes a phrase where a phrase lies within the token (the same tokens in every state), or where the
-text ends with the beginning of a phrase and the token starts with its remainder: a range of the vocabulary
-sorted by symbols, for every suffix of the state and every phrase that begins with it. So the mask of a state
-that was never seen costs a few range look-ups, not a walk over the vocabulary; it is kept.
-
-A token may leave a character open only if tokens of the vocabulary can complete it without a phrase: behind a
-banned whole word, most characters are its boundary, and so is every character that begins with E2 80. A text
-may end with an open character, which shows nothing.
+A token completes a phrase where a phrase lies within it, or where it starts with the remainder of a phrase
+that the text ends with: a range of the vocabulary sorted by symbols. So the mask of a new state costs a few
+range look-ups. A token may leave a character open only if tokens can complete it without a phrase.
 """
 
 from __future__ import annotations
@@ -20,45 +15,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foredraft.constraints.open_characters import (
+from foredraft.constraints.phrases import (
+    BOUNDARY,
+    ROOT,
+    PhraseAutomaton,
+    PhraseState,
     cased_characters,
     code_points,
     is_word,
     missing_bytes,
     words_within,
 )
-from foredraft.constraints.phrases import BOUNDARY, ROOT, PhraseAutomaton, PhraseState
 from foredraft.constraints.token_table import TokenTable
 
-__all__ = ["TokenMasks"]
-
-# Bytes of masks that are kept: a text visits the same few states again and again.
-KEPT_BYTES = 64 << 20
-# From so many phrases below a node on, its ranges are looked up before the first step: a thousand phrases
-# take about a millisecond, which a step should not wait for.
+KEPT_BYTES = 64 << 20  # of masks: a text visits the same few states again and again
+# phrases below a node from which on its ranges are looked up before the first step: a thousand take 1 ms
 EAGER_PHRASES = 64
-# A lone surrogate, which no text contains. It stands for all symbols that no pattern has: they lead to the
-# same node.
-OTHER = "\ud801"
-# A symbol is a code point of Unicode: there are so many, and each fits into so many bits.
-SYMBOLS, SYMBOL_BITS = 0x110000, 21
-# Streams are sorted by two numbers of 64 bits before they are compared as text. A number holds three symbols.
-SORT_KEYS, SYMBOLS_IN_A_KEY = 2, 3
-# From so many tokens before the end of a text on, the end does not matter: an open character lacks three
-# bytes at most, so three tokens can complete it.
-FAR = 4
+OTHER = "\ud801"  # a lone surrogate, in no text: all symbols that no pattern has, which lead to one node
+SYMBOLS, SYMBOL_BITS = 0x110000, 21  # a symbol is a code point: there are so many, of so many bits
+SORT_KEYS, SYMBOLS_IN_A_KEY = 2, 3  # streams are sorted by two int64 of three symbols, then as text
+FAR = 4  # tokens before the end of a text where it does not matter: three complete any open character
 
 Ids = npt.NDArray[np.int64]
 
 
 class TokenMasks:
-    """Masks of a vocabulary by the states of an automaton.
-
-    Args:
-        automaton: Finds the phrases.
-        table: The vocabulary.
-    """
-
     def __init__(self, automaton: PhraseAutomaton, table: TokenTable) -> None:
         self.automaton, self.table = automaton, table
         size = len(table.texts)
@@ -99,14 +80,7 @@ class TokenMasks:
                 self._starting(node, False)
 
     def allowed(self, state: PhraseState, left: int = FAR) -> Tensor:
-        """Return the tokens that lead to no phrase after `state`, [V] bool; it must not be written to.
-
-        Where no token that adds text is among them, only ends are.
-
-        Args:
-            state: Of the automaton.
-            left: Tokens that may follow; 0 where the text ends with the token.
-        """
+        """Return the tokens that lead to no phrase after `state`, [V] bool; it must not be written to."""
         key = state, min(left, FAR)
         mask = self._masks.get(key)
         if mask is None:
@@ -150,14 +124,6 @@ class TokenMasks:
         return forbidden
 
     def _may_continue(self, state: PhraseState, symbols: str, pending: bytes, left: int) -> bool:
-        """Return whether a token may follow an open character.
-
-        Args:
-            state: Of the automaton; it has pending bytes.
-            symbols: That the token completes.
-            pending: Bytes of an incomplete character behind them.
-            left: Tokens that may follow.
-        """
         automaton = self.automaton
         if automaton.completes(state.node, symbols + ("" if left else automaton.end_symbols)):
             return False
@@ -166,12 +132,7 @@ class TokenMasks:
         )
 
     def _can_complete(self, state: PhraseState, left: int) -> bool:
-        """Return whether tokens can complete the open character at the end of a text, or the text is over.
-
-        Args:
-            state: Of the automaton; it has pending bytes.
-            left: Tokens that may follow.
-        """
+        """Return whether tokens can complete the open character at the end of a text, or the text is over."""
         if not left:
             return True
         key = state, left
@@ -195,10 +156,7 @@ class TokenMasks:
         )
 
     def _becomes(self, pending: bytes) -> list[str]:
-        """Return the symbols of all characters that an incomplete one can become.
-
-        Those that no pattern has are one, or two where only whole words count: a letter and a boundary.
-        """
+        """Return the symbols of all characters that an incomplete one can become; OTHER for unnamed ones."""
         found = self._symbols.get(pending)
         if found is None:
             points = code_points(pending)
@@ -236,12 +194,7 @@ class TokenMasks:
         return sorted(map(ord, named))
 
     def _starting(self, node: int, whole: bool) -> Ids:
-        """Return the tokens that start with the remainder of a pattern after `node`.
-
-        Args:
-            node: Of the automaton.
-            whole: Instead, those that are the remainder but for the boundary that the end of a text adds.
-        """
+        """Return the tokens that start with the remainder of a pattern after `node`."""
         found = self._ranges.get((node, whole))
         if found is None:
             (first, stop), depth = self._spans[node], self.automaton.depth[node]
@@ -287,10 +240,7 @@ def _nearly_sorted(codes: npt.NDArray[np.uint32], ends: Ids) -> list[int]:
 
 
 def _where_patterns_may_begin(codes: npt.NDArray[np.uint32], ends: Ids, patterns: Seq[str]) -> list[int]:
-    """Return the ids whose streams may hold a pattern: its first symbol, followed by its second one if any.
-
-    Few do, and only these need a walk through the automaton.
-    """
+    """Return the ids whose streams may hold a pattern, by its first two symbols; few need a walk."""
     firsts = np.zeros(SYMBOLS, dtype=bool)
     firsts[[ord(pattern[0]) for pattern in patterns]] = True
     at = np.flatnonzero(firsts[codes])

@@ -1,26 +1,25 @@
-"""Constraint: which tokens a sequence may emit next, and the masks of it along a draft.
+"""Constraint: which tokens a sequence may emit next, the masks of it along a draft, and its faults.
 
-Contract: a constraint counts the sequence's *new* tokens. Its mask applies to p and q alike, before every
-other transform, so speculation stays exact under it. Along a draft it is advanced tentatively and then
-rewound without a trace. It may also find out too late (banned text that an innocent token completes): then
-`advance` names an earlier length, and the engine takes the tokens back, the same operation as a rejection.
-Where it allows no token at all (a *dead end*) the text is rolled back or ends, never an illegal token drawn.
-
-Any call may raise an error, `ConstraintError` where the request is to blame. `Guarded` catches it, and the
-sequence ends with it, alone.
+A constraint counts the sequence's *new* tokens. Its mask applies to p and q alike, before every other
+transform, so speculation stays exact. Where it finds out too late, `advance` names an earlier length, and the
+engine takes the tokens back. A constraint or a text that fails keeps the error, answers without the library
+from then on, and ends its own sequence alone.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from foredraft.model.transfers import upload
+from foredraft.errors import ForedraftError, is_fault
+from foredraft.model.memory import upload
 
-__all__ = ["Along", "Constraint", "ConstraintError", "Walks", "masks_along"]
+logger = logging.getLogger(__name__)
 
 
 class ConstraintError(Exception):
@@ -28,35 +27,23 @@ class ConstraintError(Exception):
 
 
 class Constraint:
-    """Base class: the state of one sequence. Lengths count new tokens.
+    """Base class: the state of one sequence. Lengths count new tokens."""
 
-    Attributes:
-        ended_by: Why the text has to end here, for people; None while it may go on.
-        failed: The error that broke it, for people, which names the option; None while it works.
-        narrow: It usually forbids most tokens, so that a draft made without its masks is soon illegal.
-        option: The option that asks for it.
-    """
-
-    ended_by: str | None = None
-    failed: str | None = None
-    option: str = "constraint"
-    narrow: bool = True
+    ended_by: str | None = None  # why the text has to end here, for people; None while it may go on
+    failed: str | None = None  # the error that broke it, for people, naming the option; None while it works
+    option: str = "constraint"  # the option that asks for it
+    narrow: bool = True  # it forbids most tokens, so that a draft made without its masks is soon illegal
 
     @property
     def length(self) -> int:
-        """New tokens read."""
         raise NotImplementedError
 
     def mask(self) -> Tensor | None:
-        """Return which tokens may be next, [V] bool on the CPU; None allows all, all False is a dead end.
-
-        The caller does not write to it.
-        """
+        """Return which tokens may be next, [V] bool on the CPU, not to be written to; None allows all."""
         return None
 
     @property
     def at_dead_end(self) -> bool:
-        """Whether no token at all is allowed."""
         mask = self.mask()
         return mask is not None and not bool(mask.any())
 
@@ -94,62 +81,37 @@ class Constraint:
 
 
 class Along(NamedTuple):
-    """A constraint along a draft of K tokens.
+    """A constraint along a draft of K tokens."""
 
-    Attributes:
-        masks: [K + 1, V] bool; True = allowed.
-        legal: The draft's first tokens that the constraint allows.
-        dead_end: After `legal` tokens no token is allowed.
-        after: [S] masks after each sibling, [V] bool; None where the text may not go on after it.
-    """
-
-    masks: Tensor
-    legal: int
-    dead_end: bool
-    after: list[Tensor | None]
+    masks: Tensor  # [K + 1, V] bool; True = allowed
+    legal: int  # the draft's first tokens that the constraint allows
+    dead_end: bool  # after `legal` tokens no token is allowed
+    after: list[Tensor | None]  # [S] of [V] bool, after each sibling; None where the text may not go on
 
 
-class _Walk:
-    """A constraint, advanced tentatively along a draft."""
-
-    def __init__(self, constraint: Constraint) -> None:
-        self.constraint = constraint
-        self.base = constraint.length
-
-    def advance(self, token: int) -> bool:
-        """Return False where the draft must end after the token: it is taken back, or nothing may follow."""
-        expected = self.constraint.length + 1
-        return self.constraint.advance(token) == expected and not self.constraint.at_dead_end
-
-    def undo(self) -> None:
-        self.constraint.rewind(self.base)
+def _goes_on(constraint: Constraint, token: int) -> bool:
+    """Read a drafted token; return False where it is taken back, or nothing may follow it."""
+    expected = constraint.length + 1
+    return constraint.advance(token) == expected and not constraint.at_dead_end
 
 
 class Walks:
-    """The constraints of a batch, walked along its drafts as tokens are drawn.
-
-    Args:
-        constraints: [B]; None for a row that has none or drafts nothing.
-        vocabulary: Size V.
-        device: Of the masks.
-
-    Attributes:
-        narrow: One of the constraints is.
-    """
+    """The constraints of a batch, walked along its drafts as tokens are drawn."""
 
     def __init__(self, constraints: Seq[Constraint | None], vocabulary: int, device: torch.device) -> None:
-        self._walks = [None if constraint is None else _Walk(constraint) for constraint in constraints]
+        self._constraints = list(constraints)
+        self._lengths = [0 if constraint is None else constraint.length for constraint in constraints]
         self.narrow = any(constraint is not None and constraint.narrow for constraint in constraints)
         self._everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
         self._device = device
 
     def allowed(self) -> list[Tensor | None]:
         """Return which tokens each row may draw now, [B] of [V] bool on the CPU; None allows all."""
-        return [self.mask(row) for row in range(len(self._walks))]
+        return [self.mask(row) for row in range(len(self._constraints))]
 
     def mask(self, row: int) -> Tensor | None:
-        walk = self._walks[row]
-        return None if walk is None else walk.constraint.mask()
+        constraint = self._constraints[row]
+        return None if constraint is None else constraint.mask()
 
     def masks(self) -> Tensor:
         """Return which tokens each row may draw now, [B, 1, V] bool."""
@@ -158,23 +120,19 @@ class Walks:
         return torch.stack(masks)[:, None]
 
     def advance(self, token: Tensor, alive: Tensor) -> list[bool]:
-        """Read the tokens just drawn [B, 1] in the rows alive [B]; return the rows that go on, [B].
-
-        A row whose token would be taken back, or after which no token is allowed, stops. The host waits once.
-        """
+        """Read the tokens just drawn [B, 1] in the rows alive [B]; return which rows go on."""
         read = torch.stack([token[:, 0], alive.long()], 1).tolist()
         return [bool(is_alive) and self.goes_on(row, token) for row, (token, is_alive) in enumerate(read)]
 
     def goes_on(self, row: int, token: int) -> bool:
         """Read the token just drawn in a row; return whether its draft goes on."""
-        walk = self._walks[row]
-        return walk is None or walk.advance(token)
+        constraint = self._constraints[row]
+        return constraint is None or _goes_on(constraint, token)
 
     def undo(self) -> None:
-        """Leave every constraint as it was found."""
-        for walk in self._walks:
-            if walk is not None:
-                walk.undo()
+        for constraint, length in zip(self._constraints, self._lengths, strict=True):
+            if constraint is not None:
+                constraint.rewind(length)
 
 
 def masks_along(
@@ -184,15 +142,13 @@ def masks_along(
     device: torch.device,
     siblings: Seq[tuple[int, int]] = (),
 ) -> Along:
-    """Return the masks along a draft and after its siblings, and how far the constraint allows it.
+    """Return the masks along a draft and after its siblings (drafted tokens before it, token; negative for
+    none).
 
-    Past an illegal token the masks do not matter: p is 0 there, so verification ends at it. They are all
-    True, as at a dead end, so that every distribution is finite. The constraint's state is left as it was.
-
-    siblings: (drafted tokens before it, token) of each; a negative token is none.
+    Past an illegal token p is 0, and masks are all True, so that every distribution is finite.
     """
     everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
-    walk = _Walk(constraint)
+    base = constraint.length
     masks: list[Tensor] = []
     after: list[Tensor | None] = [None] * len(siblings)
     legal, dead_end = 0, False
@@ -203,15 +159,106 @@ def masks_along(
         masks.append(everything if mask is None or dead_end else upload(mask, device))
         for index, (place, sibling) in enumerate(siblings):
             if place == legal and sibling >= 0 and (mask is None or bool(mask[sibling])):
-                if walk.advance(sibling):
+                if _goes_on(constraint, sibling):
                     own = constraint.mask()
                     after[index] = everything if own is None else upload(own, device)
-                constraint.rewind(walk.base + legal)
+                constraint.rewind(base + legal)
         if token is None or forbidden:
             break
-        if constraint.advance(token) < walk.base + legal + 1:  # taken back: nothing after it counts
+        if constraint.advance(token) < base + legal + 1:  # taken back: nothing after it counts
             break
         legal += 1
-    walk.undo()
+    constraint.rewind(base)
     masks += [everything] * (len(draft) + 1 - len(masks))
     return Along(torch.stack(masks), legal, dead_end, after)
+
+
+T = TypeVar("T")
+
+
+class Guarded(Constraint):
+    """Another constraint, until a call of it raises an error."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint, self._length = constraint, constraint.length
+        self.option = constraint.option
+
+    @property
+    def narrow(self) -> bool:  # type: ignore[override]
+        return self._constraint.narrow
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def mask(self) -> Tensor | None:
+        return self._ask(self._constraint.mask, None)
+
+    @property
+    def at_dead_end(self) -> bool:
+        at_dead_end = self._ask(lambda: self._constraint.at_dead_end, True)
+        return at_dead_end or self.failed is not None
+
+    def advance(self, token: int) -> int:
+        self._length += 1
+        return self._ask(lambda: self._constraint.advance(token), self._length - 1)
+
+    def rewind(self, length: int) -> None:
+        self._length = length
+        self._ask(lambda: self._constraint.rewind(length), None)
+
+    def roll_back(self, length: int) -> None:
+        self._length = length
+        self._ask(lambda: self._constraint.roll_back(length), None)
+        self.ended_by = self.failed or self._constraint.ended_by
+
+    def retreat(self) -> int | None:
+        kept = self._ask(self._constraint.retreat, None)
+        self.ended_by = self.failed or self._constraint.ended_by
+        return kept
+
+    def settled(self) -> int:
+        return self._ask(self._constraint.settled, 0)
+
+    def may_be_cut(self) -> int:
+        return self._ask(self._constraint.may_be_cut, self._length)
+
+    def forced(self, most: int) -> list[int]:
+        return self._ask(lambda: self._constraint.forced(most), [])
+
+    def _ask(self, ask: Callable[[], T], otherwise: T) -> T:
+        answer = answer_of(self, self.option, ask, otherwise)
+        self.ended_by = self.failed or self.ended_by
+        return answer
+
+
+class Failing(Protocol):
+    """What can fail."""
+
+    failed: str | None  # its error, for people; None while it works
+
+
+def answer_of(part: Failing, name: str, ask: Callable[[], T], otherwise: T) -> T:
+    """Return the answer of a sequence's part; after an error, which it keeps, `otherwise` without asking."""
+    if part.failed is not None:
+        return otherwise
+    try:
+        return ask()
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        part.failed = fault_of(name, error)
+        return otherwise
+
+
+def fault_of(part: str, error: BaseException) -> str:
+    """Return the message of a fault of a sequence's part; an error that is no fault is raised again."""
+    if not is_fault(error):
+        raise error
+    if isinstance(error, ConstraintError | ForedraftError):
+        return str(error)
+    logger.error("%s failed; its request ends with an error", part, exc_info=error)
+    return f"{part} failed: {type(error).__name__}: {error}"
+
+
+def guarded(constraint: Constraint | None) -> Constraint | None:
+    """Return a constraint with its errors caught; None without a constraint."""
+    return constraint if constraint is None or isinstance(constraint, Guarded) else Guarded(constraint)

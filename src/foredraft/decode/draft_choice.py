@@ -1,25 +1,35 @@
-"""The choice of drafts: which drafter drafts for each row in a round, and how many tokens at most.
+"""The choice of drafts: which drafter drafts for each row, and how many tokens at most.
 
-The policy decides, but where a constraint forces more tokens than the policy would draft: those are no bet.
+The policy decides, but where a constraint forces more tokens than it would draft: those are no bet (Zheng et
+al. 2024, SGLang, arXiv:2312.07104). Forced text may have several tokenisations, so the target verifies it
+like any draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from foredraft.decode.drafter import Drafter, Stepper
-from foredraft.decode.jump_forward import JUMP_FORWARD, forced_length
-from foredraft.decode.policy import Candidates, Policy
+from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, ModelFreeDrafter
+from foredraft.decode.policy import Candidates, Decision, Policy
 from foredraft.decode.sequence import Sequence
 
-__all__ = ["choose_drafts", "has_drafters"]
+JUMP_FORWARD = "jump-forward"
+
+
+class JumpForward(ModelFreeDrafter):
+    """Proposes the tokens that each sequence's constraint forces. Every constrained sequence has it."""
+
+    name = JUMP_FORWARD
+
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [
+            [] if sequence.constraint is None else sequence.constraint.forced(budget)
+            for sequence, budget in requests
+        ]
 
 
 def has_drafters(sequences: Iterable[Sequence]) -> bool:
-    """Return whether any sequence has a drafter.
-
-    Without one, the policy neither decides nor learns.
-    """
+    """Return whether any sequence has a drafter; without one, the policy neither decides nor learns."""
     return any(sequence.drafters for sequence in sequences)
 
 
@@ -31,21 +41,8 @@ def choose_drafts(
     max_queries: int,
     takes_leaves: bool = False,
 ) -> tuple[list[int], list[str | None], list[int]]:
-    """Return each row's budget [B], 0 for a plain step, and its drafter [B], None where the budget is 0.
-
-    Also return how many siblings each draft may have [B].
-
-    Args:
-        sequences: [B].
-        idle: [B], rows in prefill, or paused.
-        drafters: By name.
-        policy: Decides.
-        max_queries: Longest [pending, *draft, *siblings] that one pass of the target takes.
-        takes_leaves: Its passes take siblings.
-    """
-    budgets = [0] * len(sequences)
-    siblings = [0] * len(sequences)
-    chosen: list[str | None] = [None] * len(sequences)
+    """Return each row's budget (0: a plain step), its drafter, and its siblings at most; [B] each."""
+    drafts: list[tuple[int, str | None, int]] = [(0, None, 0)] * len(sequences)
     if has_drafters(sequences):
         rows = [
             Candidates(sequence, {}, idle=True)
@@ -53,44 +50,34 @@ def choose_drafts(
             else _candidates(sequence, drafters, policy.of(sequence), max_queries, takes_leaves)
             for sequence, is_idle in zip(sequences, idle, strict=True)
         ]
-        _ask_policy(rows, drafters, policy, max_queries, budgets, chosen, siblings)
+        decided = zip(rows, policy.decide(rows), strict=True)
+        drafts = [_allowed(row, decision, drafters, max_queries) for row, decision in decided]
     for at, sequence in enumerate(sequences):
-        if not idle[at] and not sequence.skip_draft:
-            forced = forced_length(sequence, min(sequence.remaining, max_queries) - 1)
-            if forced > budgets[at]:
-                budgets[at], chosen[at], siblings[at] = forced, JUMP_FORWARD, 0
-    return budgets, chosen, siblings
+        most = min(sequence.remaining, max_queries) - 1
+        if not idle[at] and not sequence.skip_draft and sequence.constraint is not None and most > 0:
+            forced = len(sequence.constraint.forced(most))
+            if forced > drafts[at][0]:
+                drafts[at] = forced, JUMP_FORWARD, 0
+    return [budget for budget, *_ in drafts], [name for _, name, _ in drafts], [count for *_, count in drafts]
 
 
 def _may_have_siblings(sequence: Sequence, drafter: Drafter) -> bool:
-    """Return whether a row's draft may have siblings.
-
-    A guesser has no further choices. The lossy rule would say another text with siblings: the token after one
-    is the target's own, where a drafted one might have stood.
-    """
-    return sequence.params.bound is None and isinstance(drafter, Stepper)
+    """Return whether a row's draft may have siblings; the lossy rule would say another text with them."""
+    return sequence.params.bound is None and isinstance(drafter, AutoregressiveDrafter)
 
 
-def _ask_policy(
-    rows: list[Candidates],
-    drafters: Mapping[str, Drafter],
-    policy: Policy,
-    max_queries: int,
-    budgets: list[int],
-    chosen: list[str | None],
-    siblings: list[int],
-) -> None:
-    """Write the policy's decisions into budgets, drafters and siblings [B]; others as `choose_drafts`."""
-    for at, (row, decision) in enumerate(zip(rows, policy.decide(rows), strict=True)):
-        name = decision.drafter
-        if name not in row.limits or decision.budget < 1:
-            continue
-        budgets[at], chosen[at] = min(decision.budget, row.limits[name]), name
-        if name in row.combs:
-            siblings[at] = min(decision.siblings, max_queries - 1 - budgets[at])
-        if decision.context is not None and name in row.late:
-            start = len(row.sequence.tokens) - 1 - decision.context
-            drafters[name].start_context(row.sequence, max(0, start))
+def _allowed(
+    row: Candidates, decision: Decision, drafters: Mapping[str, Drafter], max_queries: int
+) -> tuple[int, str | None, int]:
+    """Return (budget, drafter, siblings) of a decision, as far as the row may draft so."""
+    name = decision.drafter
+    if name not in row.limits or decision.budget < 1:
+        return 0, None, 0
+    budget = min(decision.budget, row.limits[name])
+    if decision.context is not None and name in row.late:
+        start = len(row.sequence.tokens) - 1 - decision.context
+        drafters[name].start_context(row.sequence, max(0, start))
+    return budget, name, min(decision.siblings, max_queries - 1 - budget) if name in row.trees else 0
 
 
 def _candidates(
@@ -100,10 +87,7 @@ def _candidates(
     max_queries: int,
     takes_leaves: bool,
 ) -> Candidates:
-    """Return what the row may draft.
-
-    A round emits one token more than it drafts, which must be wanted too.
-    """
+    """Return what the row may draft; a round emits one token more, which must be wanted too."""
     row = Candidates(sequence, {})
     if sequence.skip_draft or (sequence.constraint is not None and sequence.constraint.at_dead_end):
         return row
@@ -121,12 +105,12 @@ def _candidates(
             if confidence is not None and limit > 0:
                 row.confidence[name] = confidence
             row.unread[name] = drafter.unread(sequence)
-            # Siblings share the drafter's cache rows of their prompt, so none may begin it elsewhere.
+            # Choices of a prompt share the drafter's cache rows of it, so none may begin it elsewhere.
             is_new = row.unread[name] == len(sequence.tokens) - 1 > 0
             if drafter.starts_late and is_new and sequence.group is None:
                 row.late.add(name)
         if limit > 0:
             row.limits[name] = limit
             if takes_leaves and _may_have_siblings(sequence, drafter):
-                row.combs.add(name)
+                row.trees.add(name)
     return row

@@ -1,9 +1,9 @@
 """Drafter: the base class of everything that proposes tokens, and its two kinds.
 
-A *stepper* (a draft model, layer skipping, an adapter) gives logits for each row's next token; the draft loop
-in `drafting` transforms them, draws and keeps q. A *guesser* (prompt lookup, retokenised drafts) returns
-tokens; its q is one-hot. Optional abilities are methods with a default answer. A batch may mix drafters, row
-by row.
+An *autoregressive drafter* (a draft model, layer skipping, an adapter) gives logits for each row's next
+token; the draft loop in `drafting` transforms them, draws and keeps q. A *model-free drafter* (prompt
+lookup, retokenised drafts) returns tokens; its q is one-hot. Optional abilities are methods with a default
+answer. A batch may mix drafters, row by row.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.plan import Plan
+from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
-
-__all__ = ["DraftPass", "Drafter", "Guesser", "Peek", "Stepper"]
 
 
 class Peek(NamedTuple):
@@ -43,13 +41,13 @@ class DraftPass:
     Attributes:
         runner: Runs the passes.
         plan: Sub-layers to run; None runs all of them.
-        tap: The depth from which the verifying pass resumes. The passes then return the states that enter it,
+        exit: The exit layer, at which the verifying pass resumes. The passes return the states that enter it,
             and keep to batch-invariant shapes. None: it does not resume.
     """
 
     runner: Runner
     plan: Plan | None = None
-    tap: int | None = None
+    exit: int | None = None
 
     @property
     def described(self) -> str:
@@ -70,12 +68,12 @@ class DraftPass:
         """Run one draft step; arguments as `Runner.forward`."""
         return self.runner.forward(
             cache, tokens, starts, first_row=first_row, idle=idle, counts=counts, at=at, plan=self.plan,
-            taps=() if self.tap is None else (self.tap,), invariant=self.tap is not None,
+            aux_layers=() if self.exit is None else (self.exit,), invariant=self.exit is not None,
         )  # fmt: skip
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
         """Run all steps of a draft in one call, as `Runner.draft`; None where the steps have to be single."""
-        return self.runner.draft(cache, inputs, plan=self.plan, tap=self.tap)
+        return self.runner.draft(cache, inputs, plan=self.plan, exit=self.exit)
 
 
 class Drafter:
@@ -83,7 +81,7 @@ class Drafter:
 
     Attributes:
         name: As requests name it.
-        taps: Depths at which the drafter wants the target's hidden states of committed positions.
+        aux_layers: Layers whose entering states, of committed positions, the drafter reads.
         max_length: Positions that it can read; drafts end there. None is no limit.
         max_draft: Tokens of a draft at most; None is no limit.
         planned: Draft length that it was made for, in tokens; None where it was made for none.
@@ -96,7 +94,7 @@ class Drafter:
     """
 
     name: str
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     max_length: int | None = None
     max_draft: int | None = None
     planned: int | None = None
@@ -110,10 +108,10 @@ class Drafter:
         """Take up a sequence that has a row; the target's cache holds its prompt but for the last token."""
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
-        """Receive the target's states at every tapped depth, [n, D], of newly committed positions.
+        """Receive the target's states at every auxiliary layer, [n, D], of newly committed positions.
 
         The first state belongs to position `start`. States of the prompt come before `join`, unless the cache
-        rows of the prompt are copied from a sibling or from the prefix cache.
+        rows of the prompt are copied from another choice or from the prefix cache.
         """
 
     def rewind(self, sequence: Sequence) -> None:
@@ -142,7 +140,7 @@ class Drafter:
         raise NotImplementedError
 
 
-class Stepper(Drafter):
+class AutoregressiveDrafter(Drafter):
     """A drafter that gives logits, one step after the other. Positions count from `context_start`."""
 
     def length(self, sequence: Sequence) -> int:
@@ -191,7 +189,7 @@ class Stepper(Drafter):
         return None
 
 
-class Guesser(Drafter):
+class ModelFreeDrafter(Drafter):
     """A drafter that returns tokens."""
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:

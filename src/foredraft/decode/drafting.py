@@ -1,59 +1,54 @@
 """Drafting: each row's draft of a round, and the one draft loop.
 
-The loop transforms a stepper's logits, draws, keeps q and asks the policy, so q is the distribution that the
-token was drawn from, and no drawn token is ever dropped. Where no policy or penalty has to look at a token
-before the next one is drawn, a stepper may take all steps in one call, or one call a step under a mask: the
-same draws by the same noise.
+The loop transforms an autoregressive drafter's logits, draws, keeps q and asks the policy, so q is the
+distribution that the token was drawn from, and no drawn token is dropped. An autoregressive drafter may
+take all steps in one call, by the same noise, where nothing has to look at a token before the next one is
+drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.decode.accept import ONCE, GraphCache
 from foredraft.decode.constraint import Walks, masks_along
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.drafter import Drafter, Guesser, Stepper
-from foredraft.decode.fused_drafting import FusedDrafting
+from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, ModelFreeDrafter
+from foredraft.decode.engine_target import SILENT, Observer
 from foredraft.decode.noise import DRAFT, DrawKeys, HashedKeys, Noise
-from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
-from foredraft.decode.replays import ONCE, Replays
-from foredraft.decode.round_draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows, with_siblings
-from foredraft.decode.siblings import choices_of
-from foredraft.decode.step_draws import StepDraws, StepLogits, draw, hashed, next_in_draw
+from foredraft.decode.round_draft import (
+    Draft,
+    RoundInputs,
+    choices_of,
+    lengths_tensor,
+    no_draft,
+    pad_rows,
+    with_siblings,
+)
+from foredraft.decode.step_draws import FusedDrafting, StepDraws, StepLogits, draw, hashed, next_in_draw
+from foredraft.model.memory import HOST, upload
 from foredraft.model.runner import DraftInputs, Resume
-from foredraft.model.transfers import HOST, upload
-
-__all__ = ["DraftTools", "propose"]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTools:
-    """The policy, the noise and the observer of all drafts of an engine.
+    """The policy, the noise and the observer of all drafts of an engine."""
 
-    Attributes:
-        policy: May end drafts early.
-        noise: Draws of sampled drafts.
-        greedy: Steppers draft their argmax, with a one-hot q, instead of sampling from q.
-        temperature: Divides the logits of steppers before all transforms.
-        observer: Told when a drafter reads tokens that it missed.
-        replays: Run what a step makes of logits, on a GPU as graphs.
-    """
-
-    policy: Policy
-    noise: Noise
-    greedy: bool = False
-    temperature: float = 1.0
-    observer: Observer = SILENT
-    replays: Replays = ONCE
+    policy: Policy  # may end drafts early
+    noise: Noise  # draws of sampled drafts
+    greedy: bool = False  # logits are drafted by their argmax, with a one-hot q, instead of sampled
+    temperature: float = 1.0  # divides the logits of autoregressive drafters before all transforms
+    observer: Observer = SILENT  # told when a drafter reads tokens that it missed
+    replays: GraphCache = ONCE  # run what a step makes of logits, on a GPU as graphs
 
     def hashed_keys(self, inputs: RoundInputs) -> HashedKeys:
-        """Return the noise keys of a round's drafts, hashed."""
         replays = self.replays if inputs.one_rule else ONCE
         return replays.run(hashed, inputs.noise, inputs.noise.position, self.noise)
 
@@ -63,16 +58,16 @@ def propose(drafters: Mapping[str, Drafter], inputs: RoundInputs, tools: DraftTo
     parts: list[tuple[list[bool], Draft]] = []
     for name in dict.fromkeys(filter(None, inputs.drafters)):
         rows, drafter = [name == other for other in inputs.drafters], drafters[name]
-        if isinstance(drafter, Stepper):
+        if isinstance(drafter, AutoregressiveDrafter):
             parts.append((rows, _step_draft(drafter, rows, inputs, tools)))
-        elif isinstance(drafter, Guesser):
+        elif isinstance(drafter, ModelFreeDrafter):
             parts.append((rows, _guess(drafter, rows, inputs)))
     if not parts:
         return no_draft(len(inputs.sequences), inputs.device)
     return parts[0][1] if len(parts) == 1 else Draft.combine(parts, inputs)
 
 
-def _guess(drafter: Guesser, rows: list[bool], inputs: RoundInputs) -> Draft:
+def _guess(drafter: ModelFreeDrafter, rows: list[bool], inputs: RoundInputs) -> Draft:
     """Return the guessed tokens, cut where a row's constraint forbids one."""
     guesses: list[list[int]] = [[] for _ in rows]
     own = [row for row, is_own in enumerate(rows) if is_own]
@@ -90,32 +85,29 @@ def _guess(drafter: Guesser, rows: list[bool], inputs: RoundInputs) -> Draft:
     )
 
 
-def _step_draft(drafter: Stepper, rows: list[bool], inputs: RoundInputs, tools: DraftTools) -> Draft:
+def _step_draft(
+    drafter: AutoregressiveDrafter, rows: list[bool], inputs: RoundInputs, tools: DraftTools
+) -> Draft:
     """Draft by single steps, or by one call where that gives the same tokens."""
     budgets = [budget if is_own else 0 for budget, is_own in zip(inputs.budgets, rows, strict=True)]
-    first_inputs, starts = _catch_up(drafter, rows, inputs, tools.observer)
+    first = DraftInputs(*_catch_up(drafter, rows, inputs, tools.observer), budgets)
     by_one_call = _fused_draft if inputs.device.type in HOST else _captured_draft
-    fused = by_one_call(drafter, first_inputs, starts, budgets, inputs, tools)
-    return fused or _draft_loop(drafter, first_inputs, starts, budgets, inputs, tools)
+    return by_one_call(drafter, first, inputs, tools) or _draft_loop(drafter, first, inputs, tools)
 
 
 def _draft_loop(
-    drafter: Stepper,
-    first_inputs: list[list[int]],
-    starts: list[int],
-    budgets: list[int],
-    inputs: RoundInputs,
-    tools: DraftTools,
+    drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools
 ) -> Draft:
     """The one draft loop: step, transform, draw, ask the policy."""
     sequences, device, policy = inputs.sequences, inputs.device, tools.policy
+    starts, budgets = list(first.starts), list(first.lengths)
     steps, choices = _Steps(budgets, device), choices_of(budgets, inputs.siblings)
     walks = _walks(budgets, inputs)
     samples = not (tools.greedy or inputs.table.all_greedy)
     keys: DrawKeys | None = None
     if samples:
         keys = tools.hashed_keys(inputs) if tools.noise.uses_gumbel_argmax else inputs.noise
-    tokens, counts = upload(pad_rows(first_inputs), device, torch.int64), [len(own) for own in first_inputs]
+    tokens, counts = upload(pad_rows(first.tokens), device, torch.int64), [len(own) for own in first.tokens]
     drafter.expect(budgets)
     for j in range(max(budgets)):
         at = None if tokens.shape[1] == 1 else upload([count - 1 for count in counts], device)
@@ -154,12 +146,7 @@ def _draft_loop(
 
 
 def _fused_draft(
-    drafter: Stepper,
-    first_inputs: list[list[int]],
-    starts: list[int],
-    budgets: list[int],
-    inputs: RoundInputs,
-    tools: DraftTools,
+    drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools
 ) -> Draft | None:
     """Return the draft of the loop by one call of the drafter; None where its steps have to be single."""
     table = inputs.table
@@ -169,60 +156,45 @@ def _fused_draft(
     if not (tools.greedy or table.all_greedy):
         if not tools.noise.uses_gumbel_argmax:
             return None
-        sampling = table.sampling_inputs(inputs.noise.bits(DRAFT)[:, : max(budgets)])
+        sampling = table.sampling_inputs(inputs.noise.bits(DRAFT)[:, : max(first.lengths)])
         if sampling is None:
             return None
         if tools.temperature != 1:
             sampling = replace(sampling, temperature=sampling.temperature * tools.temperature)
-    choices = choices_of(budgets, inputs.siblings)
-    own = DraftInputs(first_inputs, starts, budgets, sampling, choices=choices)
-    fused = FusedDrafting(drafter, own, _walks(budgets, inputs), inputs.siblings)
+    own = replace(first, sampling=sampling, choices=choices_of(first.lengths, inputs.siblings))
+    fused = FusedDrafting(drafter, own, _walks(first.lengths, inputs), inputs.siblings)
     return fused.all_steps() or fused.single_steps()
 
 
 def _captured_draft(
-    drafter: Stepper,
-    first_inputs: list[list[int]],
-    starts: list[int],
-    budgets: list[int],
-    inputs: RoundInputs,
-    tools: DraftTools,
+    drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools
 ) -> Draft | None:
-    """Return the draft of the loop by one call of a device, which the host does not read.
-
-    None where its steps have to be single.
-    """
-    if (
-        tools.policy.stops_by_content
-        or not tools.noise.uses_gumbel_argmax
-        or _walks(budgets, inputs) is not None
-    ):
+    """Return the draft of the loop by one call, which the host does not read; None where that cannot be."""
+    constrained = _walks(first.lengths, inputs) is not None
+    if tools.policy.stops_by_content or not tools.noise.uses_gumbel_argmax or constrained:
         return None
     keys = None if tools.greedy or inputs.table.all_greedy else tools.hashed_keys(inputs)
     draws = StepDraws(
         tools.temperature, inputs.table, inputs.penalty_context, keys, tools.noise, tools.greedy
     )
-    fused = drafter.fused_draft(DraftInputs(first_inputs, starts, budgets, draws=draws))
+    fused = drafter.fused_draft(replace(first, draws=draws))
     if fused is None:
         return None
     assert fused.drawn is not None
     lengths = fused.finite.cumprod(1).sum(1)  # a row ends at its first logits that are not finite
     columns = torch.arange(fused.tokens.shape[1], device=inputs.device)
     tokens = fused.tokens * (columns < lengths[:, None])
-    faults = lengths < lengths_tensor(tuple(budgets), inputs.device)
+    faults = lengths < lengths_tensor(tuple(first.lengths), inputs.device)
     q = Distribution.along([each.q for each in fused.drawn])
     resume = drafter.resume()
     resume = resume and resume.fit(tokens.shape[1] + 1)
-    return Draft(tokens, lengths, q, resume, faults, list(budgets))
+    return Draft(tokens, lengths, q, resume, faults, list(first.lengths))
 
 
 def _catch_up(
-    drafter: Stepper, rows: list[bool], inputs: RoundInputs, observer: Observer
+    drafter: AutoregressiveDrafter, rows: list[bool], inputs: RoundInputs, observer: Observer
 ) -> tuple[list[list[int]], list[int]]:
-    """Have the drafter read what it missed; return each row's tokens for the first step, and their positions.
-
-    After a draft that was accepted whole, the first step reads two tokens; otherwise the pending one.
-    """
+    """Have the drafter read what it missed; return what each row's first step reads, and from where."""
     first_inputs: list[list[int]] = []
     starts: list[int] = []
     for sequence, is_own in zip(inputs.sequences, rows, strict=True):
@@ -241,7 +213,7 @@ def _catch_up(
     return first_inputs, starts
 
 
-def _walks(budgets: list[int], inputs: RoundInputs) -> Walks | None:
+def _walks(budgets: Seq[int], inputs: RoundInputs) -> Walks | None:
     """Return the constraints of the drafting rows, to be walked along their drafts; None without any."""
     constraints = [s.constraint if n else None for s, n in zip(inputs.sequences, budgets, strict=True)]
     if all(constraint is None for constraint in constraints):
@@ -251,21 +223,13 @@ def _walks(budgets: list[int], inputs: RoundInputs) -> Walks | None:
 
 @dataclass
 class _Steps:
-    """The steps of one draft so far: tensors [B, 1] of each step, and the rows that take the next one.
+    """The steps of one draft so far: tensors [B, 1] of each step, and the rows that take the next one."""
 
-    Attributes:
-        budgets: [B].
-        device: Of the tensors.
-        stopped: [B] rows that take no further step, as far as the host knows.
-        host_lengths: [B] upper bounds of the drafts' lengths.
-        further: Of the steps that have siblings, the tokens that come next in the draw, [B, 1, M] each.
-    """
-
-    budgets: list[int]
-    device: torch.device
-    stopped: list[bool] = field(init=False)
-    host_lengths: list[int] = field(init=False)
-    further: list[Tensor] = field(default_factory=list)
+    budgets: list[int]  # [B]
+    device: torch.device  # of the tensors
+    stopped: list[bool] = field(init=False)  # [B] rows that take no further step, as far as the host knows
+    host_lengths: list[int] = field(init=False)  # [B] upper bounds of the drafts' lengths
+    further: list[Tensor] = field(default_factory=list)  # next in the draw, for siblings, [B, 1, M] each
     _tokens: list[Tensor] = field(default_factory=list)
     _q: list[Distribution] = field(default_factory=list)
     _drawable: list[Tensor] = field(default_factory=list)  # logits are finite, and the policy let it be drawn
@@ -292,15 +256,7 @@ class _Steps:
         self._finite.append(finite)
 
     def advance(self, go_on: Tensor | None, walks: Walks | None, *, vetoed: bool) -> None:
-        """Find the rows that take another step.
-
-        The host reads [B] numbers where a policy or a constraint may have ended a row's draft.
-
-        Args:
-            go_on: [B] bool, the policy's answer; None where no answer was needed.
-            walks: The constraints along the draft, if any row has one.
-            vetoed: The policy may have kept rows from drawing in this step.
-        """
+        """Find the rows that take another step; the host reads [B] numbers where a draft may end early."""
         done, drawable = len(self._tokens), self._drawable[-1]
         continues = [budget > done for budget in self.budgets]
         if go_on is None and walks is None and not vetoed:

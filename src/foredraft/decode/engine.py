@@ -2,13 +2,10 @@
 
     choose → draft → one forward over [pending, *draft] of every row → accept → commit
 
-Batch 1 is B = 1 and plain decoding is K = 0; neither is another path. Before each round the cache of every
+Batch 1 is B = 1 and plain decoding is K = 0; neither is another path. Before each round the cache of a
 sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting a length. The host reads the
-device once per round (`round_results`), and once after each draft step that a policy or a constraint may end.
-
-A non-finite value harms its own request alone, and only if plain decoding meets it too (`faults`). An error
-of a constraint, or of the tokenizer while it decodes a text, ends its own sequence alone (`guarded`). Where a
-GPU's memory does not suffice for a pass or a row's commit, one request ends, and the others go on.
+device once a round, and once after each draft step that a policy or a constraint may end. An error harms its
+own request alone (`faults`, `guarded`).
 """
 
 from __future__ import annotations
@@ -20,89 +17,68 @@ from dataclasses import replace
 
 import torch
 
-from foredraft.decode.accept import Rule, accept
-from foredraft.decode.decision import Evidence, decide
-from foredraft.decode.draft_choice import choose_drafts, has_drafters
+from foredraft.decode.accept import ONCE, GraphCache, Rule, VerifyInputs, accept, decide
+from foredraft.decode.draft_choice import JUMP_FORWARD, JumpForward, choose_drafts, has_drafters
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
-from foredraft.decode.engine_target import Target
-from foredraft.decode.faults import abandon_round, memory_message, nonfinite_message, reset_drafter
-from foredraft.decode.jump_forward import JUMP_FORWARD, JumpForward
+from foredraft.decode.engine_target import (
+    SILENT,
+    Observer,
+    Target,
+    abandon_round,
+    memory_message,
+    nonfinite_message,
+    prefill_chunk,
+    reset_drafter,
+)
 from foredraft.decode.noise import Noise
-from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import ByRequest, Policy
-from foredraft.decode.prefill import prefill_chunk
 from foredraft.decode.prefix_cache import PrefixCache
-from foredraft.decode.replays import ONCE, Replays
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.round_results import RowResult, fetch_results
-from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable
-from foredraft.decode.scheduler import Scheduler
-from foredraft.decode.sequence import Finish, Origin, Sequence, State
+from foredraft.decode.scheduler import Rows, Scheduler
+from foredraft.decode.sequence import Finish, Sequence, State, TokenOrigin
 from foredraft.decode.stats import Round
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
 from foredraft.model.cache import KVCache
+from foredraft.model.memory import upload
 from foredraft.model.runner import Forward
-from foredraft.model.transfers import upload
 from foredraft.workers import operators_alone
-
-__all__ = ["Engine"]
 
 FREE_DRAFTERS = {JUMP_FORWARD: JumpForward()}  # that no request names, and no policy decides about
 
 
 class Engine:
-    """Decodes sequences in rounds. Not thread-safe: one caller steps it at a time.
-
-    Args:
-        target: Runs the model whose output counts.
-        cache: The target's KV cache.
-        policy: Decides about drafts. It may be replaced while no sequence has a row.
-        drafters: By name.
-        vocabulary: Size V.
-        device: Of the target.
-        vocab_ops: Vocabulary operations: kernels or PyTorch.
-        noise: Random draws; tests swap in noise that enumerates all branches.
-        greedy_drafts: Steppers draft their argmax, with a one-hot q, instead of sampling from q.
-
-    Attributes:
-        accept: The acceptance rules. An attribute so that `verify --self-test` can plant a defective one.
-        round_inputs: Makes the inputs of a round. An attribute for the same reason.
-        draft_temperature: Divides the logits of steppers before all transforms; above 1 it weakens a drafter,
-            and q stays exact.
-        observer: Told about phases; replaced while a program times the engine.
-        replays: Run what a round makes of logits, on a GPU as graphs.
-        prefix_cache: Beginnings of prompts that later requests need not read. An attribute, so that servers
-            can turn it on.
-    """
+    """Decodes sequences in rounds. Not thread-safe: one caller steps it at a time."""
 
     def __init__(
         self,
-        target: Target,
-        cache: KVCache,
-        policy: Policy,
+        target: Target,  # runs the model whose output counts
+        cache: KVCache,  # the target's KV cache
+        policy: Policy,  # decides about drafts. It may be replaced while no sequence has a row
         drafters: Mapping[str, Drafter],
         *,
-        vocabulary: int,
-        device: torch.device,
-        vocab_ops: VocabOps = TORCH_VOCAB_OPS,
-        noise: Noise | None = None,
+        vocabulary: int,  # size V
+        device: torch.device,  # of the target
+        vocab_ops: VocabOps = TORCH_VOCAB_OPS,  # vocabulary operations: kernels or PyTorch
+        noise: Noise | None = None,  # random draws; tests swap in noise that enumerates all branches
         greedy_drafts: bool = False,
     ) -> None:
         self.target, self.cache, self.policy = target, cache, policy
-        self.drafters = dict(drafters)
+        self.drafters = dict(drafters)  # by name
         self.vocabulary, self.device = vocabulary, device
         self.vocab_ops, self.noise = vocab_ops, noise or Noise()
-        self.greedy_drafts = greedy_drafts
+        self.greedy_drafts = greedy_drafts  # autoregressive drafters draft their argmax, with a one-hot q
+        # attributes so that `verify --self-test` can plant a defective one
         self.accept: Rule = accept
         self.round_inputs: Callable[..., RoundInputs] = RoundInputs
-        self.draft_temperature = 1.0
-        self.observer: Observer = SILENT
-        self.prefix_cache: PrefixCache | None = None
+        self.draft_temperature = 1.0  # divides the logits of drafters; above 1 it weakens one
+        self.observer: Observer = SILENT  # told about phases; replaced while a program times the engine
+        self.prefix_cache: PrefixCache | None = None  # servers turn it on
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
-        self.replays = Replays.on(device)
+        self.replays = GraphCache.on(device)  # run what a round makes of logits, on a GPU as graphs
         self._table: tuple[list[int], SamplingTable] | None = None
 
     def submit(self, sequence: Sequence) -> None:
@@ -117,10 +93,7 @@ class Engine:
         return sequence.policy or self.policy
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence between two steps. It may have ended, or not be submitted.
-
-        Its tokens are kept, but for a banned word that the end of the text would complete.
-        """
+        """End a sequence between two steps; its tokens stay, but for what would end in a banned word."""
         sequence.cut_off()
         self._leave(sequence, Finish.CANCELLED)
 
@@ -144,10 +117,7 @@ class Engine:
         self._leave(sequence, Finish.ERROR, error)
 
     def fail_batch(self, error: str) -> None:
-        """End every sequence that has a row, after a pass over them broke off.
-
-        Their rows may hold anything.
-        """
+        """End every sequence that has a row, after a pass broke off. Their rows may hold anything."""
         failed = list(self.rows.sequences)
         for sequence in failed:  # all drafters first: they know a sequence by its row, and rows move below
             sequence.cache_finite = False
@@ -158,11 +128,7 @@ class Engine:
             self._leave(sequence, Finish.ERROR, error)
 
     def step(self) -> list[Sequence]:
-        """Run one chunk of prefill and one round, or the chunk alone where no row decodes.
-
-        Returns:
-            The sequences that decoded.
-        """
+        """Run one chunk of prefill and one round, or the chunk alone where no row decodes."""
         with self.observer.phase("step"):
             if self.scheduler.steady:
                 return self.round()
@@ -179,14 +145,13 @@ class Engine:
             return decoded
 
     @property
-    def _beside_kernels(self) -> bool:
+    def _by_kernels(self) -> bool:
         """Whether the kernels run all models, so that PyTorch's operators are a small rest of the work."""
         own = [drafter.draft_pass for drafter in self.drafters.values() if drafter.whole_model]
         return self.target.by_kernels and all(each.runner.by_kernels for each in own if each is not None)
 
     def round(self) -> list[Sequence]:
-        """Run one round over all rows; returns the sequences that decoded."""
-        alone = operators_alone(self._beside_kernels)
+        alone = operators_alone(self._by_kernels)
         with self.observer.phase("round"), torch.inference_mode(), alone:
             started, policy = time.perf_counter(), self._policy()
             try:
@@ -213,12 +178,12 @@ class Engine:
         penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
         masks, siblings, dead_ends = inputs.masks(draft)
         keys = None if inputs.table.all_greedy else inputs.noise
-        evidence = Evidence(
+        verify_inputs = VerifyInputs(
             forward.logits, replace(draft.proposal, siblings=siblings), inputs.table, masks, penalties, keys,
             inputs.coupled, inputs.block, self.accept, self.noise,
         )  # fmt: skip
-        replays = self.replays if inputs.one_rule and evidence.transforms else ONCE
-        found = replays.run(decide, evidence, forward.logits, self.noise)
+        replays = self.replays if inputs.one_rule and verify_inputs.transforms else ONCE
+        found = replays.run(decide, verify_inputs, forward.logits, self.noise)
         results = fetch_results(
             inputs.sequences, draft, found.verdict, found.p, forward.logits, found.finite,
             judge=found.p if found.limit is None else found.limit.judge,
@@ -236,7 +201,6 @@ class Engine:
         self._leave(max(active, key=lambda sequence: sequence.id), Finish.ERROR, error)
 
     def _policy(self) -> Policy:
-        """Return the policy of this round's rows."""
         own = any(sequence.policy is not None for sequence in self.rows.sequences)
         return ByRequest(self.policy, self.rows.sequences) if own else self.policy
 
@@ -255,18 +219,18 @@ class Engine:
         )
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
-        """Run one forward over [pending, *draft, *siblings] of every row."""
+        """Run one forward over every row's [pending, *draft, *siblings], a token tree."""
         pending = upload([[s.tokens[-1]] for s in inputs.sequences], self.device)
         tokens = torch.cat([pending, draft.tokens], 1) if draft.tokens.shape[1] else pending
         width = tokens.shape[1]
         lengths = inputs.budgets if draft.host_lengths is None else draft.host_lengths
-        taps = sorted({d for s in inputs.sequences for name in s.drafters for d in self.drafters[name].taps})
+        read = sorted({d for s in inputs.sequences for n in s.drafters for d in self.drafters[n].aux_layers})
         resume, leaves = draft.resume, None
         if draft.siblings is not None:
             leaves = draft.siblings.leaves(width)
             tokens = torch.cat([tokens, draft.siblings.tokens.clamp_min(0)], 1)
             resume = resume and resume.fit(tokens.shape[1])
-        if resume is not None and any(tap < resume.depth for tap in taps):
+        if resume is not None and any(layer < resume.depth for layer in read):
             resume = None  # another row's drafter wants states that a resumed pass does not compute
         return self.target.forward(
             self.cache,
@@ -275,7 +239,7 @@ class Engine:
             idle=inputs.idle,
             counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)],
             resume=resume,
-            taps=taps,
+            aux_layers=read,
             leaves=leaves,
         )
 
@@ -283,9 +247,9 @@ class Engine:
         """Move tokens, cache length, constraint, drafters and policy of every row together."""
         learns = has_drafters(inputs.sequences)
         finished: list[tuple[Sequence, Finish, str | None]] = []
-        beside = inputs.siblings or [0] * len(results)
+        siblings = inputs.siblings or [0] * len(results)
         rows = zip(
-            inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, beside, results, strict=True
+            inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, siblings, results, strict=True
         )
         for sequence, idle, budget, drafter, wanted, result in rows:
             if idle:
@@ -297,7 +261,7 @@ class Engine:
             sequence.round_count += 1
             sequence.skip_draft, sequence.cache_finite = result.target_nonfinite, not result.target_nonfinite
             if result.target_nonfinite and result.drafted == 0:
-                finished.append((sequence, Finish.ERROR, nonfinite_message(sequence)))
+                finished.append((sequence, Finish.ERROR, nonfinite_message(sequence, self.cache.dtype)))
                 continue
             outcome = self._append(sequence, result, drafter)
             if wanted:  # those beyond a draft that ended early were left out
@@ -342,7 +306,8 @@ class Engine:
             self.cache.wipe(sequence.row, len(sequence.tokens) - 1)
             return Round(result.drafted, 0, 0, drafter, result.undrawn)
         whole = result.accepted == result.drafted > 0
-        origins = [Origin.DRAFTER] * result.accepted + [Origin.BONUS if whole else Origin.TARGET]
+        last = TokenOrigin.BONUS if whole else TokenOrigin.TARGET
+        origins = [TokenOrigin.DRAFTER] * result.accepted + [last]
         before = len(sequence.tokens)
         taken = sequence.extend(result.new_tokens, origins[: len(result.new_tokens)], result.scores)
         if result.dead_end and taken == result.accepted and sequence.finish is None:
@@ -355,19 +320,11 @@ class Engine:
     def _append_after_sibling(
         self, sequence: Sequence, result: RowResult, base: int, column: int, forward: Forward
     ) -> int:
-        """Append the token after a sibling, as the plain step would that was spared; return how many came.
-
-        Args:
-            sequence: It ends with the sibling.
-            result: Of the round.
-            base: The position of the pass's first column.
-            column: The sibling's.
-            forward: The pass.
-        """
+        """Append the token after a sibling, as the plain step would that was spared; return how many came."""
         before = len(sequence.tokens)
-        sequence.origins[-1] = Origin.DRAFTER
+        sequence.origins[-1] = TokenOrigin.DRAFTER
         self.cache.move(sequence.row, base + column, before - 1)
-        sequence.extend([result.after_sibling], [Origin.BONUS], result.scores[result.accepted + 1 :])
+        sequence.extend([result.after_sibling], [TokenOrigin.BONUS], result.scores[result.accepted + 1 :])
         self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
         emitted = len(sequence.tokens) - before
         self._tell_drafters(sequence, before - 1, emitted, forward, column)
@@ -376,25 +333,22 @@ class Engine:
     def _tell_drafters(
         self, sequence: Sequence, base: int, emitted: int, forward: Forward, column: int = 0
     ) -> None:
-        """Hand tapped states of the committed positions to the row's drafters, and roll them back.
+        """Hand the row's drafters the auxiliary states committed from `base` on, and roll them back.
 
-        A drafter may copy the states, or read them: nothing else in a commit allocates a GPU's memory. What
-        it does is for this row alone. So where memory ends there, the other rows commit as they would.
-
-        base: the first of these positions; column: its column in the pass.
+        Nothing else in a commit allocates a GPU's memory; where it ends here, the other rows commit as they
+        would.
         """
         for name in sequence.drafters:
             drafter = self.drafters[name]
-            if drafter.taps and emitted > 0:
+            if drafter.aux_layers and emitted > 0:
                 columns = slice(column, column + emitted)
-                states = {depth: forward.taps[depth][sequence.row, columns] for depth in drafter.taps}
+                states = {d: forward.aux_states[d][sequence.row, columns] for d in drafter.aux_layers}
                 drafter.observe(sequence, base, states)
             drafter.rewind(sequence)
 
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
-        """Run the next chunk of a prompt through the target and its drafters."""
-        with self.observer.phase("prefill"), operators_alone(self._beside_kernels):
+        with self.observer.phase("prefill"), operators_alone(self._by_kernels):
             try:
                 self._restore_prefix(sequence)
                 start = self.cache.lengths[sequence.row]
@@ -422,14 +376,14 @@ class Engine:
         scored = sequence.params.prompt_logprobs is not None
         if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
             return
-        tapping = [self.drafters[name] for name in sequence.drafters if self.drafters[name].taps]
+        reading = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
         sequence.prefix = self.prefix_cache.restore(
             sequence.prefix,
             sequence.prompt[:-1],
             self._prompt_caches(sequence),
             sequence.row,
             self.target.chunk,
-            needed=[self.cache, *(cache for drafter in tapping for cache in drafter.caches)],
+            needed=[self.cache, *(cache for drafter in reading for cache in drafter.caches)],
         )
         sequence.cached = sequence.prefix.end
 
@@ -474,6 +428,6 @@ class Engine:
         if sequence.row >= 0:
             for name in sequence.drafters:
                 self.drafters[name].leave(sequence)
-        sibling = self.scheduler.leave(sequence, finish, error)
-        if sibling is not None:
-            self._start([sibling])
+        choice = self.scheduler.leave(sequence, finish, error)
+        if choice is not None:
+            self._start([choice])

@@ -1,15 +1,10 @@
 """Noise: counter-based randomness. `coin` and `pick`, and nothing else.
 
-Every draw is a pure function of its key, so no state has to be saved, rolled back or shared
-between threads, and the same key gives the same draw on every device and in every batch. A key is
-(seed, sample index, position, attempt, purpose), and under `speculative` the round too: a position
-may be drafted again after a rejection, and noise is never used twice. Hashing is the splitmix64
-finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) folded
-over the fields of the key (`vocab_ops`).
-
-`pick` draws by the exponential race: argmax_v w_v / E_v with E_v ~ Exp(1) independent, which has
-exactly the distribution w / sum(w); equivalently argmax(log w_v + g_v) with Gumbel noise g indexed by the
-token id v. Two distributions drawn with one key therefore tend to agree: the coupling that `coupled` uses.
+Every draw is a pure function of its key (seed, sample index, position, attempt, purpose, and but for
+`coupled` the round), hashed by the splitmix64 finaliser (Steele, Lea, Flood, OOPSLA 2014; `vocab_ops`): no
+state is saved or rolled back. `pick` draws by the exponential race, argmax_v w_v / E_v with E_v ~ Exp(1), or
+argmax(log w_v + g_v) with Gumbel noise. Two distributions drawn with one key tend to agree: the coupling that
+`coupled` uses.
 """
 
 from __future__ import annotations
@@ -22,24 +17,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
-from foredraft.model.transfers import upload
-
-__all__ = [
-    "ACCEPT",
-    "BLOCK",
-    "BLOCK_NEXT",
-    "COUPLED",
-    "DRAFT",
-    "RESIDUAL",
-    "ROLLBACK",
-    "SIBLING",
-    "SIBLING_COIN",
-    "DrawKeys",
-    "Noise",
-    "NoiseKeys",
-    "seed_key",
-]
+from foredraft.model.memory import upload
 
 DRAFT: Final = 1  # the drafter's own draw
 ACCEPT: Final = 2  # the coin of the acceptance test
@@ -67,15 +47,10 @@ def seed_key(seed: int, sample: int) -> int:
 
 
 class DrawKeys:
-    """Noise keys of B rows at T positions; draws are a function of them.
+    """Noise keys of B rows at T positions; draws are a function of them."""
 
-    Attributes:
-        base: [B] int64 from `seed_key`.
-        vocab_ops: Draws by the keys.
-    """
-
-    base: Tensor
-    vocab_ops: VocabOps
+    base: Tensor  # [B] int64 from `seed_key`
+    vocab_ops: VocabOps  # draws by the keys
 
     def bits(self, purpose: int) -> Tensor:
         """Return the hashed keys for one purpose, [B, T] int64."""
@@ -96,27 +71,17 @@ class DrawKeys:
 
 @dataclass(frozen=True)
 class NoiseKeys(DrawKeys):
-    """Keys of whole rows.
+    """Keys of whole rows."""
 
-    Attributes:
-        base: [B] int64 from `seed_key`.
-        position: [B, T] int64, absolute.
-        attempt: [B, T] int64, rollbacks of a ban that crossed the position; None where none did.
-        round: [B] int64, the sequence's own count.
-        vocab_ops: Draws by the keys.
-        coupled: [B], rows whose drafts are drawn by the target's noise; empty for none.
-    """
-
-    base: Tensor
-    position: Tensor
-    attempt: Tensor | None
-    round: Tensor
-    vocab_ops: VocabOps = TORCH_VOCAB_OPS
-    coupled: Seq[bool] = ()
+    base: Tensor  # [B] int64 from `seed_key`
+    position: Tensor  # [B, T] int64, absolute
+    attempt: Tensor | None  # [B, T] int64, rollbacks of a ban that crossed the position; None where none did
+    round: Tensor  # [B] int64, the sequence's own count
+    vocab_ops: VocabOps = TORCH_VOCAB_OPS  # draws by the keys
+    coupled: Seq[bool] = ()  # [B], rows whose drafts are drawn by the target's noise; empty for none
     _hashed: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False)  # purpose -> bits
 
     def bits(self, purpose: int) -> Tensor:
-        # Coupled rows draft by the noise that their target draws by.
         if purpose not in self._hashed:
             mixed = purpose == DRAFT and any(self.coupled)
             self._hashed[purpose] = self._drafting() if mixed else self._hash(purpose)
@@ -136,15 +101,11 @@ class NoiseKeys(DrawKeys):
 
 @dataclass(frozen=True)
 class HashedKeys(DrawKeys):
-    """Keys that were hashed for one purpose.
-
-    Attributes:
-        hashed: [B, T] int64.
-    """
+    """Keys that were hashed for one purpose."""
 
     base: Tensor
     vocab_ops: VocabOps
-    hashed: Tensor
+    hashed: Tensor  # [B, T] int64
 
     def bits(self, purpose: int) -> Tensor:
         return self.hashed
@@ -163,13 +124,20 @@ class _Part(DrawKeys):
         return self.part(self.whole.bits(purpose))
 
 
+def draw_from(p: Distribution, keys: DrawKeys | None, noise: Noise, purpose: int) -> Tensor:
+    """Draw a token from each distribution, [B, T] int64; where all are one-hot, no keys are needed."""
+
+    def pick(weights: Tensor) -> Tensor:
+        assert keys is not None
+        return noise.pick(weights, keys, purpose)
+
+    return p.draw(pick)
+
+
 class Noise:
-    """The two draws. Tests swap in noise that forks every branch and multiplies the probabilities.
+    """The two draws. Tests swap in noise that forks every branch and multiplies the probabilities."""
 
-    Attributes:
-        uses_gumbel_argmax: `pick` is the exponential race by hashed keys, so a kernel may run it elsewhere.
-    """
-
+    # `pick` is the exponential race by hashed keys, so a kernel may run it elsewhere
     uses_gumbel_argmax = True
 
     def coin(self, keys: DrawKeys, purpose: int) -> Tensor:
@@ -177,8 +145,5 @@ class Noise:
         return keys.vocab_ops.uniform(keys.bits(purpose))
 
     def pick(self, weights: Tensor, keys: DrawKeys, purpose: int) -> Tensor:
-        """Draw token ids by weights [B, T, V], unnormalised -> [B, T] int64.
-
-        Ties go to the smallest id. A row of zeros or NaN gives some id; the caller has ruled both out.
-        """
+        """Draw token ids by weights [B, T, V], unnormalised -> [B, T] int64; ties go to the smallest id."""
         return keys.vocab_ops.gumbel_argmax(weights, keys.bits(purpose))

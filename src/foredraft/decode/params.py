@@ -86,7 +86,7 @@ class Biases(Value):
         return dict(given) or None
 
 
-class Text(Value):
+class TextOrIds(Value):
     """Text or token ids, kept as text or a tuple of ids; an empty one is none."""
 
     def read(self, given: Any) -> str | tuple[int, ...] | None:
@@ -271,7 +271,7 @@ class SamplingParams:
     json_object: bool = field(default=False, metadata=option(Flag()))
     grammar: str | None = field(default=None, metadata=option(Words(), elsewhere="guided_grammar"))
     prediction: str | tuple[int, ...] | list[int] | None = field(
-        default=None, metadata=option(Text("text or a list of token ids"))
+        default=None, metadata=option(TextOrIds("text or a list of token ids"))
     )
     drafter: str | None = field(
         default=None,

@@ -1,9 +1,8 @@
 """PrefixCache: keys and values of the beginnings of prompts, so that requests that share one read it once.
 
-Prompts are read in chunks that lie between fixed positions, whatever the load, so a chunk's keys and values
-are a function of the tokens up to its end, to the bit. Only whole chunks are kept, under a digest of all the
-tokens up to there, and of salts before them: requests with other salts never find them, so that how soon a
-prompt is read tells a client nothing of the prompts of clients with other salts.
+Prompts are cut at fixed positions, so a chunk's keys and values are a function of the tokens up to its end,
+to the bit. A chunk is kept under a digest of these tokens and of salts: how soon a prompt is read tells a
+client nothing of the prompts of clients with other salts.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from foredraft.model.cache import KVCache, Span
-
-__all__ = ["NOTHING", "Prefix", "PrefixCache"]
 
 
 class Prefix(NamedTuple):
@@ -45,15 +42,7 @@ NOTHING = Prefix()
 
 
 class PrefixCache:
-    """Keeps chunks of prompts, the latest used ones.
-
-    Args:
-        most_bytes: Memory of all chunks at most.
-
-    Attributes:
-        bytes: Memory of all chunks now.
-        hits: Tokens that were not read again.
-    """
+    """Keeps chunks of prompts, the latest used ones."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.bytes, self.hits = most_bytes, 0, 0
@@ -68,20 +57,7 @@ class PrefixCache:
         chunk: int,
         needed: Collection[KVCache],
     ) -> Prefix:
-        """Copy what is kept of the beginning of a prompt into a row that holds nothing.
-
-        Args:
-            prefix: The salts of the prompt.
-            tokens: Of the prompt, but for its last one.
-            caches: The target's, then those of drafters that may have the beginning, too.
-            row: The row of all caches.
-            chunk: Tokens of a chunk.
-            needed: Those without which a chunk has to be read again: the target's, and those of drafters that
-                read the target's states.
-
-        Returns:
-            What the target's row holds now.
-        """
+        """Copy what is kept of the beginning of a prompt into a row that holds nothing."""
         going = list(caches)
         while prefix.end + chunk <= len(tokens):
             longer = _longer(prefix, tokens[prefix.end : prefix.end + chunk])
@@ -98,17 +74,6 @@ class PrefixCache:
         return prefix
 
     def keep(self, before: Prefix, chunk: list[int], caches: Iterable[KVCache], row: int) -> Prefix:
-        """Keep the chunk of a row that was just read.
-
-        Args:
-            before: What `restore` or `keep` returned for the tokens before the chunk.
-            chunk: The tokens of the chunk.
-            caches: As in `restore`; those that hold fewer tokens are left out.
-            row: The row of all caches.
-
-        Returns:
-            The prefix with the chunk.
-        """
         prefix = _longer(before, chunk)
         end, kept = prefix.end, self._chunks.setdefault(prefix.digest, {})
         self._chunks.move_to_end(prefix.digest)

@@ -1,4 +1,10 @@
-"""Draft: the tokens that one round proposes, and the inputs of the round."""
+"""Draft: the tokens that one round proposes, a chain or a token tree; the inputs of the round, and what an
+acceptance rule gives.
+
+A draft with siblings is a *token tree*: each sibling is a leaf in the place of a drafted token, and one pass
+verifies all by tree attention. Where the rule writes a sibling, its leaf gives the token after it, too: the
+plain step that would follow, a round earlier. So the text keeps its law, whatever the siblings are.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +18,140 @@ from torch import Tensor
 from foredraft.decode.constraint import masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.noise import NoiseKeys
-from foredraft.decode.penalty_context import PenaltyContext
-from foredraft.decode.sampling import SamplingTable
+from foredraft.decode.sampling import PenaltyContext, SamplingTable
 from foredraft.decode.sequence import Sequence
-from foredraft.decode.siblings import Siblings
-from foredraft.model.runner import Resume
-from foredraft.model.transfers import upload
+from foredraft.model.memory import upload
+from foredraft.model.runner import Leaves, Resume
 
-__all__ = ["Draft", "RoundInputs", "lengths_tensor", "no_draft", "pad_rows", "with_siblings"]
+
+@dataclass(frozen=True, slots=True)
+class AcceptResult:
+    """What is kept of a draft, and the token after it."""
+
+    accepted: Tensor  # [B] int64, drafted tokens to keep
+    next_token: Tensor  # [B] int64, correction or bonus
+    sibling: Tensor | None = None  # [B] int64, the sibling that it is, -1 for none; None without siblings
+    after_sibling: Tensor | None = None  # [B] int64, the token after it, if it is one
+
+    def last_column(self, k: int) -> Tensor:
+        """Return the column of the verifying pass that gave the last token, [B]."""
+        if self.sibling is None:
+            return self.accepted
+        return torch.where(self.sibling >= 0, k + 1 + self.sibling, self.accepted)
+
+    @property
+    def last_token(self) -> Tensor:
+        """Return the last token that was decided, [B]."""
+        if self.sibling is None or self.after_sibling is None:
+            return self.next_token
+        return torch.where(self.sibling >= 0, self.after_sibling, self.next_token)
+
+
+def choices_of(budgets: Seq[int], siblings: Seq[int]) -> list[int]:
+    """Return how many further choices a batch needs of each draft step; budgets and siblings [B].
+
+    The siblings of a row lie one to a place, from the first place on; those beyond the draft are third
+    choices, and so on.
+
+    Examples:
+        >>> choices_of([4, 2], [3, 0]), choices_of([2], [3])
+        ([1, 1, 1], [2, 1])
+    """
+    if not any(siblings):
+        return []
+    rows = [(budget, count) for budget, count in zip(budgets, siblings, strict=True) if budget]
+    reached = max((min(pair) for pair in rows), default=0)
+    return [max(-(-(count - place) // budget) for budget, count in rows) for place in range(reached)]
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """The siblings of every row's draft: the leaves of its token tree."""
+
+    tokens: Tensor  # [B, S] int64; -1 where there is none. Those of one place lie in the order of the draw
+    places: Tensor  # [B, S] int64, drafted tokens before each; 0 where there is none
+    most: int  # siblings of one place, at most
+    masks: Tensor | None = None  # of the constraints after each, [B, S, V] bool; None without any constraint
+    last: Tensor | None = None  # [B, S] bool, a constraint ends the text after it; None as `masks`
+
+    @classmethod
+    def of(cls, further: Tensor, lengths: Tensor, budgets: Seq[int], siblings: Seq[int]) -> Siblings | None:
+        """Lay out the further choices [B, K, M] of drafts, by rows [B]; None where no row has siblings."""
+        if not any(siblings):
+            return None
+        width, device = max(siblings), further.device
+        pairs = zip(budgets, siblings, strict=True)
+        own = [[divmod(i, budget)[::-1] for i in range(count if budget else 0)] for budget, count in pairs]
+        at = [row + [(0, -1)] * (width - len(row)) for row in own]
+        places, choice = upload(at, device, torch.int64).unbind(2)  # [B, S] each
+        rows = torch.arange(len(at), device=device)[:, None]
+        reached = (choice >= 0) & (places < lengths[:, None])
+        steps = further.shape[1]  # all drafts may have ended before a place
+        tokens = further[rows, places.clamp_max(steps - 1), choice].where(reached, -1)
+        return cls(tokens, places.where(tokens >= 0, 0), further.shape[2])
+
+    @classmethod
+    def combine(cls, parts: Seq[tuple[Tensor, Siblings | None]]) -> Siblings | None:
+        """Return the siblings of rows that several drafters drafted; each part's rows are [B] bool."""
+        known = [(own, part) for own, part in parts if part is not None]
+        if not known:
+            return None
+        width = max(part.tokens.shape[1] for _, part in known)
+        tokens = torch.full((len(known[0][0]), width), -1, device=known[0][0].device)
+        places = torch.zeros_like(tokens)
+        for own, part in known:
+            s = part.tokens.shape[1]
+            tokens[:, :s] = part.tokens.where(own[:, None], tokens[:, :s])
+            places[:, :s] = part.places.where(own[:, None], places[:, :s])
+        return cls(tokens, places, max(part.most for _, part in known))
+
+    def at(self, places: Tensor, choice: int) -> Tensor:
+        """Return each row's sibling at a place [B]: the first for `choice` 0. [B] int64, -1 where none is."""
+        there = (self.places == places[:, None]) & (self.tokens >= 0)
+        own = there & (there.cumsum(1) == choice + 1)
+        index = own.to(torch.int64).argmax(1)
+        return self.tokens.gather(1, index[:, None])[:, 0].where(own.any(1), -1)
+
+    def listed(self) -> list[list[tuple[int, int]]]:
+        """Return (place, token) of every sibling, [B, S]; token -1 where there is none."""
+        rows = zip(self.places.tolist(), self.tokens.tolist(), strict=True)
+        return [list(zip(places, tokens, strict=True)) for places, tokens in rows]
+
+    def under(self, after: list[list[Tensor | None]], everything: Tensor) -> Siblings:
+        """Return the siblings with the masks of constraints after each, [B, S] of [V]; None is no way on."""
+        masks = [[everything if mask is None else mask for mask in row] for row in after]
+        last = [[mask is None for mask in row] for row in after]
+        stacked = torch.stack([torch.stack(row) for row in masks])
+        return replace(self, masks=stacked, last=upload(last, self.tokens.device))
+
+    def leaves(self, width: int) -> Leaves:
+        """Return the leaves of a verifying pass whose columns from `width` on are the siblings."""
+        return [
+            {width + index: 1 + place for index, (place, token) in enumerate(row) if token >= 0}
+            for row in self.listed()
+        ]
+
+    def written(self, verdict: AcceptResult) -> Tensor:
+        """Return which sibling the rule wrote and the text goes on after, [B]; -1 where it is none."""
+        same = (self.places == verdict.accepted[:, None]) & (self.tokens == verdict.next_token[:, None])
+        if self.last is not None:
+            same = same & ~self.last
+        return same.to(torch.int64).argmax(1).where(same.any(1), -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed tokens of every row.
+    """Proposed tokens of every row."""
 
-    Attributes:
-        tokens: [B, K] int64, padded with 0.
-        lengths: [B] int64.
-        q: The drafters' distributions at the K positions.
-        resume: Hidden states of the target that a stepper already computed for [pending, *tokens].
-        nonfinite: [B] bool, rows whose drafter gave non-finite logits; None where no row did.
-        host_lengths: Upper bounds of `lengths` that the host knows without reading the device; None is none.
-        undrawn: [B] int64, draft steps that proposed no token; None where the policy leaves no place undrawn.
-        host_tokens: The tokens of every row as far as they reach, [B] lists; None where the host has to read
-            them.
-        siblings: Further choices beside the tokens; None without any.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    q: Distribution
-    resume: Resume | None = None
-    nonfinite: Tensor | None = None
-    host_lengths: list[int] | None = None
-    undrawn: Tensor | None = None
-    host_tokens: list[list[int]] | None = None
-    siblings: Siblings | None = None
+    tokens: Tensor  # [B, K] int64, padded with 0
+    lengths: Tensor  # [B] int64
+    q: Distribution  # the drafters' distributions at the K positions
+    resume: Resume | None = None  # states of the target that a drafter has computed for [pending, *tokens]
+    nonfinite: Tensor | None = None  # [B] bool, the drafter's logits were not finite; None where all were
+    host_lengths: list[int] | None = None  # upper bounds of `lengths`, as far as the host knows them
+    undrawn: Tensor | None = None  # [B] int64, draft steps without a token; None where there are none
+    host_tokens: list[list[int]] | None = None  # each row's tokens, unpadded, where the host knows them
+    siblings: Siblings | None = None  # the leaves of the token trees; None where all drafts are chains
 
     @property
     def proposal(self) -> Draft:
@@ -56,12 +160,7 @@ class Draft:
 
     @classmethod
     def combine(cls, parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
-        """Return one draft for a batch whose rows were drafted by several drafters.
-
-        Args:
-            parts: Each drafter's draft, with the rows that it speaks for, [B] bool.
-            inputs: The round.
-        """
+        """Return one draft for a batch whose rows [B] were drafted by several drafters."""
         device, rows = inputs.device, len(inputs.sequences)
         width = max(draft.tokens.shape[1] for _, draft in parts)
         tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
@@ -93,40 +192,23 @@ class Draft:
 
 @dataclass(frozen=True)
 class RoundInputs:
-    """Every row of the batch in one round, in row order.
+    """Every row of the batch in one round, in row order."""
 
-    Attributes:
-        sequences: [B].
-        idle: [B], rows that are still in prefill, or paused.
-        budgets: [B] tokens to draft at most; 0 in idle rows and in plain ones.
-        drafters: [B] the drafter's name; None where the budget is 0.
-        table: Sampling parameters of the rows.
-        vocabulary: Size V.
-        device: Of the target.
-        siblings: [B] further choices beside the draft of each row, at most; none without.
-        penalty_context: What the rows said, where penalties depend on it.
-    """
-
-    sequences: list[Sequence]
-    idle: list[bool]
-    budgets: list[int]
-    drafters: list[str | None]
-    table: SamplingTable
-    vocabulary: int
-    device: torch.device
-    siblings: Seq[int] = ()
+    sequences: list[Sequence]  # [B]
+    idle: list[bool]  # [B], rows that are still in prefill, or paused
+    budgets: list[int]  # [B] tokens to draft at most; 0 in idle rows and in plain ones
+    drafters: list[str | None]  # [B] the drafter's name; None where the budget is 0
+    table: SamplingTable  # sampling parameters of the rows
+    vocabulary: int  # size V
+    device: torch.device  # of the target
+    siblings: Seq[int] = ()  # [B] leaves of each row's token tree, at most; empty: all drafts are chains
 
     @cached_property
     def penalty_context(self) -> PenaltyContext | None:
         return PenaltyContext.of(self.sequences, self.device)
 
     def masks(self, draft: Draft) -> tuple[Tensor | None, Siblings | None, list[int | None]]:
-        """Walk the constraints along a draft and its siblings.
-
-        Returns:
-            Masks [B, K + 1, V] bool, None without any constraint; the siblings with their own; and [B] the
-            drafted tokens after which a row's constraint allows no token, None where there is no such place.
-        """
+        """Walk the constraints along a draft and its siblings."""
         dead_ends: list[int | None] = [None] * len(self.sequences)
         siblings = draft.siblings
         if all(s.constraint is None for s in self.sequences):
@@ -135,11 +217,11 @@ class RoundInputs:
         drafted = draft.tokens.tolist() if drafted is None else pad_rows(drafted)
         free = torch.ones(width + 1, self.vocabulary, dtype=torch.bool, device=self.device)
         masks = [free] * len(self.sequences)
-        beside: list[list[tuple[int, int]]] = [[]] * len(masks) if siblings is None else siblings.listed()
-        after: list[list[Tensor | None]] = [[free[0]] * len(own) for own in beside]
+        listed: list[list[tuple[int, int]]] = [[]] * len(masks) if siblings is None else siblings.listed()
+        after: list[list[Tensor | None]] = [[free[0]] * len(own) for own in listed]
         for row, (sequence, tokens) in enumerate(zip(self.sequences, drafted, strict=True)):
             if sequence.constraint is not None and not self.idle[row]:
-                along = masks_along(sequence.constraint, tokens, self.vocabulary, self.device, beside[row])
+                along = masks_along(sequence.constraint, tokens, self.vocabulary, self.device, listed[row])
                 masks[row], dead_ends[row] = along.masks, along.legal if along.dead_end else None
                 after[row] = along.after
         return torch.stack(masks), siblings and siblings.under(after, free[0]), dead_ends
@@ -151,7 +233,6 @@ class RoundInputs:
 
     @cached_property
     def block(self) -> list[bool]:
-        """[B], rows whose drafts are judged as a whole."""
         return [s.params.acceptance == "block" for s in self.sequences]
 
     @cached_property
@@ -196,7 +277,7 @@ def no_draft(rows: int, device: torch.device) -> Draft:
     return Draft(none, torch.zeros(rows, dtype=torch.int64, device=device), Distribution(ids=none))
 
 
-def pad_rows(rows: list[list[int]]) -> list[list[int]]:
+def pad_rows(rows: Seq[Seq[int]]) -> list[list[int]]:
     """Pad every row with 0 to the longest."""
     width = max(map(len, rows))
-    return [row + [0] * (width - len(row)) for row in rows]
+    return [[*row, *[0] * (width - len(row))] for row in rows]

@@ -1,8 +1,4 @@
-"""Round results: everything the host learns from a round, fetched in one device synchronisation.
-
-The verdict travels together with the scores of new tokens where a request asks for them, the probabilities
-that a trace shows, and the target's confidence where the policy wants it.
-"""
+"""Round results: everything the host learns from a round, fetched in one device synchronisation."""
 
 from __future__ import annotations
 
@@ -16,61 +12,35 @@ from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import Signal
-from foredraft.decode.policy.target_confidence import target_confidence
-from foredraft.decode.round_draft import Draft
-from foredraft.decode.round_trace import RoundTrace
+from foredraft.decode.policy.base import target_confidence
+from foredraft.decode.round_draft import AcceptResult, Draft
 from foredraft.decode.scores import Integers, Score, score, scores_in
 from foredraft.decode.sequence import Sequence
-from foredraft.decode.stats import Round
-from foredraft.decode.verdict import Verdict
-from foredraft.model.transfers import download, upload
-
-__all__ = ["RowResult", "fetch_results"]
+from foredraft.decode.stats import Round, RoundTrace
+from foredraft.model.memory import download, upload
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The results of one row's round, on the host.
-
-    Attributes:
-        accepted: Drafted tokens that are kept.
-        next_token: The correction, the bonus or a plain step's token.
-        sibling: The sibling of the draft that `next_token` is; None where it is none.
-        after_sibling: The token after it.
-        drafted: Length of the draft.
-        target_nonfinite: The target's logits of a real column were not finite.
-        drafter_nonfinite: The drafter's logits were not finite.
-        tokens: [K] drafted tokens, padded.
-        scores: Of the accepted tokens and the next one, where the request asks for them.
-        p: What the target's distributions (those that judged the draft) gave the drafted tokens, if traced.
-        q: What the drafter's distributions gave them, if traced.
-        next_p: Probability of the next token, if traced.
-        target_confidence: Confidence of the target in the next token; None unless the policy wants it.
-        undrawn: Draft steps that proposed no token.
-        dead_end: The constraint allows no token after the accepted ones, so `next_token` means nothing.
-        legal: [K + 1] tokens that the constraint allowed at each position, if traced; None without one.
-    """
-
-    accepted: int
-    next_token: int
-    drafted: int
-    target_nonfinite: bool
-    drafter_nonfinite: bool
-    tokens: list[int]
-    scores: list[Score]
-    p: list[float]
-    q: list[float]
-    next_p: float
-    target_confidence: float | None = None
-    undrawn: int = 0
-    dead_end: bool = False
-    legal: list[int] | None = None
-    sibling: int | None = None
-    after_sibling: int = -1
+    accepted: int  # drafted tokens that are kept
+    next_token: int  # the correction, the bonus or a plain step's token
+    drafted: int  # length of the draft
+    target_nonfinite: bool  # the target's logits of a real column were not finite
+    drafter_nonfinite: bool  # the drafter's logits were not finite
+    tokens: list[int]  # [K] drafted tokens, padded
+    scores: list[Score]  # of the accepted tokens and the next one, where the request asks for them
+    p: list[float]  # what the target's distributions, which judged the draft, gave its tokens, if traced
+    q: list[float]  # what the drafter's distributions gave them, if traced
+    next_p: float  # probability of the next token, if traced
+    target_confidence: float | None = None  # in the next token; None unless the policy wants it
+    undrawn: int = 0  # draft steps that proposed no token
+    dead_end: bool = False  # the constraint allows no token after the accepted ones: `next_token` is none
+    legal: list[int] | None = None  # [K + 1] tokens that the constraint allowed, if there is one and traced
+    sibling: int | None = None  # the sibling of the draft that `next_token` is; None where it is none
+    after_sibling: int = -1  # the token after it
 
     @property
     def new_tokens(self) -> list[int]:
-        """Return the tokens that the round decided on."""
         accepted = self.tokens[: self.accepted]
         return accepted if self.dead_end else [*accepted, self.next_token]
 
@@ -98,7 +68,7 @@ class RowResult:
 def fetch_results(
     sequences: Seq[Sequence],
     draft: Draft,
-    verdict: Verdict,
+    verdict: AcceptResult,
     p: Distribution,
     logits: Tensor,
     finite: Tensor,
@@ -109,21 +79,7 @@ def fetch_results(
     masks: Tensor | None = None,
     signal: Signal | None = None,
 ) -> list[RowResult]:
-    """Read the device once and return the result of every row.
-
-    Args:
-        sequences: [B].
-        draft: The round's.
-        verdict: What the acceptance rule decided.
-        p: The target's distributions at the K + 1 positions.
-        logits: The target's own, [B, K + 1 + S, V]; the last S of siblings.
-        finite: [B, K + 1 + S] bool, the logits were finite.
-        judge: Distributions by which the draft was judged; p, but under the lossy rule.
-        p_after: The target's distributions after a sibling, at one position.
-        dead_ends: [B] drafted tokens after which a row's constraint allows none; None where it always does.
-        masks: Of the constraints, [B, K + 1, V].
-        signal: Confidence of the target that the policy wants.
-    """
+    """Read the device once and return every row's result; logits [B, K + 1 + S, V], finite [B, K + 1 + S]."""
     rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     top = max((sequences[row].params.logprobs or 0 for row in rows), default=0)
     traced = any(s.traced for s in sequences)

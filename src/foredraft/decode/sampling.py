@@ -1,11 +1,10 @@
-"""Sampling: logits -> distributions, each row of a batch by its own parameters.
+"""Sampling: logits -> distributions, each row of a batch by its own parameters, and the tokens that penalties
+depend on.
 
-Order of the transforms: logit bias, masks, penalties, temperature, top-k, top-p, min-p, typical-p, as in
-`transformers`; ties at a cut are kept. All in float32. Temperature 0 is argmax with ties to the smallest
-id, not a division by a small number. The same code makes p and q, so a draft is judged by what it was
-drawn from.
-
-Typical-p: Meister et al. 2022 (arXiv 2202.00666). Min-p: Nguyen et al. 2024 (arXiv 2407.01082).
+Order: logit bias, masks, penalties, temperature, top-k, top-p, min-p, typical-p, as in `transformers`; ties
+at a cut are kept. The same code makes p and q, so a draft is judged by what it was drawn from. Typical-p:
+Meister et al. 2022 (arXiv 2202.00666). Min-p: Nguyen et al. 2024 (arXiv 2407.01082). Repetition penalty:
+Keskar et al. 2019 (arXiv 1909.05858), with the sign rule of `transformers`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,91 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.penalty_context import PenaltyContext
-from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
-from foredraft.decode.vocab_sums import running, total
+from foredraft.decode.sequence import Sequence, TokenCounts
+from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps, running, total
+from foredraft.model.memory import HOST, upload
 from foredraft.model.runner import SamplingInputs
-from foredraft.model.transfers import upload
 
-__all__ = ["SamplingTable", "distribution_of"]
+
+@dataclass(frozen=True, slots=True)
+class PenaltyContext:
+    """Tokens of B rows before the first column of a pass."""
+
+    ids: Tensor | None  # [B, S] int64, the distinct tokens so far; shorter rows repeat their first one
+    counts: Tensor | None  # [B, S] float32, how often each is in the output
+    prompted: Tensor | None  # [B, S] bool, it is in the prompt. All three are None where no row has a penalty
+    new: Tensor  # [B] int64, tokens of the output
+    drafted: Tensor | None = None  # [B, K] int64; column t follows the first `ahead + t` of them
+    ahead: int | Tensor = 0  # drafted tokens before the first column, of all rows or of each, [B] int64
+
+    @classmethod
+    def of(cls, sequences: Seq[Sequence], device: torch.device) -> PenaltyContext | None:
+        """Return the context of a batch; None where no row's distribution depends on it."""
+        if not any(s.params.penalised or s.params.min_new_tokens for s in sequences):
+            return None
+        new = upload([len(s.tokens) - len(s.prompt) for s in sequences], device)
+        if not any(s.params.penalised for s in sequences):
+            return cls(None, None, None, new)
+        width = max(1, *(len(s.token_counts) for s in sequences if s.token_counts is not None))
+        if device.type not in HOST:  # few widths, each of which a graph may be captured for
+            width = 1 << (width - 1).bit_length()
+        arrays = [np.zeros((len(sequences), width), dtype) for dtype in (np.int64, np.float32, np.bool_)]
+        for row, sequence in enumerate(sequences):
+            if sequence.token_counts is not None:
+                for array, values in zip(arrays, sequence.token_counts.arrays(), strict=True):
+                    array[row, : len(values)], array[row, len(values) :] = values, values[0]
+        ids, counts, prompted = (upload(array, device) for array in arrays)
+        return cls(ids, counts, prompted, new)
+
+    @classmethod
+    def of_prompt(cls, prompt: list[int], ahead: Tensor) -> PenaltyContext:
+        """Return the context of one prompt: column t follows it and the first t of the tokens ahead [K]."""
+        return replace(cls.after(prompt, [], ahead.device), drafted=ahead[None])
+
+    @classmethod
+    def after(cls, prompt: list[int], output: list[int], device: torch.device) -> PenaltyContext:
+        """Return the context of the token after one prompt and what is committed of its output."""
+        token_counts = TokenCounts(prompt)
+        for token in output:
+            token_counts.count(token, 1)
+        ids, counts, prompted = (upload(array[None], device) for array in token_counts.arrays())
+        return cls(ids, counts, prompted, upload([len(output)], device))
+
+    def along(self, drafted: Tensor, ahead: int | Tensor = 0) -> PenaltyContext:
+        return replace(self, drafted=drafted, ahead=ahead)
+
+    def said(self, columns: int) -> Tensor:
+        """Return the tokens of the output before each column, [B, T] int64."""
+        return self.new[:, None] + self._drafted_before(columns)
+
+    def _drafted_before(self, columns: int) -> Tensor:
+        """Return how many drafted tokens each column follows, [1 or B, T] int64."""
+        ahead = self.ahead[:, None] if isinstance(self.ahead, Tensor) else self.ahead
+        return (ahead + torch.arange(columns, device=self.new.device)).view(-1, columns)
+
+    def token_counts(self, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids [B, N], and before each column [B, T, N] their counts in the output and whether seen."""
+        assert self.ids is not None and self.counts is not None and self.prompted is not None
+        drafted = self.ids[:, :0] if self.drafted is None else self.drafted
+        ids = torch.cat([self.ids, drafted], 1)  # [B, N]
+        known = self.ids[:, None] == drafted[:, :, None]  # [B, K, S]: what was said of a drafted token before
+        counts = torch.cat([self.counts, (known * self.counts[:, None]).amax(-1)], 1)
+        prompted = torch.cat([self.prompted, (known & self.prompted[:, None]).any(-1)], 1)
+        steps = (ids[:, None] == drafted[:, :, None]).cumsum(1)  # [B, K, N]
+        steps = torch.nn.functional.pad(steps, (0, 0, 1, 0))  # [B, K + 1, N]
+        if isinstance(self.ahead, Tensor):
+            along = steps.gather(1, self._drafted_before(columns)[..., None].expand(-1, -1, ids.shape[1]))
+        else:
+            along = steps[:, self.ahead : self.ahead + columns]
+        counts = counts[:, None] + along  # [B, T, N]
+        return ids, counts, prompted[:, None] | (counts > 0)
+
 
 NO_CUTS = SamplingParams()
 
@@ -45,7 +117,6 @@ class Bias:
 
     @classmethod
     def of(cls, params: Seq[SamplingParams], device: torch.device) -> Bias | None:
-        """Return the biases of a batch; None where no row has one."""
         biases = [p.logit_bias or {} for p in params]
         if not any(biases):
             return None
@@ -66,7 +137,6 @@ class Bar:
     def of(
         cls, params: Seq[SamplingParams], ends: Seq[frozenset[int]] | None, device: torch.device
     ) -> Bar | None:
-        """Return the bars of a batch; None where no row bars an id."""
         if ends is None:
             return None
         barred = [
@@ -109,15 +179,6 @@ class SamplingTable:
         ends: Seq[frozenset[int]] | None = None,
         vocab_ops: VocabOps = TORCH_VOCAB_OPS,
     ) -> SamplingTable:
-        """Return the table of a batch.
-
-        Args:
-            params: [B].
-            device: Of the tensors.
-            ends: [B] end-of-text ids, which min_new_tokens bars.
-            vocab_ops: Turns logits into distributions.
-        """
-
         def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             return None if all(v == off for v in values) else upload(values, device, dtype)
 
@@ -144,10 +205,7 @@ class SamplingTable:
         )
 
     def sampling_inputs(self, keys: Tensor) -> SamplingInputs | None:
-        """Return what a fused draft draws by, with the noise keys of K draws [B, K].
-
-        None where logits are edited or truncated in other ways too, or where some rows, not all, are greedy.
-        """
+        """Return what a fused draft draws by, with noise keys [B, K]; None where it cannot make q."""
         if self.edits_logits or self.greedy is not None or self.typical_p is not None:
             return None
         return SamplingInputs(
@@ -156,7 +214,6 @@ class SamplingTable:
 
     @property
     def edits_logits(self) -> bool:
-        """Return whether any row's logits are edited by a bias, a bar or a penalty."""
         return not (self.bias is None and self.bar is None and self.penalties is None)
 
     def of_prompt(self) -> SamplingTable:
@@ -189,17 +246,7 @@ def distribution_of(
     *,
     argmax: bool = False,
 ) -> tuple[Distribution, Tensor]:
-    """Return the distributions of logits [B, T, V] float32, and where the logits are finite [B, T] bool.
-
-    The logits are left as they are.
-
-    Args:
-        logits: The model's own.
-        table: Parameters of the rows.
-        masks: [B, T, V] bool, True = allowed.
-        penalty_context: Needed where a row has a penalty or a min_new_tokens.
-        argmax: Make one-hot distributions in every row, as for a greedy drafter.
-    """
+    """Return the distributions of logits [B, T, V] float32, and where these are finite [B, T] bool."""
     logits = _edited(logits, table, masks, penalty_context)
     if argmax or table.all_greedy:
         ids, finite = table.vocab_ops.argmax(logits)

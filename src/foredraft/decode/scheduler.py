@@ -1,41 +1,127 @@
-"""Scheduler: which sequences are in the batch, and which prompt is read next.
+"""Scheduler: gives out rows of the cache and passes over chunks of prompts, in fair shares between clients.
 
-Two things are given out: rows of the cache, each with room for `max_length` positions, and passes over a
-chunk of a prompt, one a step. A request that can never fit is refused when it is submitted. The rule:
-
-- **Rows** go to the client with the fewest rows, and among equals to the one that has had the fewest tokens
-  (`Shares`). Within a client they go first come, first served; a client that is alone gets all of them. Where
-  all rows are taken and a client that waits has at least two rows fewer than another one, the latest sequence
-  of the client with the most rows gives its row up, and goes on later. Its text is the same.
-- **Chunks** go to the prompt with the fewest unread tokens, so that a short prompt passes long ones, and
-  equal prompts are read one after the other. What its client has used more than others counts as unread
-  tokens, too, up to a doubling.
-- **Nothing starves.** One chunk in `TURNS` goes to the prompt that came first. So a prompt of c chunks is
-  read within TURNS × (c + chunks of older prompts with a row) passes while it has a row, however many short
-  ones come. A client that waits falls behind the clock of `Shares`, so that its turn comes before that of
-  clients that come fresh.
-
-Siblings (samples of one prompt) come in waves: the first is prefilled, the others copy its rows or take a
-finished one's over.
-
-A paused sequence takes no part in rounds and gets no row. Where another sequence waits for a row, it is
-*parked*, as is one that gives its row up: its row's content moves to host memory, and it waits at the head of
-its client's queue. At most as many sequences are parked as there are rows, so their memory is at most another
-cache.
+*Rows* go to the client with the fewest, and among equals to the one that has had the fewest tokens
+(`Shares`). Where all are taken and a waiting client has at least two fewer than another one, the latest
+sequence of the client with the most is *parked*: its row moves to host memory, and it goes on later with the
+same text. *Chunks* go to the prompt with the fewest unread tokens and those that its client has had more than
+others, up to a doubling; one chunk in `TURNS` goes to the prompt that came first, so none starves. Samples of
+one prompt copy the rows of the first, or take a finished one's over. A paused sequence is parked where
+another waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 
-from foredraft.decode.rows import Rows
 from foredraft.decode.sequence import Finish, Sequence, State
-from foredraft.decode.shares import Shares
 from foredraft.model.cache import KVCache
 
-__all__ = ["Scheduler"]
+
+class Shares:
+    """Counts the tokens of clients, from the clock on."""
+
+    def __init__(self) -> None:
+        self._leads: dict[str, float] = {}  # of clients that wait, and of others that are ahead of the clock
+        self._given: Counter[str] = Counter()  # tokens since the clock moved
+        self._waiting: frozenset[str] = frozenset()  # clients that waited when the clock moved
+
+    def lead(self, client: str) -> float:
+        """Return how many tokens a client has had more than an equal part; below 0 where it has had fewer."""
+        return self._leads.get(client, 0.0)
+
+    def charge(self, client: str, tokens: int) -> None:
+        self._given[client] += tokens
+
+    def advance(self, waiting: frozenset[str]) -> None:
+        """Move the clock by what was given since the last time; `waiting` are the clients that wait now."""
+        before, given = self._waiting, self._given
+        part = sum(given[client] for client in before) / max(1, len(before))
+        leads = {
+            client: self.lead(client) + given[client] - part for client in {*self._leads, *given, *before}
+        }
+        self._leads = {
+            client: lead
+            for client, lead in leads.items()
+            if lead > 0 or (client in before and client in waiting)
+        }
+        self._waiting = waiting
+        given.clear()
+
+    def restart(self) -> None:
+        self._leads.clear()
+        self._given.clear()
+        self._waiting = frozenset()
+
+
+class Rows:
+    """`sequences[r]` owns row r of every cache."""
+
+    def __init__(self, caches: Iterable[KVCache]) -> None:
+        unique = {id(cache): cache for cache in caches}  # a self-drafter shares the target's
+        self.caches = list(unique.values())
+        self.capacity = min(cache.rows for cache in self.caches)
+        self.sequences: list[Sequence] = []
+
+    def add(self, sequence: Sequence, donor: Sequence | None = None) -> None:
+        """Give the sequence the next free row; with a donor, its prompt's cache rows are copied."""
+        assert len(self.sequences) < self.capacity
+        sequence.row = len(self.sequences)
+        self.sequences.append(sequence)
+        for cache in self.caches:
+            if donor is None:
+                cache.lengths[sequence.row] = 0
+            else:
+                cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))
+
+    def park(self, sequence: Sequence, caches: Iterable[KVCache]) -> None:
+        """Free the row of a sequence that goes on later; host memory keeps what these caches hold of it."""
+        spans = {cache: cache.take(sequence.row, 0, cache.lengths[sequence.row]) for cache in caches}
+        sequence.parked = {
+            cache: replace(span, parts=tuple(part.cpu() for part in span.parts))
+            for cache, span in spans.items()
+        }
+        self.remove(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Give a parked sequence a free row that holds what its old one held."""
+        assert sequence.parked is not None
+        self.add(sequence)
+        for cache, span in sequence.parked.items():
+            cache.put_back(replace(span, row=sequence.row))
+            cache.lengths[sequence.row] = span.stop
+        sequence.parked = None
+
+    def succeed(self, sequence: Sequence, choice: Sequence) -> None:
+        """Let another choice of the prompt take the row over in place: the row holds the prompt already."""
+        for cache in self.caches:
+            cache.lengths[sequence.row] = _prompt_rows(cache, sequence, choice)
+        choice.row, sequence.row = sequence.row, -1
+        self.sequences[choice.row] = choice
+
+    def remove(self, sequence: Sequence) -> None:
+        """Free the row; the last row moves into it. One that may hold NaN, which no mask hides, is zeroed."""
+        row, last = sequence.row, self.sequences.pop()
+        sequence.row = -1
+        for cache in self.caches:
+            if not sequence.cache_finite:
+                cache.zero_row(row)
+            if last is not sequence:
+                cache.copy_row(last.row, row, cache.lengths[last.row])
+                if not last.cache_finite:
+                    cache.zero_row(last.row)
+            cache.lengths[len(self.sequences)] = 0
+        if last is not sequence:
+            last.row = row
+            self.sequences[row] = last
+
+
+def _prompt_rows(cache: KVCache, donor: Sequence, sequence: Sequence) -> int:
+    """Return how many of the donor's positions another choice shares: the prompt but for its last token."""
+    return min(cache.lengths[donor.row], len(sequence.prompt) - 1)
+
 
 # Of so many chunks, one goes to the prompt that came first. Short prompts lose one pass in so many to a long
 # one, which takes at most so many times as long (benchmarks/notes/batches.md).
@@ -43,15 +129,11 @@ TURNS = 4
 
 
 class Scheduler:
-    """Gives out the rows, and chooses which prompt is read next.
-
-    Attributes:
-        shares: What each client has used.
-    """
+    """Gives out the rows, and chooses which prompt is read next."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        self.shares = Shares()
+        self.shares = Shares()  # what each client has used
         self._queues: dict[str, deque[Sequence]] = {}  # by client; none is empty
         self._parked: set[Sequence] = set()
         self._read = 0  # chunks so far
@@ -63,12 +145,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Return the sequences without a row, by client, each client's in order."""
         return list(chain.from_iterable(tuple(self._queues.values())))
 
     @property
     def steady(self) -> bool:
-        """Return whether every row decodes and no sequence waits."""
         sequences = self.rows.sequences
         return not self._queues and bool(sequences) and all(s.active for s in sequences)
 
@@ -78,7 +158,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Return whether there is no sequence."""
         return not self.rows.sequences and not self._queues
 
     @property
@@ -132,7 +211,6 @@ class Scheduler:
         return min(reading, key=lambda s: (self._length(s), s.id), default=None)
 
     def count_chunk(self, sequence: Sequence, tokens: int) -> None:
-        """Count a chunk of a prompt that was read."""
         self._read += 1
         self.shares.charge(sequence.client, tokens)
 
@@ -143,7 +221,7 @@ class Scheduler:
             self.shares.charge(sequence.client, max(1, emitted))
 
     def leave(self, sequence: Sequence, finish: Finish, error: str | None = None) -> Sequence | None:
-        """End a sequence; return the sibling that took its row over, ready to run, if one did."""
+        """End a sequence; return the choice of its prompt that took its row over, if any, ready to run."""
         if sequence.state is State.FINISHED:
             return None
         sequence.finish, sequence.error = finish, error
@@ -154,12 +232,12 @@ class Scheduler:
                 self._unqueue(sequence)
             return None
         if state is State.RUNNING and sequence.cache_finite and self._queues:
-            sibling = self._next
-            if sibling is not None and sibling.parked is None and sibling.group == sequence.group is not None:
-                self._unqueue(sibling)
-                self.rows.succeed(sequence, sibling)
-                sibling.state = State.RUNNING
-                return sibling
+            choice = self._next
+            if choice is not None and choice.parked is None and choice.group == sequence.group is not None:
+                self._unqueue(choice)
+                self.rows.succeed(sequence, choice)
+                choice.state = State.RUNNING
+                return choice
         self.rows.remove(sequence)
         return None
 
@@ -202,7 +280,6 @@ class Scheduler:
         return frozenset(chain(queued, reading))
 
     def _held(self) -> Counter[str]:
-        """Return how many rows each client has."""
         return Counter(s.client for s in self.rows.sequences if s.state is not State.FINISHED)
 
     def _length(self, sequence: Sequence) -> float:

@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.vocab_sums import log_softmax
-from foredraft.model.transfers import bits
-
-__all__ = ["Integers", "Score", "likeliest", "score", "scores_in"]
+from foredraft.decode.vocab_ops import log_softmax
+from foredraft.model.memory import bits
 
 Integers = NDArray[np.int64]
 

@@ -6,24 +6,51 @@ the target's cache: the last token is pending, so the first token is no special 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from foredraft.decode.constraint import Constraint
-from foredraft.decode.guarded import guarded
+import numpy as np
+
+from foredraft.decode.constraint import Constraint, guarded
 from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.prefix_cache import NOTHING, Prefix
-from foredraft.decode.round_trace import RoundTrace
 from foredraft.decode.scores import Score
-from foredraft.decode.stats import Round
+from foredraft.decode.stats import Round, RoundTrace
 from foredraft.decode.text_buffer import TextBuffer
-from foredraft.decode.token_counts import TokenCounts
 from foredraft.model.cache import KVCache, Span
 
-__all__ = ["Finish", "Origin", "Sequence", "State"]
+
+class TokenCounts:
+    """The distinct tokens of prompt and output, and their counts in the output, 0 after a rollback."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        size = len(self._place)
+        self._ids = np.array(list(self._place), dtype=np.int64)
+        self._counts = np.zeros(size, dtype=np.float32)
+        self._prompted = np.ones(size, dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def count(self, token: int, times: int) -> None:
+        """Add `times` to the count of a token; a rollback adds -1."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            grown = max(64, 2 * place)
+            for name in ("_ids", "_counts", "_prompted"):
+                array = getattr(self, name)
+                setattr(self, name, np.concatenate([array, np.zeros(grown - place, dtype=array.dtype)]))
+        self._ids[place] = token
+        self._counts[place] += times
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return ids int64, counts float32, and whether the prompt has the token, bool; [S] each."""
+        return self._ids[: len(self)], self._counts[: len(self)], self._prompted[: len(self)]
 
 
 class State(StrEnum):
@@ -42,9 +69,7 @@ class Finish(StrEnum):
     ERROR = "error"
 
 
-class Origin(StrEnum):
-    """Source of a token."""
-
+class TokenOrigin(StrEnum):
     DRAFTER = "drafter"  # drafted and accepted
     TARGET = "target"  # a plain step, or the correction after a rejection
     BONUS = "bonus"  # the target's token after a draft that was accepted whole
@@ -52,10 +77,7 @@ class Origin(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sample of a request: what the request gives, then the text so far and the state in the engine.
-
-    A sequence whose `drafters` are empty is decoded plainly.
-    """
+    """One sample of a request: what the request gives, then the text so far and the state in the engine."""
 
     id: int  # of this sequence alone, in its process
     prompt: list[int]  # ids
@@ -73,12 +95,11 @@ class Sequence:
     prediction: tuple[int, ...] = ()  # tokens that the request expects
     cached: int = 0  # tokens of the prompt that the prefix cache had
     prefix: Prefix = NOTHING  # what the prefix cache knows of the prompt; at first its salt alone
-    # of the prompt's tokens, where the request gives `prompt_logprobs`; siblings share the list
-    prompt_scores: list[Score | None] = field(default_factory=list)
+    prompt_scores: list[Score | None] = field(default_factory=list)  # if asked for; choices share the list
 
     ends: frozenset[int] = field(init=False)  # ids that end the text, by the model or by the request
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
-    origins: list[Origin] = field(default_factory=list)  # of the new ids
+    origins: list[TokenOrigin] = field(default_factory=list)  # of the new ids
     scores: list[Score] = field(default_factory=list)  # of the new ids, where the request gives `logprobs`
     token_counts: TokenCounts | None = None  # of prompt and output, where a penalty needs them
     trace: list[RoundTrace] = field(default_factory=list)  # a record of each round, if `traced`
@@ -112,7 +133,6 @@ class Sequence:
 
     @property
     def active(self) -> bool:
-        """Return whether it takes part in the next round."""
         return self.state is State.RUNNING and self.paused_at is None
 
     @property
@@ -126,7 +146,6 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Return how many tokens may still be emitted."""
         return self.params.max_new_tokens - (len(self.tokens) - len(self.prompt))
 
     @property
@@ -142,15 +161,10 @@ class Sequence:
             return len(self.tokens) - len(self.prompt)
         return self.constraint.settled()
 
-    def extend(self, tokens: list[int], origins: list[Origin], scores: Seq[Score] = ()) -> int:
+    def extend(self, tokens: list[int], origins: list[TokenOrigin], scores: Seq[Score] = ()) -> int:
         """Append tokens up to the first EOS, stop string, limit or ban's rollback; return how many were read.
 
         The sequence may end up *shorter* than before, because a constraint may take back earlier tokens.
-
-        Args:
-            tokens: New ids.
-            origins: Of the tokens.
-            scores: Of the tokens, where the request gives `logprobs`.
         """
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self.tokens.append(token)

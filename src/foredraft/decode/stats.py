@@ -1,4 +1,4 @@
-"""Stats: figures of rounds.
+"""Stats: figures of rounds; and the trace, the course of one round of one sequence.
 
 Words as in docs/architecture.md: *acceptance rate* = accepted / drafted, for people; *alpha* =
 accepted / (accepted + rounds that a rejection ended), the constant-rate model's parameter: P(a drafted
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-
-__all__ = ["Round", "Stats"]
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Round:
             the number negative.
         drafter: The drafter that the policy chose; None in a plain step.
         undrawn: Draft steps that proposed no token, because the policy left their place to the target.
-        siblings: Further choices that were verified beside the draft.
+        siblings: Leaves of the token tree, which were verified beside the draft.
         sibling: A sibling of the draft followed the accepted tokens, and one token more.
     """
 
@@ -42,6 +40,12 @@ class Round:
     def steps(self) -> int:
         """Return the draft steps: one for each proposed token, and those that proposed none."""
         return self.drafted + self.undrawn
+
+
+SHOWN = (
+    "seconds", "tokens_per_second", "rounds", "drafted", "accepted", "acceptance_rate", "alpha",
+    "mean_accepted_length", "acceptance_by_position", "siblings",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -108,18 +112,10 @@ class Stats:
     def merge(cls, several: Iterable[Stats], seconds: float | None = None) -> Stats:
         """Add several up; `seconds` is the wall clock of them all where they ran side by side."""
         total = cls()
+        sums = [each.name for each in fields(cls) if not each.name.endswith("_at")]
         for s in several:
-            total.seconds += s.seconds
-            total.tokens += s.tokens
-            total.rounds += s.rounds
-            total.drafted += s.drafted
-            total.accepted += s.accepted
-            total.rejections += s.rejections
-            total.widths += s.widths
-            total.siblings += s.siblings
-            total.drafts += s.drafts
-            total.steps += s.steps
-            total.accepted_by += s.accepted_by
+            for name in sums:
+                setattr(total, name, getattr(total, name) + getattr(s, name))
             total._widen(len(s.drafted_at))
             for j, (drafted, accepted) in enumerate(zip(s.drafted_at, s.accepted_at, strict=True)):
                 total.drafted_at[j] += drafted
@@ -157,20 +153,56 @@ class Stats:
 
     def as_dict(self) -> dict[str, object]:
         """The figures, for JSON."""
-        return {
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "rounds": self.rounds,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "alpha": self.alpha,
-            "mean_accepted_length": self.mean_accepted_length,
-            "acceptance_by_position": self.acceptance_by_position,
-            "siblings": self.siblings,
-        }
+        return {name: getattr(self, name) for name in SHOWN}
 
     def _widen(self, length: int) -> None:
         missing = length - len(self.drafted_at)
         self.drafted_at += [0] * missing
         self.accepted_at += [0] * missing
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """One round of one output.
+
+    Attributes:
+        start: New tokens before it.
+        drafter: The drafter; None in a plain step.
+        budget: How many tokens the policy allowed. A shorter draft was ended by the policy or the drafter.
+        draft: The proposed ids.
+        p: The target's probability of each drafted token; empty if discarded. Under the lossy rule at
+            temperature 0 it is that of temperature 1, by which the rule judges.
+        q: The drafter's probability of each drafted token; empty if discarded.
+        accepted: How many were kept.
+        next_token: The target's own token after them: a correction, the bonus, or a plain step.
+        next_p: The target's probability of it.
+        emitted: Tokens appended; an end of the text may cut them short, and a ban's rollback may make it
+            negative.
+        discarded: The target's logits along the draft were not finite, so nothing was judged.
+        rollback: Under the lossy rule, the surprise -log p above which a drafted token was cut, in nats; None
+            under the lossless ones.
+        legal: Tokens that the constraint allowed at each judged position; None without a constraint.
+        after_sibling: The target's token after `next_token`, which is a sibling of the rejected token; None
+            where it is none.
+
+    Examples:
+        >>> params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+        >>> [output] = llm.generate("def add(a, b):", params, trace=True)
+        >>> len(output.trace) == output.stats.rounds, sum(each.emitted for each in output.trace)
+        (True, 8)
+    """
+
+    start: int
+    drafter: str | None
+    budget: int
+    draft: list[int]
+    p: list[float]
+    q: list[float]
+    accepted: int
+    next_token: int
+    next_p: float
+    emitted: int
+    discarded: bool = False
+    rollback: float | None = None
+    legal: list[int] | None = None
+    after_sibling: int | None = None

@@ -1,18 +1,9 @@
 """Text buffer: the text of one sequence's new tokens, and where a stop string ends it.
 
-The text ends at the first token with which a stop string is complete: the earliest to be complete wins,
-and of those complete at once the one that began first. It may lie across tokens, in the middle of one, or
-inside an accepted run; ids, log-probabilities, usage and cache all end at that token, the text before the
-string (or after it, with `include_stop`). A stop string is looked for in what the text would be if it ended
-now, so one that a detokeniser still holds back counts at once.
-
-Text that may be the beginning of a stop string is held back until it cannot be: as many characters as the
-automaton's state (Aho and Corasick 1975, "Efficient string matching") is deep.
-
-Where a text may begin with thinking, stop strings are looked for behind it, in the content alone.
-
-A tokenizer may fail on the tokens of one text. Then its buffer has `failed`: further tokens add no text, and
-the text's sequence ends with the error (`guarded`).
+The text ends at the first token with which a stop string is complete: the earliest to be complete wins, and
+of those complete at once the one that began first. What a detokeniser still holds back counts at once. Text
+that may begin a stop string is held back (Aho and Corasick 1975, "Efficient string matching"). Stop strings
+act behind the thinking.
 """
 
 from __future__ import annotations
@@ -24,20 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from foredraft.decode.guarded import answer_of
-from foredraft.decode.thinking import Thinking, ThinkingReader
+from foredraft.decode.constraint import answer_of
+from foredraft.decode.thinking import ThinkingMarkers, ThinkingReader
 from foredraft.model.tokenizer import Detokenizer
-
-__all__ = ["StopAutomaton", "TextBuffer"]
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Node:
-    """A prefix of a stop string: its continuations, its longest suffix that is a prefix too (fallback), its
-    length (depth), and the longest stop string that ends with it (complete)."""
-
     next: dict[str, _Node] = field(default_factory=dict)
     fallback: _Node | None = None
     depth: int = 0
@@ -79,40 +65,25 @@ class StopAutomaton:
 
 
 class TextBuffer:
-    """Text that grows token by token.
-
-    Args:
-        detokenizer: Makes a fresh detokenizer at the sequence's beginning.
-        stops: Strings that end the text, or their automaton, which sequences may share.
-        ends: Tokens that are stop strings by themselves and show no text.
-        silent: Tokens that add no text, because the text ends before them.
-        include: Keep the stop string in the text.
-        least: A stop string that is complete before so many tokens does not end the text.
-        thinking: How thinking is marked in it; None where there is none.
-        marks: Special tokens whose text is shown: the markers of thinking.
-
-    Attributes:
-        failed: The tokenizer's error, for people; None while it works.
-    """
-
     def __init__(
         self,
-        detokenizer: Callable[[], Detokenizer],
+        detokenizer: Callable[[], Detokenizer],  # makes a fresh detokenizer at the sequence's beginning
+        # strings that end the text, or their automaton, which sequences may share
         stops: Seq[str] | StopAutomaton = (),
         *,
-        ends: Mapping[int, str] | None = None,
-        silent: Collection[int] = (),
-        include: bool = False,
-        least: int = 0,
-        thinking: Thinking | None = None,
-        marks: Mapping[int, str] | None = None,
+        ends: Mapping[int, str] | None = None,  # tokens that are stop strings by themselves and show no text
+        silent: Collection[int] = (),  # tokens that add no text, because the text ends before them
+        include: bool = False,  # keep the stop string in the text
+        least: int = 0,  # a stop string that is complete before so many tokens does not end the text
+        thinking: ThinkingMarkers | None = None,  # how thinking is marked in it; None where there is none
+        marks: Mapping[int, str] | None = None,  # special tokens whose text is shown: the markers of thinking
     ) -> None:
         self._fresh, self._ends, self._silent = detokenizer, ends or {}, frozenset(silent)
         self._include, self._least = include, least
         self._thinking, self._marks = thinking, marks or {}
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(tuple(stops))
         self._released = (0, 0)  # a token, and of its piece so many characters
-        self.failed: str | None = None
+        self.failed: str | None = None  # the tokenizer's error, for people; None while it works
         self._start(detokenizer())
 
     def _start(self, detokenizer: Detokenizer) -> None:
@@ -130,10 +101,7 @@ class TextBuffer:
         self.stopped_by: str | None = None
 
     def push(self, tokens: list[int], *, ended: bool = False) -> int:
-        """Read tokens up to the one that completes a stop string; return how many were read.
-
-        ended: The last token ends the text by itself and is no part of a stop string.
-        """
+        """Read tokens up to the one that completes a stop string; return how many. ended: by the last one."""
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             shown = [] if token in self._silent else [token]
@@ -197,7 +165,6 @@ class TextBuffer:
         self._over = True
 
     def rewind(self, count: int) -> None:
-        """Keep only the first `count` tokens."""
         tokens, pieces, holds = self.tokens[:count], self.pieces[:count], self._holds[:count]
         fresh = self._decoded(self._fresh, self._detokenizer)
         self._start(fresh)
@@ -212,10 +179,7 @@ class TextBuffer:
         return answer_of(self, "the tokenizer", decode, otherwise)
 
     def release(self, settled: int) -> list[tuple[int, str]]:
-        """Return the text of the first `settled` tokens that is final and was not released before.
-
-        It comes in parts, each with the index of the token that completed it.
-        """
+        """Return new final text of the first `settled` tokens, in parts, each with its token's index."""
         index, offset = self._released
         if settled <= index:
             return []

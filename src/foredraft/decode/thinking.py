@@ -1,8 +1,7 @@
 """Thinking: the part of a text in which a model reasons before it answers, between two markers.
 
-The thinking begins the text, or the prompt has opened it already. What follows its closing marker is the
-*content*: stop strings act there, and a grammar holds there. Line breaks around the thinking, and those
-before the content, belong to neither.
+What follows its closing marker is the *content*: stop strings act there, and a grammar holds there. Line
+breaks around the thinking, and those before the content, belong to neither.
 """
 
 from __future__ import annotations
@@ -11,28 +10,18 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["Part", "Thinking", "ThinkingReader", "overlap"]
-
 Part: TypeAlias = tuple[Literal["thinking", "content"], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
-    """How the thinking of one request's texts is marked.
+class ThinkingMarkers:
+    """How the thinking of one request's texts is marked."""
 
-    Attributes:
-        opens: Before the thinking.
-        closes: After the thinking.
-        begun: The prompt ends within the thinking.
-        stops: Stop strings act in the thinking, too.
-        answer: What some models write around the content after thinking; it is no part of the content.
-    """
-
-    opens: str
-    closes: str
-    begun: bool = False
-    stops: bool = False
-    answer: tuple[str, str] = ("", "")
+    opens: str  # before the thinking
+    closes: str  # after the thinking
+    begun: bool = False  # the prompt ends within the thinking
+    stops: bool = False  # stop strings act in the thinking, too
+    answer: tuple[str, str] = ("", "")  # what some models write around the content, no part of it
 
     @property
     def markers(self) -> tuple[str, str]:
@@ -40,26 +29,17 @@ class Thinking:
 
 
 class ThinkingReader:
-    """Reads one text piece by piece; wherever it is cut into pieces, it has the same parts.
+    """Reads one text piece by piece; wherever it is cut into pieces, it has the same parts."""
 
-    Args:
-        thinking: How the thinking is marked.
-
-    Attributes:
-        content_at: Characters before the content; None until it has begun.
-        thought: Characters up to the end of the closing marker: 0 as long as no thinking has begun, and
-            `sys.maxsize` as long as it has not ended.
-    """
-
-    def __init__(self, thinking: Thinking) -> None:
+    def __init__(self, thinking: ThinkingMarkers) -> None:
         self._thinking = thinking
         self._phase: Literal["opening", "thinking", "after", "content"] = "opening"
         self._text = ""  # not shown yet
         self._read = 0  # characters
         self._shown = False  # some thinking is
         self._answer_closes = ""  # looked for in the content
-        self.content_at: int | None = None
-        self.thought = 0
+        self.content_at: int | None = None  # characters before the content; None until it has begun
+        self.thought = 0  # characters up to the closing marker's end; `sys.maxsize` before that
         if thinking.begun:
             self._begin_thinking()
 
@@ -69,7 +49,6 @@ class ThinkingReader:
         return len(self._text) if self._phase in ("opening", "after") else 0
 
     def read(self, text: str) -> list[Part]:
-        """Return the parts that a further piece shows."""
         self._text += text
         self._read += len(text)
         parts: list[Part] = []
@@ -84,11 +63,6 @@ class ThinkingReader:
         return parts
 
     def end(self, *, cut: bool = False) -> list[Part]:
-        """Return the parts that the end of the text shows.
-
-        Args:
-            cut: A limit ended the text, so what may begin a marker is none of them.
-        """
         left, self._text = self._text, ""
         if self._phase == "thinking":
             left = left.rstrip("\n")

@@ -1,102 +1,84 @@
-"""Vocabulary operations: argmax, softmax with truncation, residual and draws, a row at a time.
+"""Vocabulary operations, a row at a time: argmax, softmax with truncation, residual, draws; the same bits in
+any batch.
 
-Contract: `VocabOps` is all that distributions and noise need. `TorchVocabOps` defines each operation in
-    PyTorch, on
-any device; `kernels.vocab.KernelVocabOps` computes the same in C for float32 rows on a CPU. A row's result is
-the same alone and in a batch. An engine gets one of the two; its `SamplingTable`, distributions and noise
-carry it along.
+On CUDA the order of a row's sum may follow the batch: `softmax` depends on the row's address modulo 16 bytes
+(SoftMax.cu), so rows are padded to a multiple of 4; `cumsum` and `sum` choose threads by the number of rows
+(ScanUtils.cuh, Reduce.cuh), so these sums are taken over integers.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.decode.vocab_sums import running, softmax, total
 from foredraft.kernels.vocab import KernelVocabOps, Truncation
 from foredraft.model.runner import Runner
 
-__all__ = [
-    "TORCH_VOCAB_OPS",
-    "TorchVocabOps",
-    "VocabOps",
-    "leading",
-    "least_in_nucleus",
-    "vocab_ops_of",
-]
+VECTOR: Final = 4  # float32 numbers that a CUDA kernel loads at once
+# Units of 1 in a sum of integers: numbers of 2^-32 and more keep all bits, and sums up to 128 fit into 64
+# bits. A softmax adds up to 1, and its entropy, in nats, to the logarithm of V at most.
+UNITS: Final = 2.0**56
+
+
+def softmax(x: Tensor) -> Tensor:
+    padded = _padded(x)
+    return x.softmax(-1) if padded is None else padded.softmax(-1)[..., : x.shape[-1]]
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    padded = _padded(x)
+    return x.log_softmax(-1) if padded is None else padded.log_softmax(-1)[..., : x.shape[-1]]
+
+
+def running(x: Tensor) -> Tensor:
+    """Return the running sum of rows [..., V] float32, whose sums lie between -128 and 128."""
+    return _numbers(_units(x).cumsum_(-1)) if x.is_cuda else x.cumsum(-1)
+
+
+def total(x: Tensor) -> Tensor:
+    """Return the last running sum of rows [..., V], as [..., 1]."""
+    return _numbers(_units(x).sum(-1, keepdim=True)) if x.is_cuda else x.cumsum(-1)[..., -1:]
+
+
+def sums(x: Tensor) -> Tensor:
+    """Return the sum of rows [..., V], as [...]; on a CPU it may differ from `total` in the last bits."""
+    return total(x)[..., 0] if x.is_cuda else x.sum(-1)
+
+
+def _units(x: Tensor) -> Tensor:
+    """Return numbers as integers; the product is exact, and what is below a unit is cut off."""
+    return (x * UNITS).long()
+
+
+def _numbers(units: Tensor) -> Tensor:
+    return units.to(torch.float32).mul_(1 / UNITS)
+
+
+def _padded(x: Tensor) -> Tensor | None:
+    """Return rows padded for CUDA's kernels; None where they need none."""
+    missing = -x.shape[-1] % VECTOR if x.is_cuda else 0
+    return F.pad(x, (0, missing), value=-math.inf) if missing else None
 
 
 # Rows that a GPU draws for at a time: over a vocabulary of 128k each of a draw's tensors takes 33 MB.
 PIECE = 32
 
 
-class VocabOps(Protocol):
-    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likeliest token of rows [..., V], int64 [...], and whether its logit is finite, bool.
-
-        Ties go to the smallest id. NaN and +inf anywhere in the row count as its maximum.
-        """
-        ...
-
-    def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
-        """Return softmax(x / temperature) of rows [B, T, V], truncated by top_k, top_p and min_p.
-
-        Also return whether every row's maximum is finite, [B, T] bool.
-        """
-        ...
-
-    def max_prob(self, x: Tensor) -> Tensor:
-        """Return the largest probability of the raw softmax of rows [..., V]; NaN where not finite."""
-        ...
-
-    def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
-        """Return max(p - q, 0) in rows [..., V] of `where` [...] in which any of it is positive, else p.
-
-        q: [..., V], or the id of a one-hot q, [...] int64.
-        """
-        ...
-
-    def excess(self, p: Tensor, q: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of max(weight p - q, 0) over rows [..., V], by float32 weights [...]; float64."""
-        ...
-
-    def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many leading drafted tokens [B, K], of `lengths` [B], equal the row's own [B, K + 1].
-
-        Also return the row's own token after these; int64, [B] each.
-        """
-        ...
-
-    def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """Draw from weights [..., V] by the exponential race with the noise of each row's key [...]."""
-        ...
-
-    def hash_keys(
-        self, base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
-    ) -> Tensor:
-        """Return the hash of keys, [B, T] int64, from base and rounds [B], position and attempt [B, T].
-
-        Without rounds they have no part in it; without attempts each is 0.
-        """
-        ...
-
-    def uniform(self, keys: Tensor) -> Tensor:
-        """Return uniform numbers in [0, 1) from 53 bits of each key, float64 of the same shape."""
-        ...
-
-
 class TorchVocabOps:
-    """The definition, in PyTorch."""
+    """The definition, in PyTorch. A row's result is the same alone and in a batch."""
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest, then smallest, id of rows [..., V], and whether its logit is finite."""
         ids = x.argmax(-1)
         top = x.gather(-1, ids[..., None])[..., 0]
         return ids, top - top == 0  # NaN and +inf win
 
     def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
+        """Return softmax(x / temperature) of rows [B, T, V], truncated, and where x is finite, [B, T]."""
         if by.top_k is not None:  # before the temperature, which changes no order
             most = min(by.max_top_k, x.shape[-1])
             largest = x.topk(most, dim=-1).values  # [B, T, most]
@@ -120,9 +102,11 @@ class TorchVocabOps:
         return torch.where(by.cut[:, None, None], kept / total(kept), kept), finite
 
     def max_prob(self, x: Tensor) -> Tensor:
+        """Return the largest probability of the raw softmax of rows [..., V]; NaN where not finite."""
         return softmax(x).amax(-1)
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
+        """Return max(p - q, 0) in rows `where` any is positive, else p; q: [..., V], or one-hot ids [...]."""
         if q.dtype == torch.int64:
             q = torch.nn.functional.one_hot(q, p.shape[-1]).to(torch.float32)
         left = (p - q).clamp_min(0.0)
@@ -130,13 +114,16 @@ class TorchVocabOps:
         return torch.where(usable, left, p)
 
     def excess(self, p: Tensor, q: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of max(weight p - q, 0) over rows [..., V], by float32 weights [...]; float64."""
         return total((p * weights[..., None] - q).clamp_min(0.0))[..., 0].double()
 
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many leading drafted tokens [B, K] equal own ones [B, K + 1], and the next own one."""
         found = leading(drafted == own[:, :-1], lengths)
         return found, own.gather(1, found[:, None])[:, 0]
 
     def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
+        """Draw from weights [..., V] by the exponential race with the noise of each row's key [...]."""
         if not weights.is_cuda or keys.numel() <= PIECE:
             return _race(self, weights, keys)
         pieces = (torch.split(weights.flatten(0, -2), PIECE), torch.split(keys.flatten(), PIECE))
@@ -145,6 +132,7 @@ class TorchVocabOps:
     def hash_keys(
         self, base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
     ) -> Tensor:
+        """Return the hash of keys, [B, T] int64, from base and rounds [B], position and attempt [B, T]."""
         key = _fold(base, purpose)
         if rounds is not None:
             key = _fold(key, rounds)
@@ -152,9 +140,11 @@ class TorchVocabOps:
         return _fold(key, 0 if attempt is None else attempt)
 
     def uniform(self, keys: Tensor) -> Tensor:
+        """Return uniform numbers in [0, 1) from 53 bits of each key, float64 of the same shape."""
         return ((keys >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
+VocabOps: TypeAlias = TorchVocabOps | KernelVocabOps
 TORCH_VOCAB_OPS: Final = TorchVocabOps()
 
 

@@ -1,6 +1,5 @@
 """The doctor: how well a drafter is accepted on a short sample, and which setting would be better."""
 
-from foredraft.doctor.diagnosis import Diagnosis, Trial
-from foredraft.doctor.examination import diagnose
+from foredraft.doctor.examination import Diagnosis, SettingTrial, diagnose
 
-__all__ = ["Diagnosis", "Trial", "diagnose"]
+__all__ = ["Diagnosis", "SettingTrial", "diagnose"]

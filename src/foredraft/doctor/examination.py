@@ -6,8 +6,8 @@ drafts, and more than LEAST of a round. Better settings are joined, the best fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import Drafter
-from foredraft.doctor.block_forced import block_drafts
-from foredraft.doctor.diagnosis import Diagnosis, Trial
-from foredraft.doctor.head_trials import changes, merged, possible, reread, taps_of
-from foredraft.doctor.model_notes import model_notes
-from foredraft.doctor.sample import SAMPLE
 from foredraft.doctor.teacher_forced import (
-    Acceptance,
+    DraftAcceptance,
     ReadText,
     acceptance_of,
+    block_drafts,
     head_drafts,
     medusa_acceptance,
     model_acceptance,
@@ -34,13 +30,156 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.heads.block_head import load_block
 from foredraft.drafters.heads.eagle3_head import load_eagle3
-from foredraft.drafters.heads.settings import HeadSettings, write_settings
+from foredraft.drafters.heads.head_asset import HeadSettings, write_settings
+from foredraft.drafters.heads.record import HeadRecord
 from foredraft.drafters.medusa import Medusa
-from foredraft.errors import ConfigError, Option
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option
 from foredraft.llm.loaded import Loaded
+from foredraft.model.chat import ChatTemplate
 from foredraft.model.hub import resolve
+from foredraft.model.spec import ModelSpec
+from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["diagnose"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingTrial:
+    """The acceptance under one setting."""
+
+    settings: Mapping[str, Any]  # what differs from the drafter's own files, by name
+    sampled: tuple[float, ...]  # by position, given all before, at temperature 1
+    greedy: tuple[float, ...]  # the same at temperature 0
+    tau: float  # tokens of a round at temperature 1, the target's own included
+    gain: float = 0.0  # of `tau` over the drafter as its files say, in tokens
+    doubt: float = 0.0  # standard error of `gain`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found."""
+
+    drafter: str  # its kind
+    name: str  # the drafter's folder or hub id
+    drafts: int  # drafts that were measured
+    own: SettingTrial  # the acceptance with the settings of the drafter's own files
+    trials: tuple[SettingTrial, ...] = ()  # the acceptance under each other setting
+    best: SettingTrial  # the best setting; `own` where no other is better by more than chance
+    written: str | None = None  # the file that holds the best setting from now on; None: nothing was written
+    notes: tuple[str, ...] = ()  # what else lowers the acceptance, or will
+
+    @property
+    def improved(self) -> bool:
+        """Whether another setting is better than that of the drafter's files."""
+        return self.best is not self.own
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain JSON values."""
+        return asdict(self) | {"improved": self.improved}
+
+
+SAMPLE = (
+    "The harbour was quiet in the early morning. A few boats lay at the pier, and the gulls sat on the"
+    " posts and waited. When the first light came over the hills, the men began to load the nets. They spoke"
+    " little, because each of them knew what he had to do. By the time the sun had risen, the boats"
+    " had left the bay, and only the smell of tar and salt was left behind. The children came down to the"
+    " beach and looked for shells, as they did every day in summer.",
+    "def mean(values):\n    \"\"\"Return the mean of a list of numbers.\"\"\"\n    if not values:\n"
+    "        raise ValueError(\"the list is empty\")\n    total = 0.0\n    for value in values:\n"
+    "        total += value\n    return total / len(values)\n\n\ndef variance(values):\n"
+    "    \"\"\"Return the variance of a list of numbers.\"\"\"\n    center = mean(values)\n"
+    "    return mean([(value - center) ** 2 for value in values])\n",
+    "Question: How many days does a leap year have, and when is a year a leap year?\nAnswer: A leap year has"
+    " 366 days. A year is a leap year if it can be divided by 4, unless it can be divided by 100. A"
+    " year that can be divided by 400 is a leap year, too. So 2000 was a leap year, but 1900 was not.\n"
+    "Question: How many hours does a week have?\nAnswer: A week has 7 days of 24 hours each, so"
+    " it has 168 hours.",
+    "| city | country | river |\n|---|---|---|\n| Paris | France | Seine |\n| London | England | Thames |\n"
+    "| Vienna | Austria | Danube |\n| Budapest | Hungary | Danube |\n| Rome | Italy | Tiber |\n"
+    "| Cairo | Egypt | Nile |\n| Hamburg | Germany | Elbe |\n| Lisbon | Portugal | Tagus |\n",
+)  # fmt: skip
+
+
+THETA = 10_000.0  # with which SafeAILab's program trains, whatever the config says
+SHIFTS = (-1, 1)
+
+
+def changes(record: HeadRecord, target: ModelSpec, longest: int) -> Iterator[HeadSettings]:
+    """Yield each setting that differs from the record in one thing."""
+    for shift in SHIFTS:
+        yield HeadSettings(tap_shift=shift)
+    for theta in dict.fromkeys((THETA, target.rope.theta)):
+        if theta != record.spec.rope.theta:
+            yield HeadSettings(rope_theta=theta)
+    for flag in record.misread:
+        yield HeadSettings(**{flag: not getattr(record, flag)})
+    if record.own_head:
+        yield HeadSettings(own_head=False)
+    if record.own_embedding:
+        yield HeadSettings(own_embedding=False)
+    trained = record.spec.max_positions
+    for window in dict.fromkeys((trained, trained // 2)):
+        if 0 < window < longest:
+            yield HeadSettings(window=window)
+
+
+def merged(one: HeadSettings, other: HeadSettings) -> HeadSettings:
+    """Return both settings together; the second goes before the first."""
+    return HeadSettings(**{**asdict(one), **other.given})
+
+
+def possible(settings: HeadSettings, record: HeadRecord, target: ModelSpec) -> HeadRecord | None:
+    """Return the record with the settings; None where the head or the target does not allow them."""
+    try:
+        return settings.applied(record, target)
+    except CheckpointError:
+        return None
+
+
+def aux_layers_of(record: HeadRecord, target: ModelSpec) -> list[int]:
+    """Return the auxiliary layers that any setting reads."""
+    aux_layers = record.aux_layers or ()
+    near = {layer + shift for layer in aux_layers for shift in (0, *SHIFTS)}
+    return sorted(layer for layer in near if 0 <= layer <= target.layers)
+
+
+def reread(before: HeadRecord, after: HeadRecord) -> bool:
+    """Return whether a head with another record has other weights."""
+    return replace(before, own_head=after.own_head, own_embedding=after.own_embedding) != before
+
+
+def model_notes(loaded: Loaded, draft: ModelSpec, folder: Path) -> tuple[str, ...]:
+    """Return one sentence for each mismatch of a draft model with the target."""
+    notes: list[str] = []
+    if draft.max_positions < loaded.spec.max_positions:
+        notes.append(
+            f"the draft model was made for {draft.max_positions:,} positions and the target for"
+            f" {loaded.spec.max_positions:,}: it drafts nothing beyond its own length"
+        )
+    try:
+        tokenizer = Tokenizer.from_folder(folder, draft.vocab_size)
+        template = ChatTemplate.from_folder(folder)
+    except ForedraftError as error:
+        return (*notes, f"the draft model's tokenizer cannot be read: {error}")
+    target = loaded.tokenizer
+    if target is None or tokenizer is None:
+        return tuple(notes)
+    own = target.chat
+    if own is not None and template is None:
+        notes.append(
+            "the target has a chat template and the draft model has none: a base model drafts for a tuned"
+            " target, which costs acceptance in conversations; give its tuned version"
+        )
+    elif own is not None and template is not None and own.templates != template.templates:
+        notes.append(
+            "the chat templates of target and draft model differ: the draft model was tuned on prompts of"
+            " another form than the target's"
+        )
+    if not target.has_ids_of(tokenizer):
+        notes.append(
+            "the tokenizers give some tokens different ids, or one has tokens that the other lacks: those are"
+            " never drafted"
+        )
+    return tuple(notes)
+
 
 LENGTH = 4  # tokens of a draft: few heads are accepted further
 MOST = 32  # drafts of a text: more change little, and take as much longer
@@ -52,23 +191,14 @@ ERRORS = 2.0  # standard errors that a gain has to be
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """How the heads of some drafters are examined.
+    """How the heads of some drafters are examined."""
 
-    Attributes:
-        drafter: The class of the drafters.
-        load: Reads the weights, beside a target.
-        drafts: Gives the logits of drafts on a text.
-    """
-
-    drafter: type[Any]
-    load: Callable[[Any, Any], Any]
-    drafts: Callable[[Any, ReadText, int, int], dict[int, Tensor]]
+    drafter: type[Any]  # the class of the drafters
+    load: Callable[[Any, Any], Any]  # reads the weights, beside a target
+    drafts: Callable[[Any, ReadText, int, int], dict[int, Tensor]]  # gives the logits of drafts on a text
 
 
-HEADS = (
-    HeadKind(Eagle3, load_eagle3, head_drafts),
-    HeadKind(BlockDrafter, load_block, block_drafts),
-)
+HEADS = (HeadKind(Eagle3, load_eagle3, head_drafts), HeadKind(BlockDrafter, load_block, block_drafts))
 Progress = Callable[[str, int, int], None]
 
 
@@ -84,18 +214,7 @@ def diagnose(
     write: bool = True,
     progress: Progress = _silent,
 ) -> Diagnosis:
-    """Examine the drafter that was loaded from a folder.
-
-    Args:
-        loaded: The model, with the drafter.
-        draft: The drafter's folder.
-        texts: The sample, as texts or token ids.
-        write: Write the best setting of a head beside it, for `load` to honour.
-        progress: Called as (stage, done, total).
-
-    Raises:
-        ConfigError: No such drafter is loaded, or the texts are too short.
-    """
+    """Examine the drafter that was loaded from a folder."""
     drafters: dict[str, Any] = dict(loaded.engine.drafters)
     ids = _ids(loaded, texts)
     for kind in HEADS:
@@ -147,13 +266,13 @@ def _examine_head(
     files = drafter.read_files(draft)
     files = replace(files, record=files.record.for_target(target, str(draft)))
     record = files.record
-    texts = [read_text(loaded.runner, tokens, taps_of(record, target)) for tokens in ids]
+    texts = [read_text(loaded.runner, tokens, aux_layers_of(record, target)) for tokens in ids]
     bench = _HeadBench(loaded, kind, files, texts, min(LENGTH, record.tried_length or LENGTH))
     own = bench.measure(HeadSettings())
     assert own is not None
     tried = list(changes(record, target, max(map(len, ids))))
-    best, best_settings, trials = own, HeadSettings(), list[Trial]()
-    found: list[tuple[HeadSettings, Acceptance]] = []
+    best, best_settings, trials = own, HeadSettings(), list[SettingTrial]()
+    found: list[tuple[HeadSettings, DraftAcceptance]] = []
     for done, settings in enumerate(tried):
         progress("examine", done, len(tried))
         accepted = bench.measure(settings)
@@ -197,7 +316,7 @@ class _HeadBench:
         self.loaded, self.kind, self.files, self.texts, self.length = loaded, kind, files, texts, length
         self.head = kind.load(files, loaded.runner)
 
-    def measure(self, settings: HeadSettings) -> Acceptance | None:
+    def measure(self, settings: HeadSettings) -> DraftAcceptance | None:
         """Return the acceptance; None where the settings are not possible."""
         record = possible(settings, self.files.record, self.loaded.spec)
         if record is None:
@@ -217,13 +336,13 @@ def _measured(
     draft: Path,
     drafter: Drafter,
     ids: list[list[int]],
-    accepted: Callable[[ReadText], Acceptance],
+    accepted: Callable[[ReadText], DraftAcceptance],
     notes: tuple[str, ...] = (),
 ) -> Diagnosis:
     """Return the diagnosis of a drafter that has no other setting."""
-    joined: Acceptance | None = None
+    joined: DraftAcceptance | None = None
     for tokens in ids:
-        found = accepted(read_text(loaded.runner, tokens, drafter.taps))
+        found = accepted(read_text(loaded.runner, tokens, drafter.aux_layers))
         joined = found if joined is None else joined.joined(found)
     assert joined is not None
     own = _trial(HeadSettings(), joined, joined)
@@ -232,22 +351,22 @@ def _measured(
     )
 
 
-def _trial(settings: HeadSettings, accepted: Acceptance, own: Acceptance) -> Trial:
+def _trial(settings: HeadSettings, accepted: DraftAcceptance, own: DraftAcceptance) -> SettingTrial:
     gain, doubt = _gain(accepted, own)
     sampled, greedy = accepted.by_position
-    return Trial(
+    return SettingTrial(
         settings=settings.given, sampled=sampled, greedy=greedy, tau=float(accepted.rounds.mean()),
         gain=gain, doubt=doubt,
     )  # fmt: skip
 
 
-def _gain(one: Acceptance, other: Acceptance) -> tuple[float, float]:
+def _gain(one: DraftAcceptance, other: DraftAcceptance) -> tuple[float, float]:
     """Return by how many tokens the rounds of one are longer, and the standard error over the drafts."""
     differences = one.rounds - other.rounds
     error = float(differences.std()) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
     return float(differences.mean()), error
 
 
-def _is_better(one: Acceptance, other: Acceptance) -> bool:
+def _is_better(one: DraftAcceptance, other: DraftAcceptance) -> bool:
     gain, doubt = _gain(one, other)
     return gain > max(ERRORS * doubt, LEAST * float(torch.mean(other.rounds)))

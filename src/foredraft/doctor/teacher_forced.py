@@ -1,12 +1,9 @@
 """Acceptance by position of the draft, on given texts, without decoding.
 
 At an anchor, target and drafter both read the text up to there, and then the text's own tokens in place of
-the draft's: so every position is measured at every anchor, however early a real draft would have ended. Given
-p and q at a position, a token is accepted with probability Σ min(p, q) at temperature 1, and at temperature 0
-if both have the same argmax.
-
-The pairs of a head are read once for the whole text. The drafts go from the last anchor to the first, since a
-draft overwrites what lies behind its anchor, and no later one reads that.
+the draft's: so every position is measured at every anchor. A token is accepted with probability Σ min(p, q)
+at temperature 1, and at temperature 0 if both have the same argmax. Drafts go from the last anchor to the
+first, since a draft overwrites what lies behind its anchor.
 """
 
 from __future__ import annotations
@@ -17,40 +14,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foredraft.drafters.block_drafter import Chain
+from foredraft.drafters.draft_model import VocabularyMap
+from foredraft.drafters.heads.block_head import BlockHead
 from foredraft.drafters.heads.eagle3_head import Eagle3Head, cache_spec
-from foredraft.drafters.heads.medusa_heads import MedusaHeads
-from foredraft.drafters.heads.words import map_of
-from foredraft.drafters.vocabulary_map import VocabularyMap
+from foredraft.drafters.heads.record import map_of
+from foredraft.drafters.medusa import MedusaHeads
+from foredraft.model.attention import rope_tables
 from foredraft.model.cache import KVCache
-from foredraft.model.forward_context import rope_tables
 from foredraft.model.runner import Runner, next_chunk
-
-__all__ = [
-    "Acceptance",
-    "ReadText",
-    "acceptance_of",
-    "head_drafts",
-    "medusa_acceptance",
-    "model_acceptance",
-    "read_text",
-]
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """The acceptance of every draft.
+class DraftAcceptance:
+    """The acceptance of every draft."""
 
-    Attributes:
-        sampled: Probability that the token at a position is accepted at temperature 1, [drafts, K].
-        greedy: The same at temperature 0: 0 or 1.
-    """
+    sampled: Tensor  # probability that the token at a position is accepted at temperature 1, [drafts, K]
+    greedy: Tensor  # the same at temperature 0: 0 or 1
 
-    sampled: Tensor
-    greedy: Tensor
-
-    def joined(self, other: Acceptance) -> Acceptance:
+    def joined(self, other: DraftAcceptance) -> DraftAcceptance:
         """Return the drafts of both."""
-        return Acceptance(torch.cat([self.sampled, other.sampled]), torch.cat([self.greedy, other.greedy]))
+        return DraftAcceptance(
+            torch.cat([self.sampled, other.sampled]), torch.cat([self.greedy, other.greedy])
+        )
 
     @property
     def rounds(self) -> Tensor:
@@ -71,17 +57,11 @@ def _given_all_before(accepted: Tensor) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReadText:
-    """A text as the target read it.
+    """A text as the target read it."""
 
-    Attributes:
-        tokens: Its ids.
-        logits: Of the token after each one, [n, V] float32.
-        states: At each boundary, [n, D].
-    """
-
-    tokens: list[int]
-    logits: Tensor
-    states: dict[int, Tensor]
+    tokens: list[int]  # its ids
+    logits: Tensor  # of the token after each one, [n, V] float32
+    states: dict[int, Tensor]  # of each auxiliary layer, [n, D]
 
     def anchors(self, length: int, most: int) -> list[int]:
         """Return the positions of the pending tokens of at most `most` drafts, the last one first."""
@@ -91,45 +71,38 @@ class ReadText:
 
 
 @torch.inference_mode()
-def read_text(runner: Runner, tokens: list[int], taps: Sequence[int]) -> ReadText:
+def read_text(runner: Runner, tokens: list[int], aux_layers: Sequence[int]) -> ReadText:
     """Run the target over a text once, chunk by chunk."""
     cache, start = runner.new_cache(1, len(tokens)), 0
     logits: list[Tensor] = []
-    states: dict[int, list[Tensor]] = {tap: [] for tap in taps}
+    states: dict[int, list[Tensor]] = {layer: [] for layer in aux_layers}
     while start < len(tokens):
         end = next_chunk(start, len(tokens), runner.chunk)
-        forward = runner.prefill(cache, 0, tokens[start:end], start, taps=tuple(taps))
+        forward = runner.prefill(cache, 0, tokens[start:end], start, aux_layers=tuple(aux_layers))
         logits.append(runner.head(forward.hidden)[0, : end - start].float())
-        for tap in taps:
-            states[tap].append(forward.taps[tap][0, : end - start])
+        for layer in aux_layers:
+            states[layer].append(forward.aux_states[layer][0, : end - start])
         start = end
-    return ReadText(tokens, torch.cat(logits), {tap: torch.cat(parts) for tap, parts in states.items()})
+    return ReadText(tokens, torch.cat(logits), {layer: torch.cat(parts) for layer, parts in states.items()})
 
 
-def acceptance_of(drafts: Mapping[int, Tensor], text: ReadText) -> Acceptance:
+def acceptance_of(drafts: Mapping[int, Tensor], text: ReadText) -> DraftAcceptance:
     """Return the acceptance of a head's drafts by their anchors, [K, V] each, as `head_drafts` gives them."""
     found = [_accepted(text.logits[anchor : anchor + len(own)], own) for anchor, own in drafts.items()]
-    return Acceptance(torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found]))
+    return DraftAcceptance(torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found]))
 
 
 @torch.inference_mode()
 def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
-    """Return a head's logits [K, V] of a draft after each anchor.
-
-    Args:
-        head: The head; `text.states` has the boundaries that it reads.
-        text: The text.
-        length: K, tokens of a draft.
-        most: Drafts at most.
-    """
+    """Return a head's logits [K, V] of a draft after each anchor."""
     record, decoder = head.record, head.target
     count, spec = len(text.tokens), cache_spec(record)
     cache = KVCache(
         spec, 1, count + length, device=decoder.device, dtype=decoder.dtype, blocked=head.kernels is not None
     )
     tables = rope_tables(spec, cache.stored, decoder.device, decoder.dtype)
-    words = map_of(head.words, decoder)
-    states = head.joined(torch.cat([text.states[tap] for tap in record.taps or ()], -1))  # [n, d]
+    draft_vocab = map_of(head.draft_vocab, decoder)
+    states = head.joined(torch.cat([text.states[layer] for layer in record.aux_layers or ()], -1))  # [n, d]
     tokens = torch.tensor([text.tokens], device=decoder.device)
     left = torch.zeros_like(states)
     for start in range(1, count, 128):
@@ -143,7 +116,7 @@ def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dic
         own, chain = left[anchor][None], list[Tensor]()
         for place in range(anchor, anchor + length):
             logits = head.logits(own)
-            chain.append(logits if words is None else words.columns(logits))
+            chain.append(logits if draft_vocab is None else draft_vocab.columns(logits))
             if place + 1 < anchor + length:
                 recurring = head.recurring(own)[None]
                 own = head.run(cache, tables, tokens[:, place + 1 : place + 2], recurring, [place + 1], [1])[
@@ -154,22 +127,21 @@ def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dic
 
 
 @torch.inference_mode()
-def medusa_acceptance(head: MedusaHeads, text: ReadText, length: int, most: int) -> Acceptance:
+def medusa_acceptance(head: MedusaHeads, text: ReadText, length: int, most: int) -> DraftAcceptance:
     """Return the acceptance of the drafts of Medusa heads; arguments as `head_drafts`."""
-    decoder, words = head.target, map_of(head.words, head.target)
-    found = []
+    decoder, draft_vocab = head.target, map_of(head.draft_vocab, head.target)
+    drafts: dict[int, Tensor] = {}
     for anchor in text.anchors(length, most):
         reads = head.entering(text.states[decoder.spec.layers][anchor - 1 : anchor])
         logits = torch.cat([slot(reads) for slot in head.heads[:length]])
-        logits = logits if words is None else words.columns(logits)
-        found.append(_accepted(text.logits[anchor : anchor + length], logits))
-    return Acceptance(torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found]))
+        drafts[anchor] = logits if draft_vocab is None else draft_vocab.columns(logits)
+    return acceptance_of(drafts, text)
 
 
 @torch.inference_mode()
 def model_acceptance(
     draft: Runner, vocabulary: VocabularyMap | None, text: ReadText, length: int, most: int
-) -> Acceptance:
+) -> DraftAcceptance:
     """Return the acceptance of a draft model's drafts; arguments as `head_drafts`."""
     ids = text.tokens if vocabulary is None else [vocabulary.draft_ids[token] for token in text.tokens]
     logits = read_text(draft, ids, ()).logits
@@ -177,7 +149,7 @@ def model_acceptance(
         logits = vocabulary.columns(logits)
     sampled, greedy = _accepted(text.logits, logits)
     places = text.anchors(length, most)
-    return Acceptance(
+    return DraftAcceptance(
         torch.stack([sampled[place : place + length] for place in places]),
         torch.stack([greedy[place : place + length] for place in places]),
     )
@@ -188,3 +160,29 @@ def _accepted(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
     p, q = target.softmax(-1), draft.softmax(-1)
     sampled = torch.minimum(p, q).sum(-1).clamp(max=1.0).cpu()
     return sampled, (target.argmax(-1) == draft.argmax(-1)).float().cpu()
+
+
+PIECE = 128  # contexts that one pass writes
+
+
+@torch.inference_mode()
+def block_drafts(head: BlockHead, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
+    """Return a head's logits [K, V] of a draft after each anchor."""
+    record, decoder, count = head.record, head.target, len(text.tokens)
+    cache = KVCache(record.spec, 1, count + record.block, device=decoder.device, dtype=decoder.dtype)
+    tables = rope_tables(record.spec, cache.stored, decoder.device, decoder.dtype)
+    draft_vocab = map_of(head.draft_vocab, decoder)
+    contexts = head.contexts(torch.cat([text.states[layer] for layer in record.aux_layers or ()], -1))
+    for start in range(0, count, PIECE):
+        head.inject(cache, tables, [contexts[start : start + PIECE]], [start])
+    tokens = torch.tensor(text.tokens, device=decoder.device)
+    drafts: dict[int, Tensor] = {}
+    for anchor in text.anchors(length, most):  # the last one first: a block overwrites what lies behind
+        before = tokens[anchor : anchor + 1]
+        hidden = head.run(cache, tables, before, [anchor], [True])
+        chain = Chain(head, hidden, length, before)
+        logits = torch.cat(
+            [chain.next(tokens[place : place + 1]) for place in range(anchor, anchor + length)]
+        )
+        drafts[anchor] = logits if draft_vocab is None else draft_vocab.columns(logits)
+    return drafts

@@ -1,59 +1,166 @@
-"""Adapter: a trained layer that turns the target's states at a depth into its next token.
+"""Adapter: a trained layer that turns the target's states at a depth into its next token, and the folder that
+keeps it.
 
-Kangaroo (Liu et al. 2024, arXiv:2404.18911). The states that enter layer `depth` of the target go through one
-layer of attention, with or without an MLP, then through a norm of the adapter's own, then through the
-target's frozen head. The layer has the form of the target's family: its norms, biases, soft-caps, rotation.
-
-A reduced head has rows for some tokens alone, because the head is most of what a draft costs. q is zero for
-the others, which stays lossless (EAGLE-3, Li et al. 2025, arXiv:2503.01840, drafts so).
+Kangaroo (Liu et al. 2024, arXiv:2404.18911): the states that enter layer `depth` go through one layer of the
+form of the target's family, with or without an MLP, then a norm, then the target's head. A reduced head has
+rows for some tokens alone; q is 0 for the others. An adapter is for one target, identified by `target_hash`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
+from torch import Tensor
 
-from foredraft.drafters.adapter_files import VOCABULARY, WEIGHTS, AdapterConfig
-from foredraft.drafters.adapter_kinds import WITH_MLP
-from foredraft.errors import CheckpointError
-from foredraft.model.config import DOWNLOAD_AGAIN
+from foredraft.drafters.asset import ADAPTER_KINDS, WITH_MLP
+from foredraft.drafters.strict_records import MEASURED, Bound, Count, StrictRecord
+from foredraft.errors import CheckpointError, ConfigError, shortened
+from foredraft.files import replacing_folder
+from foredraft.model.checkpoint import first_values, identity
+from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Norm, Product
+from foredraft.model.lora.lora_config import base_of
 from foredraft.model.runner import Runner
+from foredraft.model.runner.compiled import pack
 from foredraft.model.runner.native import is_native, pack_native
-from foredraft.model.runner.packed import pack
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_parameters, load_layer
+from foredraft.user_cache import cache_folder, check_file, check_folder, read_private, shut
 
-__all__ = ["Adapter", "adapter_bytes", "adapter_spec", "load_adapter"]
+FORMAT = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+VOCABULARY = "draft_vocabulary"  # the tensor of the ids that a reduced head has a row for, [n] int64
+REMEDY = "give a folder that `foredraft train adapter` wrote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """What an adapter is, and how it was trained."""
+
+    model: str  # name of the target, for display
+    target_hash: str  # hash of the target
+    layers: Count  # layers of the target
+    depth: Count  # layers of the target that run below the adapter
+    kind: str  # one of `ADAPTER_KINDS`
+    draft_vocabulary: int | None = None  # token ids that it can draft; None is all
+    max_draft: Count  # draft length that was best in the validation
+    alpha: float  # α in the validation (docs/architecture.md, "Words")
+    tau: float  # τ in the validation, at `max_draft`
+    predicted: float  # speed-up that the validation predicts
+    temperature: float  # temperature of these figures
+    loss: str  # the loss
+    steps: Count  # steps of training
+    tokens: Count  # tokens that were trained on, each as often as it was
+    date: str  # date, YYYY-MM-DD
+    foredraft: str  # version of Foredraft that wrote the file
+    format: Count = FORMAT  # version of the file format
+
+    def __str__(self) -> str:
+        head = "" if self.draft_vocabulary is None else f" and {self.draft_vocabulary} tokens"
+        return f"{self.kind} after layer {self.depth}{head}, trained on {self.date}"
+
+    def check(self, hash: str, target: str) -> None:
+        """Raise ConfigError if the adapter is for another target than the one with this hash and name."""
+        if self.target_hash != hash:
+            raise ConfigError(
+                f"was trained for {shortened(self.model)}, which has other weights than {target}",
+                option="adapter",
+                remedy="train one with `foredraft train adapter`",
+            )
+
+
+MAX_STEPS = 10**12  # far above any that is of use
+BOUNDS: dict[str, Bound] = MEASURED | {
+    "kind": (ADAPTER_KINDS.__contains__, " or ".join(ADAPTER_KINDS)),
+    "draft_vocabulary": (lambda size: size is None or size >= 1, "1 or more, or null"),
+    "steps": (lambda steps: steps <= MAX_STEPS, f"{MAX_STEPS} or less"),
+}
+
+
+def is_adapter(folder: Path) -> bool:
+    try:
+        return "target_hash" in read_json(folder / CONFIG)
+    except (CheckpointError, OSError):
+        return False
+
+
+def read_adapter(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> AdapterConfig:
+    record = StrictRecord("adapter", REMEDY, "train a new one with `foredraft train adapter`", BOUNDS)
+    found = record.read(AdapterConfig, folder / CONFIG, read)
+    if found.depth >= found.layers:
+        problem = f"whose depth is {found.depth}, but its target has {found.layers} layers"
+        raise record.refused(folder / CONFIG, problem)
+    return found
+
+
+def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter's folder; an existing one is replaced, and kept where writing fails."""
+    with replacing_folder(folder) as new:
+        (new / WEIGHTS).write_bytes(save(dict(tensors)))  # save_file writes for this user alone
+        (new / CONFIG).write_text(json.dumps(asdict(config), indent=1, allow_nan=False) + "\n")
+        if folder.parent == cache_folder("adapters"):
+            shut(new)
+
+
+def adapter_place(hash: str) -> Path | None:
+    """Return the folder of a target's adapter in the cache folder, there or not yet; None without a cache."""
+    folder = cache_folder("adapters")
+    return None if folder is None else folder / hash
+
+
+def adapters_kept() -> bool:
+    """Return whether the cache folder holds an adapter of any target."""
+    folder = cache_folder("adapters")
+    try:
+        return folder is not None and any(folder.iterdir())
+    except OSError:  # no folder, or one that cannot be read
+        return False
+
+
+def find_adapter(hash: str) -> Path | None:
+    """Return the adapter's folder in the cache folder for the target with this hash; None without one."""
+    place = adapter_place(hash)
+    if place is None or not os.path.lexists(place):
+        return None
+    read_adapter(place, read=_read_private)
+    return place
+
+
+def _read_private(config: Path) -> bytes:
+    """Return the content of a kept adapter's `config.json`, after both files were checked."""
+    folder = check_folder(config.parent)
+    if (folder / WEIGHTS).exists():  # else the reader of the weights reports what is missing
+        check_file(folder / WEIGHTS)
+    return read_private(folder / config.name)
+
+
+def target_hash(folder: Path) -> str:
+    """Return the hash of a model's config.json, LoRAs and tensors, whose first rows tuning moves."""
+    digest = hashlib.sha256(json.dumps(identity(folder), sort_keys=True).encode())
+    for name, values in first_values(base_of(folder)):
+        digest.update(name.encode() + values)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The weights of an adapter.
-
-    Attributes:
-        depth: Layers of the target that run below it.
-        layer: Its layer.
-        norm: The norm after it.
-        vocabulary: The token ids of a reduced head, ascending; None: the head is the target's.
-        planned: Draft length that was best in the validation, in tokens; None where it is not known.
-    """
-
-    depth: int
-    layer: Layer
-    norm: Norm
-    vocabulary: tuple[int, ...] | None = None
-    planned: int | None = None
+    depth: int  # layers of the target that run below it
+    layer: Layer  # its layer
+    norm: Norm  # the norm after it
+    vocabulary: tuple[int, ...] | None = None  # ids of a reduced head, ascending; None: the target's head
+    planned: int | None = None  # draft length that was best in the validation, if known
 
     def over(self, target: Runner) -> Runner:
-        """Return a runner of the target's first `depth` layers with the adapter on top.
-
-        It shares the target's weights and shapes.
-        """
+        """Return a runner of the target's first `depth` layers with the adapter on top."""
         whole, native = target.decoder, target.by_kernels
         below, depth = whole.spec.first(self.depth), self.depth
         sources = (*below.sources, depth) if below.sources else ()
@@ -77,10 +184,7 @@ class Adapter:
 
 
 def adapter_spec(target: ModelSpec) -> ModelSpec:
-    """Return the spec of an adapter's layer alone: full attention, rotated, and otherwise the target's form.
-
-    An adapter's own weights are never quantised.
-    """
+    """Return the spec of an adapter's layer alone: the target's, with full attention and unquantised."""
     return replace(target.plain_layer(), quantisation=None)
 
 
@@ -91,11 +195,6 @@ def adapter_bytes(config: AdapterConfig, target: ModelSpec, dtype: torch.dtype) 
 
 
 def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter:
-    """Load an adapter that `config` describes, in the target's dtype.
-
-    Raises:
-        CheckpointError: The weights are broken, or are not those of the config.
-    """
     decoder = target.decoder
     layer, norm = load_layer(
         folder, adapter_spec(decoder.spec), decoder.device, decoder.dtype,
@@ -109,13 +208,6 @@ def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter
 
 
 def _vocabulary(file: Path, count: int, size: int) -> tuple[int, ...]:
-    """Return the ids of a reduced head.
-
-    Args:
-        file: Holds them.
-        count: How many there have to be.
-        size: Of the target's vocabulary.
-    """
     with SafetensorsFile(file) as opened:
         if VOCABULARY not in opened.tensors:
             raise CheckpointError(f"{file} lacks {VOCABULARY}", remedy=DOWNLOAD_AGAIN)

@@ -1,85 +1,62 @@
 """Asset: what a drafter needs beside the target, such as a draft model, a plan, an adapter, or nothing.
 
-Contract: a drafter's file holds its asset as `ASSET`, and its line in `kinds.tables` names the file. Loading,
-`info` and the memory plan ask the assets of all kinds, and know no kind. A search reads no weights:
+A drafter's file holds its asset as `ASSET`, and its line in `kinds.tables` names the file; loading, `info`
+and the memory plan know no kind. A search reads no weights, and this module does not import PyTorch:
 
     asset.find(search) -> Missing          what the drafter lacks, and the remedy
                        -> Found           its sizes in memory, the draft length that it was made for
     found.make(parts)  -> Drafter          the weights are read, and the drafter is built
-
-Importing this module does not import PyTorch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option, Text, join_text
+from foredraft.model.lora.lora_config import base_of
 
 if TYPE_CHECKING:
     import torch
 
     from foredraft.decode.drafter import Drafter
     from foredraft.model.cache import KVCache
+    from foredraft.model.checkpoint import Checkpoint
     from foredraft.model.runner import Runner
     from foredraft.model.tokenizer import Tokenizer
-    from foredraft.model.unread import Checkpoint
 
-__all__ = ["Asset", "AssetSearch", "Found", "Missing", "Nothing", "Parts"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssetSearch:
-    """Where an asset is looked for, before any weights are read.
+    """Where an asset is looked for, before any weights are read."""
 
-    Attributes:
-        target: The target.
-        device: The device that will run it.
-        options: The options of `load` that give assets, by name; None where the user does not give one.
-        needed: The drafter is the default one, so that it has to be at hand.
-        choosing: The default drafter stands for all drafters at hand, among which the policy chooses.
-        kernels: Foredraft's kernels may run the models.
-        weights_here: The target's weights are on this machine. What is kept for a model is known by them.
-        draft: The folder or GGUF file that option `draft` names; None where another kind knows it
-            (`Asset.knows`).
-        read_draft: Reads `draft` as a whole model, once for all kinds.
-        shipped: Folders that come with the target.
-        free_memory: Counts the free bytes of the device.
-        found: What was found for the kinds that stand before this one in the table.
-    """
-
-    target: Checkpoint
-    device: torch.device
-    options: Mapping[str, Any]
-    needed: bool = False
-    choosing: bool = False
-    kernels: bool = True
-    weights_here: bool = True
-    draft: Path | None = None
-    read_draft: Callable[[], Checkpoint]
-    shipped: Sequence[Path] = ()
-    free_memory: Callable[[], int]
-    found: Sequence[Found] = ()
+    target: Checkpoint  # the target
+    device: torch.device  # the device that will run it
+    options: Mapping[str, Any]  # of `load` that give assets, by name; None where the user gives none
+    needed: bool = False  # the drafter is the default one, so that it has to be at hand
+    choosing: bool = False  # the default drafter stands for all at hand, among which the policy chooses
+    kernels: bool = True  # Foredraft's kernels may run the models
+    weights_here: bool = True  # the target's are on this machine; what is kept for it is known by them
+    draft: Path | None = None  # that option `draft` names; None where another kind knows it (`Asset.knows`)
+    read_draft: Callable[[], Checkpoint]  # reads `draft` as a whole model, once for all kinds
+    shipped: Sequence[Path] = ()  # folders that come with the target
+    free_memory: Callable[[], int]  # counts the free bytes of the device
+    found: Sequence[Found] = ()  # what was found for the kinds that stand before this one in the table
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Why a drafter is not at hand.
+    """Why a drafter is not at hand."""
 
-    Attributes:
-        problem: What it lacks, in the words that follow its name.
-        remedy: What the user can do.
-        unfit: Why what the user gave is not the asset, in words that follow "but"; None where that is not so.
-        why: Says in full why the asset is missing, for `info`, where finding that out costs something; it
-            returns None where problem and remedy say it.
-    """
-
-    problem: str
-    remedy: Text = ""
-    unfit: str | None = None
+    problem: str  # what it lacks, in the words that follow its name
+    remedy: Text = ""  # what the user can do
+    unfit: str | None = None  # why what the user gave is not the asset, in words that follow "but"
+    # says in full why it is missing, for `info`, where that costs something; None: problem and remedy say it
     why: Callable[[], Text | None] | None = field(default=None, compare=False)
 
     def error(self, drafter: str) -> ConfigError:
@@ -94,42 +71,26 @@ class Missing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The loaded parts that a drafter is built from.
+    """The loaded parts that a drafter is built from."""
 
-    Attributes:
-        target: Runner of the target.
-        cache: The target's KV cache.
-        rows: Rows of the target's cache.
-        positions: Positions of each row of the target's cache.
-        tokenizer: The target's.
-        models: Runners of the asset's own models, in the order of `Found.models`.
-    """
-
-    target: Runner
-    cache: KVCache
-    rows: int
-    positions: int
-    tokenizer: Tokenizer | None = None
-    models: tuple[Runner, ...] = ()
+    target: Runner  # runner of the target
+    cache: KVCache  # the target's KV cache
+    rows: int  # rows of the target's cache
+    positions: int  # positions of each row of the target's cache
+    tokenizer: Tokenizer | None = None  # the target's
+    models: tuple[Runner, ...] = ()  # runners of the asset's own models, in the order of `Found.models`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """An asset that was found and fits the target. Subclasses say how a drafter is made with it.
+    """An asset that was found and fits the target."""
 
-    Attributes:
-        models: Whole models that the drafter runs beside the target. The loader reads their weights.
-        bytes: Memory of all other weights that the drafter adds.
-        planned: Draft length that it was made for, in tokens; None where it was made for none.
-        longest_draft: As `Drafter.longest_draft`.
-        about: What it is, for `info`; None where the drafter's name says it.
-    """
-
-    models: tuple[Checkpoint, ...] = ()
-    bytes: int = 0
-    planned: int | None = None
-    longest_draft: int = 0
-    about: str | None = None
+    models: tuple[Checkpoint, ...] = ()  # whole models beside the target. The loader reads their weights
+    bytes: int = 0  # memory of all other weights that the drafter adds
+    planned: int | None = None  # draft length that it was made for, in tokens
+    longest_draft: int = 0  # as `Drafter.longest_draft`
+    about: str | None = None  # what it is, for `info`; None where the drafter's name says it
+    build: Callable[[Parts], Drafter] | None = None  # reads the weights and builds the drafter
 
     def row_bytes(self, positions: int) -> int:
         """Return the memory of the drafter's caches for a row of so many positions of the target's cache."""
@@ -140,55 +101,58 @@ class Found:
 
     def make(self, parts: Parts) -> Drafter:
         """Read the weights and build the drafter."""
-        raise NotImplementedError
+        assert self.build is not None
+        return self.build(parts)
 
 
 class Asset:
-    """What one kind of drafter needs beside the target.
+    """What one kind of drafter needs beside the target."""
 
-    Attributes:
-        missing: What a drafter lacks that is not at hand.
-        required: What a user who names the drafter has to give, where it cannot be found otherwise: the error
-            without the option that gives it. None where it may be found.
-    """
-
-    missing: Missing
-    required: Missing | None = None
+    missing: Missing  # what a drafter lacks that is not at hand
+    required: Missing | None = None  # what the user has to give, where it cannot be found otherwise
 
     def knows(self, place: Path) -> bool:
-        """Return whether a folder or a GGUF file is this asset, as its small files say.
-
-        So a value of option `draft` that is no whole model finds its drafter.
-        """
+        """Return whether a folder or GGUF file that option `draft` names is this asset; reads small files."""
         return False
 
     def find(self, search: AssetSearch) -> Found | Missing:
-        """Look for the asset: what the user gives, or else what is kept for the target.
-
-        Raises:
-            ForedraftError: What the user gives cannot be used; or, if the asset is needed, what was found
-                cannot. What is not needed is left out with a warning.
-        """
+        """Look for the asset: what the user gives, or else what is kept for the target."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FoundNothing(Found):
-    build: Callable[[], Drafter]
-
-    def make(self, parts: Parts) -> Drafter:
-        return self.build()
-
-
 class Nothing(Asset):
-    """The asset of a drafter that needs nothing.
-
-    Args:
-        build: Builds the drafter.
-    """
-
     def __init__(self, build: Callable[[], Drafter]) -> None:
-        self.build = build
+        self.build = build  # builds the drafter
 
     def find(self, search: AssetSearch) -> Found:
-        return _FoundNothing(build=self.build)
+        return Found(build=lambda parts: self.build())
+
+
+ATTENTION, WITH_MLP = "attention", "attention+mlp"
+ADAPTER_KINDS = {
+    ATTENTION: "one attention with its norm, as in the paper",
+    WITH_MLP: "a whole layer of the model's family",
+}
+
+
+def hash_of_base(folder: Path, hash_of: Callable[[Path], str]) -> str | None:
+    """Return the hash of a model without its LoRAs; None where it has none."""
+    base = base_of(folder)
+    return None if base == folder else hash_of(base)
+
+
+def say_made_for_base(what: str) -> None:
+    """Log that a plan or an adapter is of the model without LoRAs."""
+    logger.warning(
+        "%s was made for the model without its LoRA: the output stays exact, but drafts may be accepted less"
+        " often", what,
+    )  # fmt: skip
+
+
+DEFAULT_COPY = "int4"
+LEAST = 2**27  # bytes of the smallest target that gets one: a smaller one lies in the processor's caches
+SHARE = 4  # it takes at most this fraction of the memory that the weights leave, 1 / SHARE
+OFFER = (
+    f"auto makes a copy in 4 bits by itself where a model of 16 or 32 bits takes {LEAST >> 20} MiB or more,"
+    f" runs on the CPU kernels, and leaves memory for {SHARE} copies free"
+)

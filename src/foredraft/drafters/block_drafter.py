@@ -1,77 +1,56 @@
-"""What the drafters of whole blocks share: one pass over all slots, then one slot a step.
+"""DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147): one pass over a block, then one slot a step.
 
-The target hands over its states of committed positions. Their keys and values stand in the head's cache, at
-their positions, and depend on nothing that comes later: so a rollback sets a length. The first step of a
-draft writes those of all rows that wait, and runs the block; each step gives the logits of the next slot.
-What the block wrote to the cache lies behind the committed positions, and the next block overwrites it.
-
-A reduced head has logits for some tokens alone. Scattered over the target's vocabulary, they are -inf
-elsewhere before every transform: q is 0 there, and the residual is over the whole vocabulary.
+The first step of a draft runs the block, which gives the states of all slots; each step gives the logits of
+the next slot. Those of DFlash depend on the text before the draft alone; those of DSpark also on the tokens
+drawn before the slot. Either way q is known before the token is drawn, so ordinary rejection is exact. What
+the block wrote to the cache lies behind the committed positions, and the next block overwrites it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Stepper
-from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Found, Parts
-from foredraft.drafters.heads.block_files import BlockFiles
-from foredraft.drafters.heads.block_gguf import read_block_head
+from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.block_head import BlockHead, load_block
-from foredraft.drafters.heads.head_asset import HeadAsset
-from foredraft.drafters.heads.settings import described_head, with_settings
-from foredraft.drafters.heads.timed_pass import TimedPass
-from foredraft.drafters.heads.words import map_of
-from foredraft.drafters.waiting_states import Waiting, WaitingStates
+from foredraft.drafters.heads.gguf_files import knows_dflash, knows_dspark, read_block_head
+from foredraft.drafters.heads.head_asset import HeadAsset, described_head, with_settings
+from foredraft.drafters.heads.products import TimedPass
+from foredraft.drafters.heads.record import map_of
+from foredraft.drafters.states import FoundReader, WaitingReader, WaitingStates
+from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.forward_context import rope_tables
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
-from foredraft.model.unread import Checkpoint
-
-__all__ = ["BlockAsset", "BlockDrafter", "BlockPass"]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block that ran.
-
-    Attributes:
-        hidden: The normed states of all slots, [B, block, d].
-        logits: Of the first slots that draft, [B, n, words] float32, without a bias.
-    """
-
-    hidden: Tensor
-    logits: Tensor
-
-    @staticmethod
-    def of(head: BlockHead, hidden: Tensor, count: int) -> Block:
-        """Return a block with the logits of its first `count` slots that draft, in one product."""
-        first = head.record.first_slot
-        slots = hidden[:, first : first + count]
-        return Block(hidden, head.logits(slots.flatten(0, 1)).view(*slots.shape[:2], -1))
 
 
 class Chain:
     """The logits of one slot after the other, given the tokens before them."""
 
-    def __init__(self, head: BlockHead, block: Block, anchors: Tensor) -> None:
-        self.head, self.block, self.taken = head, block, 0
+    def __init__(
+        self,
+        head: BlockHead,
+        hidden: Tensor,  # the normed states of all slots of a block, [B, block, d]
+        count: int,  # the first slots that draft; their logits without a bias come in one product
+        anchors: Tensor,  # [B]
+    ) -> None:
+        self.head, self.hidden, self.first = head, hidden, head.record.first_slot
+        slots = hidden[:, self.first : self.first + count]
+        self.logits = head.logits(slots.flatten(0, 1)).view(*slots.shape[:2], -1)  # [B, n, draft V] float32
+        self.taken = 0
         self.state: Tensor | None = None
-        if head.markov is not None and head.record.first_slot:
-            self.state = head.markov.after(anchors, block.hidden[:, 0])
+        if head.markov is not None and self.first:
+            self.state = head.markov.after(anchors, hidden[:, 0])
 
     def next(self, before: Tensor) -> Tensor:
-        """Return the logits [B, words] of the next slot, after the tokens before it, [B]."""
-        logits = self.block.logits[:, self.taken]
+        """Return the logits [B, draft_vocab] of the next slot, after the tokens before it, [B]."""
+        logits = self.logits[:, self.taken]
         if self.head.markov is not None:
-            hidden = self.block.hidden[:, self.head.record.first_slot + self.taken]
+            hidden = self.hidden[:, self.first + self.taken]
             bias, self.state = self.head.markov(before, hidden, self.state)
             logits = logits + bias
         self.taken += 1
@@ -95,7 +74,7 @@ class BlockPass(TimedPass):
             before = torch.tensor([tokens[-1] for tokens in inputs.tokens], device=own.device)
             hidden = self.head.run(own, tables, before, inputs.starts, [True] * batch)
             count = min(record.drafts, max(inputs.lengths))
-            chain, tokens = Chain(self.head, Block.of(self.head, hidden, count), before), list[Tensor]()
+            chain, tokens = Chain(self.head, hidden, count, before), list[Tensor]()
             for _ in range(count):
                 before = chain.next(before).argmax(-1)
                 tokens.append(before)
@@ -103,40 +82,24 @@ class BlockPass(TimedPass):
             return FusedDraft(drafted, torch.ones_like(drafted, dtype=torch.bool), None)
 
 
-class BlockDrafter(Stepper):
-    """A stepper over a block drafter's head and the target's states.
+class BlockDrafter(WaitingReader):
+    """An autoregressive drafter over a block drafter's head and the target's states."""
 
-    Args:
-        target: The target's runner.
-        cache: The target's KV cache.
-        head: The head.
-        planned: Draft length that the head's config proposes.
-    """
-
-    draft_pass: DraftPass
+    read_files = staticmethod(read_block_head)
 
     def __init__(self, target: Runner, cache: KVCache, head: BlockHead, planned: int | None = None) -> None:
         record = head.record
-        assert record.taps is not None, "a record that was checked for a target has its taps"
+        assert record.aux_layers is not None, "a record that was checked for a target has its layers"
+        super().__init__(record.aux_layers)
         self.head, self.planned = head, planned
         self.max_draft = self.longest_draft = record.drafts
-        self.taps = tuple(dict.fromkeys(record.taps))
-        self.cache = cache.beside(record.spec)
-        self.caches = (self.cache,)
+        self.cache = cache.aligned(record.spec)
+        self.caches = self.own = (self.cache,)
         self.draft_pass = BlockPass(target, head=head)
-        self.vocabulary = map_of(head.words, target.decoder)
+        self.vocabulary = map_of(head.draft_vocab, target.decoder)
         self._tables = rope_tables(record.spec, self.cache.stored, cache.device, cache.dtype)
-        self._waiting = Waiting()
         self._chain: Chain | None = None  # of the draft that is being made
         self._expected = record.drafts  # tokens of the longest draft of the round
-
-    @staticmethod
-    def read_files(head: Path) -> BlockFiles:
-        """Return the head in a folder or a GGUF file, or raise CheckpointError."""
-        return read_block_head(head)
-
-    def length(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) - 1  # what the head lacks, its first step reads from taps
 
     def expect(self, budgets: list[int]) -> None:
         self._expected = min(max(budgets), self.head.record.drafts)
@@ -147,41 +110,18 @@ class BlockDrafter(Stepper):
     ) -> Tensor:
         before = tokens[:, 0]
         if self._chain is None:
-            self._keep(self._waiting.where(lambda sequence: not idle[sequence.row]))
+            self.read_states(self._waiting.where(lambda sequence: not idle[sequence.row]))
             drafts = [not is_idle for is_idle in idle]
             hidden = self.head.run(self.cache, self._tables, before, starts, drafts)
-            self._chain = Chain(self.head, Block.of(self.head, hidden, self._expected), before)
+            self._chain = Chain(self.head, hidden, self._expected, before)
         logits = self._chain.next(before)
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 
-    def resume(self) -> None:
-        self._chain = None  # the draft ends
-
-    @torch.inference_mode()
-    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
-        """Note the target's states of newly committed positions; those of a prompt are read at once."""
-        assert self.head.record.taps is not None
-        new = torch.cat([states[tap] for tap in self.head.record.taps], -1)
-        waiting = self._waiting.add(sequence, start, new)
-        if waiting.due:
-            self._keep([waiting])
-
-    @torch.inference_mode()
-    def settle(self, sequence: Sequence) -> None:
-        self._keep(self._waiting.of(sequence))
-
-    def rewind(self, sequence: Sequence) -> None:
-        most, row = len(sequence.tokens) - 1, sequence.row
+    def end_draft(self) -> None:
         self._chain = None
-        self.cache.lengths[row] = min(self.cache.lengths[row], most)
-        self._waiting.rewind(sequence, most)
 
-    def leave(self, sequence: Sequence) -> None:
-        self._chain = None
-        self._waiting.drop(sequence)
-
-    def _keep(self, waiting: list[WaitingStates]) -> None:
-        """Write the keys and values of waiting taps to their rows, those of all rows in one pass."""
+    def read_states(self, waiting: list[WaitingStates]) -> None:
+        """Write the keys and values of waiting states to their rows, those of all rows in one pass."""
         by_row = {each.sequence.row: each for each in waiting}
         if not by_row:
             return
@@ -198,41 +138,31 @@ class BlockDrafter(Stepper):
             self._waiting.drop(each.sequence)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundBlock(Found):
-    """A head that fits the target.
+class DFlash(BlockDrafter):
+    """An autoregressive drafter whose slots are independent."""
 
-    Attributes:
-        drafter: The drafter's class.
-        files: The head.
-        target: The target.
-    """
-
-    drafter: type[BlockDrafter]
-    files: BlockFiles
-    target: Checkpoint
-
-    def row_bytes(self, positions: int) -> int:
-        return KVCache.bytes_per_row(self.files.record.spec, positions, self.target.dtype)
-
-    def make(self, parts: Parts) -> BlockDrafter:
-        return self.drafter(parts.target, parts.cache, load_block(self.files, parts.target), self.planned)
+    name = "dflash"
 
 
-class BlockAsset(HeadAsset):
-    """A head of a block drafter.
+class DSpark(BlockDrafter):
+    """An autoregressive drafter whose slots follow each other."""
 
-    Attributes:
-        drafter: Drafts with it, and reads its files.
-    """
+    name = "dspark"
 
-    drafter: ClassVar[type[BlockDrafter]]
 
-    def found(self, place: Path, target: Checkpoint) -> Found:
-        files, settings = with_settings(self.drafter.read_files(place), target.spec)
-        record = files.record
-        return FoundBlock(
-            bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
-            longest_draft=record.drafts, drafter=self.drafter, files=files, target=target,
-            about=described_head(files, settings, f", blocks of {record.drafts}"),
-        )  # fmt: skip
+def _found(drafter: type[BlockDrafter], place: Path, target: Checkpoint) -> Found:
+    files, settings = with_settings(drafter.read_files(place), target.spec)
+    record = files.record
+    return FoundReader(
+        bytes=files.parameters * target.dtype.itemsize, planned=record.planned, longest_draft=record.drafts,
+        about=described_head(files, settings, f", blocks of {record.drafts}"),
+        specs=(record.spec,), dtype=target.dtype,
+        build=lambda parts: drafter(
+            parts.target, parts.cache, load_block(files, parts.target), record.planned
+        ),
+    )  # fmt: skip
+
+
+WHERE = "its folder or GGUF file"
+DFLASH_ASSET = HeadAsset("a DFlash head", WHERE, knows_dflash, partial(_found, DFlash))
+DSPARK_ASSET = HeadAsset("a DSpark head", WHERE, knows_dspark, partial(_found, DSpark))

@@ -1,35 +1,224 @@
 """Draft model: a small model with the target's tokenizer proposes (Leviathan et al. 2023; Chen et al. 2023).
 
-It has its own KV cache, whose rows follow the batch's. It reads `tokens[its length:]`, usually the pending
-token, or that and the last drafted one after a draft accepted whole: no special case. Its passes may use any
-shape, because only q comes of them. Where its vocabulary differs from the target's, a `VocabularyMap`
-translates ids both ways.
+Its passes may use any shape, because only q comes of them. Models of one family have embeddings of different
+sizes, and other ids of special tokens, so a map matches tokens by their text: an id that the draft model
+lacks has the logit -inf before all transforms, so q is over the target's ids. (Token-level intersection in
+Timor et al. 2025.)
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Stepper
+from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Parts
-from foredraft.drafters.draft_checkpoint import DraftCheckpoint, FoundModel
-from foredraft.drafters.vocabulary_map import VocabularyMap
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
+from foredraft.errors import ConfigError, Option
+from foredraft.model.byte_codec import ByteCodec
+from foredraft.model.cache import KVCache
+from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner, next_chunk
+from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["ASSET", "DraftModel"]
+SHARED = 0.99  # of the ordinary tokens, by two versions of one tokenizer; others share far less
+SAMPLE = 256  # shared tokens whose bytes are compared, spread over the vocabulary, at every loading
 
 
-class DraftModel(Stepper):
-    """A stepper over a runner of its own.
+class VocabularyMap:
+    """Maps the target's ids to the draft model's, and the draft model's logits to the target's ids."""
 
-    Args:
-        runner: Of the draft model.
-        rows: As many as the target's cache has.
-        positions: As many as the target's cache has; the draft's cache has no more than its model was made
-            for, and drafts end there.
-        vocabulary: Maps ids; None where ids mean the same on both sides.
+    def __init__(
+        self, pairs: Iterable[tuple[int, int]], sizes: tuple[int, int], stand_in: int, device: torch.device
+    ) -> None:
+        self.draft_ids = [stand_in] * sizes[0]  # draft id of every target id
+        lacking = [True] * sizes[0]
+        for target, draft in pairs:
+            if target < sizes[0] and draft < sizes[1]:
+                self.draft_ids[target] = draft
+                lacking[target] = False
+        self._draft_ids = upload(self.draft_ids, device, torch.int64)  # [V]
+        self._lacking = upload(lacking, device) if any(lacking) else None  # [V]
+
+    @classmethod
+    def between(
+        cls, target: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], device: torch.device
+    ) -> VocabularyMap | None:
+        """Return the map between two vocabularies of one tokenizer; None where they are equal."""
+        if sizes[0] == sizes[1] and target.has_ids_of(draft):
+            return None
+        draft_vocab = draft.inner.get_vocab()
+        pairs = (
+            (id, draft_vocab[token]) for token, id in target.inner.get_vocab().items() if token in draft_vocab
+        )
+        return cls(pairs, sizes, _stand_in(draft, sizes[1]), device)
+
+    @classmethod
+    def of_draft_vocab(cls, ids: Iterable[int], vocabulary: int, device: torch.device) -> VocabularyMap:
+        """Return the map of a head over some of the target's ids: its draft vocabulary, in order."""
+        pairs = [(id, output) for output, id in enumerate(ids)]
+        return cls(pairs, (vocabulary, len(pairs)), 0, device)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        return self._draft_ids[tokens]
+
+    def columns(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's ids [B, V] from the draft model's logits [B, V_draft]."""
+        chosen = logits[:, self._draft_ids]
+        return chosen if self._lacking is None else chosen.masked_fill_(self._lacking, -math.inf)
+
+
+def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
+    """Return whether two tokenizers split text alike, special tokens, padding and ids aside.
+
+    99 % of the tokens and merges must be shared, merges in one order; shared tokens must have the same bytes.
     """
+    if not _may_share(target, draft):
+        return False
+    if target.has_ids_of(draft):
+        return True
+    contents = [json.loads(tokenizer.inner.to_str()) for tokenizer in (target, draft)]
+    models = [content["model"] for content in contents]
+    if models[0]["type"] != models[1]["type"]:
+        return False
+    for step in ("normalizer", "pre_tokenizer"):
+        steps = [_steps(content[step]) for content in contents]
+        if all(steps) and steps[0] != steps[1]:
+            return False
+    tokens = [
+        _ordinary(tokenizer, content) for tokenizer, content in zip((target, draft), contents, strict=True)
+    ]
+    shared = tokens[0].keys() & tokens[1].keys()
+    most = max(map(len, tokens))
+    if len(shared) < SHARED * most or not _same_merges(models, (1 - SHARED) * most):
+        return False
+    return _same_bytes((target, draft), tokens, shared)
+
+
+def _may_share(target: Tokenizer, draft: Tokenizer) -> bool:
+    """Return whether vocabularies can share enough tokens, by their sizes: comparing all takes seconds."""
+    sizes = [tokenizer.inner.get_vocab_size() for tokenizer in (target, draft)]
+    added = [len(tokenizer.inner.get_added_tokens_decoder()) for tokenizer in (target, draft)]
+    most_ordinary = max(size - count for size, count in zip(sizes, added, strict=True))
+    return min(sizes) >= SHARED * most_ordinary
+
+
+def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or a pre-tokenizer, flat and without options that change no id."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [
+            each for inner in step.get("normalizers", step.get("pretokenizers", [])) for each in _steps(inner)
+        ]
+    return [{key: value for key, value in step.items() if key != "trim_offsets"}]
+
+
+def _ordinary(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, int]:
+    """Return the tokens that were not added to the tokenizer's model, with their ids."""
+    added = {token["content"] for token in content["added_tokens"]}
+    return {token: id for token, id in tokenizer.inner.get_vocab().items() if token not in added}
+
+
+def _same_merges(models: list[dict[str, Any]], spare: float) -> bool:
+    """Return whether all but `spare` merges are shared and come in the same order."""
+    ranked = [[tuple(merge) for merge in model.get("merges") or []] for model in models]
+    shared = set(ranked[0]) & set(ranked[1])
+    if max(map(len, ranked)) - len(shared) > spare:
+        return False
+    first, second = ([merge for merge in merges if merge in shared] for merges in ranked)
+    return first == second
+
+
+def _same_bytes(
+    tokenizers: tuple[Tokenizer, Tokenizer], tokens: list[dict[str, int]], shared: set[str]
+) -> bool:
+    """Return whether shared tokens stand for the same bytes, by a sample of them."""
+    target, draft = (ByteCodec(tokenizer) for tokenizer in tokenizers)
+    sample = sorted(shared)[:: math.ceil(len(shared) / SAMPLE)] if shared else []
+    return all(target.of(tokens[0][token]) == draft.of(tokens[1][token]) for token in sample)
+
+
+def _stand_in(draft: Tokenizer, size: int) -> int:
+    """Return the id of the draft model's unknown token, or else of its first special one, below `size`."""
+    unknown = getattr(draft.inner.model, "unk_token", None)
+    id = draft.inner.token_to_id(unknown) if isinstance(unknown, str) else None
+    if id is not None and id < size:
+        return int(id)
+    return min((id for id in draft.special if id < size), default=0)
+
+
+GIVE_DRAFT = ("give ", Option("draft"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundModel(Found):
+    draft: Checkpoint
+    stretch: int  # positions of the draft model's cache for each position of the target's cache
+
+    def row_bytes(self, positions: int) -> int:
+        longest = min(self.stretch * positions, self.draft.spec.max_positions)
+        return KVCache.bytes_per_row(self.draft.spec, longest, self.draft.dtype)
+
+
+class DraftCheckpoint(Asset):
+    """A whole model beside the target."""
+
+    required = Missing("which needs a draft model", (*GIVE_DRAFT, ", its folder or hub id"))
+
+    def __init__(
+        self,
+        build: Callable[[Parts, Checkpoint, Checkpoint], Drafter],  # from the target and the draft model
+        *,
+        other_tokenizer: bool = False,  # the draft model has another one than the target
+        stretch: int = 1,  # positions of its cache for each position of the target's cache
+    ) -> None:
+        self.build, self.other_tokenizer, self.stretch = build, other_tokenizer, stretch
+        tokenizer = "another" if other_tokenizer else "the target's"
+        self.missing = Missing(f"needs a draft model with {tokenizer} tokenizer", GIVE_DRAFT)
+
+    def find(self, search: AssetSearch) -> Found | Missing:
+        if search.draft is None:
+            return self.missing
+        target, draft = search.target, search.read_draft()
+        other = not same_vocabulary(target, draft)
+        if other != self.other_tokenizer:
+            has = "another tokenizer than" if other else "the tokenizer of"
+            unfit = f"the draft model {draft.source} has {has} the target {target.source}"
+            return replace(self.missing, unfit=unfit)
+        return FoundModel(
+            models=(draft,), draft=draft, stretch=self.stretch,
+            build=lambda parts: self.build(parts, target, draft),
+        )  # fmt: skip
+
+
+def same_vocabulary(target: Checkpoint, draft: Checkpoint) -> bool:
+    """Return whether the draft model's ids mean what the target's do, padding and special tokens aside.
+
+    Without both tokenizers, vocabularies of the same size count as the same.
+    """
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        return same_tokenizer(target.tokenizer, draft.tokenizer)
+    sizes = target.spec.vocab_size, draft.spec.vocab_size
+    if sizes[0] != sizes[1]:
+        without = target if target.tokenizer is None else draft
+        raise ConfigError(
+            f"the draft model {draft.source} has a vocabulary of {sizes[1]} and the target {target.source}"
+            f" one of {sizes[0]}",
+            remedy=f"to match their tokens, give {without.source} as a folder with its tokenizer.json",
+        )
+    return True
+
+
+class DraftModel(AutoregressiveDrafter):
+    """An autoregressive drafter over a runner of its own."""
 
     name = "draft-model"
     whole_model = True
@@ -105,13 +294,12 @@ class DraftModel(Stepper):
         self._starts.pop(sequence.id, None)
 
 
-def _build(parts: Parts, found: FoundModel) -> DraftModel:
+def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> DraftModel:
     [runner] = parts.models
-    target, draft = parts.tokenizer, found.draft.tokenizer
     vocabulary: VocabularyMap | None = None
-    if target is not None and draft is not None:
-        sizes = found.target.spec.vocab_size, found.draft.spec.vocab_size
-        vocabulary = VocabularyMap.between(target, draft, sizes, runner.decoder.device)
+    if parts.tokenizer is not None and draft.tokenizer is not None:
+        sizes = target.spec.vocab_size, draft.spec.vocab_size
+        vocabulary = VocabularyMap.between(parts.tokenizer, draft.tokenizer, sizes, runner.decoder.device)
     return DraftModel(runner, parts.rows, parts.positions, vocabulary)
 
 

@@ -1,48 +1,45 @@
-"""EAGLE-3: a head over the target's states at several depths drafts (Li et al. 2025, arXiv:2503.01840).
+"""EAGLE: a head over the target's states drafts (Li et al., arXiv:2401.15077, 2406.16858, 2503.01840).
 
-The target hands over its states of committed positions at the depths that the head reads. Joined by `fc`,
-they stand in a cache of states, whose rows follow the batch's: so a text can be cut, copied or parked
-anywhere. The first step of a draft reads all pairs of committed tokens that the head has not read, those of
-all rows in one pass; each further step reads the token that was drafted and the state that the step before
-gave. What drafted tokens wrote to the head's cache is dropped at the commit: the next draft reads the
-accepted ones with the target's own states.
-
-A reduced head has logits for some tokens alone. Scattered over the target's vocabulary, they are -inf
-elsewhere before every transform: q is 0 there, and the residual is over the whole vocabulary.
+The first step of a draft reads all pairs of committed tokens that the head has not read; each further step
+reads the drafted token and the state that the step before gave. What drafted tokens wrote to the head's cache
+is dropped at the commit: the next draft reads the accepted ones with the target's own states. Heads of
+EAGLE-1 and 2, whose papers draft a tree, draft a chain, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters import waiting_states
-from foredraft.drafters.asset import Found, Missing, Parts
-from foredraft.drafters.heads.eagle3_files import Eagle3Files, is_eagle3
-from foredraft.drafters.heads.eagle3_gguf import is_eagle3_gguf, read_head
+from foredraft.drafters.asset import Found
+from foredraft.drafters.heads.eagle3_files import is_eagle, is_eagle3, read_eagle
 from foredraft.drafters.heads.eagle3_head import Eagle3Head, cache_spec, load_eagle3
-from foredraft.drafters.heads.head_asset import HeadAsset
-from foredraft.drafters.heads.settings import described_head, with_settings
-from foredraft.drafters.heads.timed_pass import TimedPass
-from foredraft.drafters.heads.words import map_of
-from foredraft.drafters.kept_states import keep, kept, states_spec
-from foredraft.drafters.waiting_states import Waiting, WaitingStates
-from foredraft.errors import Option
+from foredraft.drafters.heads.gguf_files import is_eagle3_gguf, read_head
+from foredraft.drafters.heads.head_asset import HeadAsset, described_head, with_settings
+from foredraft.drafters.heads.products import TimedPass
+from foredraft.drafters.heads.record import map_of
+from foredraft.drafters.states import (
+    MAX_WAITING,
+    FoundReader,
+    WaitingReader,
+    WaitingStates,
+    keep,
+    kept,
+    states_spec,
+)
+from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.forward_context import rope_tables
-from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
-from foredraft.model.transfers import upload
-from foredraft.model.unread import Checkpoint
-
-__all__ = ["ASSET", "Eagle3", "HeadPass"]
+from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.memory import upload
+from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,42 +71,29 @@ class HeadPass(TimedPass):
         return kernels.draft(own, tables, inputs, states)[0]
 
 
-class Eagle3(Stepper):
-    """A stepper over an EAGLE-3 head and the target's states.
-
-    Args:
-        target: The target's runner.
-        cache: The target's KV cache.
-        head: The head.
-        planned: Draft length that the head's config proposes.
-    """
+class Eagle3(WaitingReader):
+    """An autoregressive drafter over an EAGLE-3 head and the target's states."""
 
     name = "eagle3"
     read_files = staticmethod(read_head)
-    draft_pass: DraftPass
 
     def __init__(self, target: Runner, cache: KVCache, head: Eagle3Head, planned: int | None = None) -> None:
         record = head.record
-        assert record.taps is not None, "a record that was checked for a target has its taps"
+        assert record.aux_layers is not None, "a record that was checked for a target has its layers"
+        super().__init__(record.aux_layers)
         self.head, self.planned = head, planned
-        self.taps = tuple(dict.fromkeys(record.taps))
-
-        self.cache = cache.beside(cache_spec(record), blocked=head.kernels is not None)
-        self.states = cache.beside(states_spec(record.spec, record.spec.hidden_size))
-        self.caches = (self.cache, self.states)
+        self.cache = cache.aligned(cache_spec(record), blocked=head.kernels is not None)
+        self.states = cache.aligned(states_spec(record.spec, record.spec.hidden_size))
+        self.caches = self.own = (self.cache, self.states)
         self.draft_pass = HeadPass(target, head=head)
-        self.vocabulary = map_of(head.words, target.decoder)
+        self.vocabulary = map_of(head.draft_vocab, target.decoder)
         self._tables = rope_tables(record.spec, self.cache.stored, cache.device, cache.dtype)
         self._joined: dict[int, Sequence] = {}  # by sequence id
-        self._waiting = Waiting()
         self._stepped: dict[int, int] = {}  # sequence id -> positions in its row after the first step
         self._recurring: Tensor | None = None  # the states of the next pairs, [B, d]; None before a draft
 
     def join(self, sequence: Sequence) -> None:
         self._joined[sequence.id] = sequence
-
-    def length(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) - 1  # what the head lacks, its first step reads
 
     @torch.inference_mode()
     def step(
@@ -161,13 +145,12 @@ class Eagle3(Stepper):
         return left[torch.arange(len(counts), device=left.device), last], drafts
 
     def _unread(self, starts: list[int], idle: list[bool]) -> tuple[list[list[int]], list[int]]:
-        """Keep all waiting states; return each row's tokens up to the pending one whose pairs are not read,
-        and the position of the first. A text of one token has none."""
+        """Return each row's tokens up to the pending one whose pairs are unread, and the first's position."""
         rows = {s.row: s for s in self._joined.values() if 0 <= s.row < len(idle) and not idle[s.row]}
-        self._keep(self._waiting.where(lambda sequence: sequence.row in rows))
+        self.read_states(self._waiting.where(lambda sequence: sequence.row in rows))
         tokens, first = [list[int]() for _ in starts], [1] * len(starts)
         for row, sequence in rows.items():
-            if starts[row] - self.cache.lengths[row] >= waiting_states.MAX_WAITING:
+            if starts[row] - self.cache.lengths[row] >= MAX_WAITING:
                 self._read(sequence, starts[row])
             first[row] = max(1, self.cache.lengths[row])
             tokens[row] = sequence.tokens[first[row] : starts[row] + 1]
@@ -180,42 +163,28 @@ class Eagle3(Stepper):
             return torch.zeros_like(states)
         return self.head.run(self.cache, self._tables, tokens, states, starts, counts)
 
-    def resume(self) -> Resume | None:
-        self._recurring = None  # the draft ends
-        return None
+    def end_draft(self) -> None:
+        self._recurring = None
 
     @torch.inference_mode()
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
-        """Keep the target's states of newly committed positions; those of a prompt are read at once."""
-        assert self.head.record.taps is not None
-        new = torch.cat([states[tap] for tap in self.head.record.taps], -1)
         lengths, row = self.cache.lengths, sequence.row
         lengths[row] = max(lengths[row], self._stepped.pop(sequence.id, 0))
-        waiting = self._waiting.add(sequence, start, new)
-        if waiting.due:
-            self._keep([waiting])
-            self._read(sequence, waiting.stop)
-
-    @torch.inference_mode()
-    def settle(self, sequence: Sequence) -> None:
-        self._keep(self._waiting.of(sequence))
+        super().observe(sequence, start, states)
+        if not self._waiting.of(sequence):
+            self._read(sequence, self.states.lengths[row])
 
     def rewind(self, sequence: Sequence) -> None:
-        most, row = len(sequence.tokens) - 1, sequence.row
-        self._recurring = None
+        super().rewind(sequence)
         self._stepped.pop(sequence.id, None)
-        for cache in self.caches:
-            cache.lengths[row] = min(cache.lengths[row], most)
-        self._waiting.rewind(sequence, most)
 
     def leave(self, sequence: Sequence) -> None:
-        self._recurring = None
+        super().leave(sequence)
         self._joined.pop(sequence.id, None)
-        self._waiting.drop(sequence)
         self._stepped.pop(sequence.id, None)
 
-    def _keep(self, waiting: list[WaitingStates]) -> None:
-        """Join waiting taps, those of all rows in one product, and write the states to their rows."""
+    def read_states(self, waiting: list[WaitingStates]) -> None:
+        """Join waiting states, those of all rows in one product, and write the states to their rows."""
         if not waiting:
             return
         joined = self.head.joined(torch.cat([each.states for each in waiting]))
@@ -228,7 +197,7 @@ class Eagle3(Stepper):
         """Read the pairs of tokens before `stop` that are not read yet, for their keys and values."""
         row, start = sequence.row, max(1, self.cache.lengths[sequence.row])
         while start < stop:
-            end = min(stop, start + waiting_states.MAX_WAITING)
+            end = min(stop, start + MAX_WAITING)
             tokens = upload([sequence.tokens[start:end]], self.cache.device)
             states = kept(self.states, row, slice(start - 1, end - 1))[None]
             self.head.run(self.cache, self._tables, tokens, states, [start], [end - start], first_row=row)
@@ -236,53 +205,30 @@ class Eagle3(Stepper):
         self.cache.lengths[row] = max(self.cache.lengths[row], stop)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundEagle3(Found):
-    """A head that fits the target.
+class Eagle(Eagle3):
+    """An autoregressive drafter over an EAGLE-1 or EAGLE-2 head and the target's last states."""
 
-    Attributes:
-        files: The head.
-        target: The target.
-        drafter: Drafts with it.
-    """
-
-    files: Eagle3Files
-    target: Checkpoint
-    drafter: type[Eagle3]
-
-    def row_bytes(self, positions: int) -> int:
-        own = self.files.record.spec
-        specs = cache_spec(self.files.record), states_spec(own, own.hidden_size)
-        return sum(KVCache.bytes_per_row(spec, positions, self.target.dtype) for spec in specs)
-
-    def make(self, parts: Parts) -> Eagle3:
-        head = load_eagle3(self.files, parts.target)
-        return self.drafter(parts.target, parts.cache, head, self.planned)
+    name = "eagle"
+    read_files = staticmethod(read_eagle)
 
 
-class Eagle3Asset(HeadAsset):
-    """An EAGLE-3 head.
-
-    Attributes:
-        drafter: Drafts with it, and reads its files.
-    """
-
-    drafter: type[Eagle3] = Eagle3
-    called = "EAGLE-3 head"
-    missing = Missing(
-        "needs an EAGLE-3 head of this model", ("give ", Option("draft"), ", its folder or GGUF file")
-    )
-    required = Missing("which needs an EAGLE-3 head of the model", missing.remedy)
-
-    def knows(self, place: Path) -> bool:
-        return is_eagle3(place) or is_eagle3_gguf(place)
-
-    def found(self, place: Path, target: Checkpoint) -> Found:
-        files, settings = with_settings(self.drafter.read_files(place), target.spec)
-        return FoundEagle3(
-            bytes=files.parameters * target.dtype.itemsize, planned=files.record.planned,
-            about=described_head(files, settings), files=files, target=target, drafter=self.drafter,
-        )  # fmt: skip
+def _found(drafter: type[Eagle3], place: Path, target: Checkpoint) -> Found:
+    files, settings = with_settings(drafter.read_files(place), target.spec)
+    record = files.record
+    return FoundReader(
+        bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
+        about=described_head(files, settings), dtype=target.dtype,
+        specs=(cache_spec(record), states_spec(record.spec, record.spec.hidden_size)),
+        build=lambda parts: drafter(
+            parts.target, parts.cache, load_eagle3(files, parts.target), record.planned
+        ),
+    )  # fmt: skip
 
 
-ASSET = Eagle3Asset()
+ASSET = HeadAsset(
+    "an EAGLE-3 head",
+    "its folder or GGUF file",
+    lambda place: is_eagle3(place) or is_eagle3_gguf(place),
+    partial(_found, Eagle3),
+)
+EAGLE_ASSET = HeadAsset("an EAGLE-1 or EAGLE-2 head", "its folder", is_eagle, partial(_found, Eagle))

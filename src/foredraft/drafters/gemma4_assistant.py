@@ -1,14 +1,9 @@
 """Gemma 4's assistant: a few layers that read the target's own keys and values.
 
-A draft step joins the target's embedding of the last token with the target's last state after its final
-norm, or with the state that the step before gave, and projects both to the assistant's size. Every layer of
-the assistant attends to the keys and values of the target's last layer of the same kind that has any, at
-committed positions alone. So the assistant has no cache of keys and values, reads no prompt, and rolling back
-is free. All steps of a round stand at the position of the pending token.
-
-The drafter keeps the target's last states of all positions, so that a text may be cut anywhere, in cache rows
-that follow the batch's. With ordered embeddings, a step has logits for the tokens of the nearest centroids
-alone; q is zero for the others.
+A draft step projects the target's embedding of the last token, beside the state of the step before (at first
+the target's last one, normed), to the assistant's size. A layer attends to the keys and values of the
+target's last layer of its kind, at committed positions alone; all steps of a round stand at the position of
+the pending token.
 """
 
 from __future__ import annotations
@@ -22,23 +17,117 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Stepper
+from foredraft.decode.drafter import DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
-from foredraft.drafters.assistant_config import AssistantConfig, is_assistant, producers
-from foredraft.drafters.kept_states import keep, kept, states_spec
-from foredraft.errors import CheckpointError, Option
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
+from foredraft.drafters.states import FoundReader, StateReader, keep, kept, states_spec
+from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.checkpoint import CheckpointTensors
-from foredraft.model.config import DOWNLOAD_AGAIN
+from foredraft.model.checkpoint import Checkpoint, CheckpointTensors
+from foredraft.model.config import DOWNLOAD_AGAIN, ConfigReader, read_json
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
+from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
-from foredraft.model.transfers import upload
-from foredraft.model.unread import Checkpoint
-from foredraft.model.weights import build_decoder, build_linear
+from foredraft.model.spec import CONFIG, OUTSIDE, ModelSpec
+from foredraft.model.weights import build_decoder, build_linear, parameter_count
 
-__all__ = ["ASSET", "Assistant", "Centroids", "Gemma4Assistant", "load_assistant"]
+TEXT_MODELS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
+
+
+def is_assistant(place: Path) -> bool:
+    """Return whether a folder holds an assistant, sound or not, as its config.json says."""
+    try:
+        return place.is_dir() and read_json(place / CONFIG).get("model_type") in TEXT_MODELS
+    except (CheckpointError, OSError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantConfig:
+    spec: ModelSpec  # of its layers, final norm and head
+    target_size: int  # size of the target's states
+    centroids: int | None  # of ordered embeddings; None: the head gives the logits of all tokens
+    chosen: int  # the centroids whose tokens a step has logits for
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> AssistantConfig:
+        read = ConfigReader(read_json(folder / CONFIG))
+        text = read.section("text_config")
+        if text is None:
+            raise read.error("text_config", "it must hold the config of the assistant's layers")
+        own: dict[str, Any] = {
+            **text.config,
+            "model_type": TEXT_MODELS[read.take("model_type")],
+            "tie_word_embeddings": read.flag("tie_word_embeddings", default=True),
+            "dtype": text.take("dtype") or read.take("dtype") or "float32",
+        }
+        layers = text.count("num_hidden_layers")
+        if text.count("num_kv_shared_layers", 0, if_null=0, allow_zero=True) not in (0, layers):
+            raise text.error("num_kv_shared_layers", f"all {layers} layers of an assistant read other keys")
+        spec = ModelSpec.from_hf(own | {"num_kv_shared_layers": 0})
+        if spec.layer_input_size:
+            raise text.error("hidden_size_per_layer_input", "it must be 0 in an assistant")
+        return cls(_attending(spec), read.count("backbone_hidden_size", 1536), *_centroids(read, spec))
+
+    @property
+    def parameters(self) -> int:
+        projections = 3 * self.target_size * self.spec.hidden_size
+        return parameter_count(self.spec) + projections + (self.centroids or 0) * self.spec.hidden_size
+
+    def check(self, target: Checkpoint, folder: Path) -> None:
+        """Raise ConfigError where the assistant is for another target than this one."""
+        spec, own = target.spec, self.spec
+        sizes = [
+            ("states of size", self.target_size, spec.hidden_size),
+            ("a vocabulary of", own.vocab_size, spec.vocab_size),
+        ]
+        producing = producers(spec)
+        for window in dict.fromkeys(own.windows):
+            kind = "full attention" if window is None else "a window"
+            source = producing.get(window is None)
+            theirs = None if source is None else spec.windows[source]
+            heads = None if source is None else (spec.kv_heads_of(theirs), spec.head_dim_of(theirs))
+            mine = own.kv_heads_of(window), own.head_dim_of(window)
+            sizes.append((f"in layers with {kind}, key heads and their size of", mine, heads))  # type: ignore[arg-type]
+        for what, wanted, found in sizes:
+            if wanted != found:
+                raise ConfigError(
+                    f"{folder} is the assistant of another model than {target.source}: it needs {what}"
+                    f" {wanted}, and the model has {found}",
+                    remedy=("give ", Option("draft"), " the assistant that was made for the model"),
+                )
+
+
+def _attending(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of layers that attend to committed positions, over windows as in transformers."""
+    windows = tuple(window and window + 1 for window in spec.windows)
+    sources = (OUTSIDE,) * spec.layers
+    return replace(
+        spec, windows=windows, sources=sources, rotated_ahead=1, logit_softcap=None,
+        shared_intermediate_size=None,
+    )  # fmt: skip
+
+
+def _centroids(read: ConfigReader, spec: ModelSpec) -> tuple[int | None, int]:
+    """Return the number of centroids, None without, and how many of them are chosen."""
+    if not read.flag("use_ordered_embeddings", if_null=False):
+        return None, 0
+    count = read.count("num_centroids", 2048)
+    if spec.vocab_size % count:
+        raise read.error("num_centroids", f"it must divide the vocabulary of {spec.vocab_size}")
+    if not spec.tied:
+        raise read.error("tie_word_embeddings", "ordered embeddings are the head, too")
+    chosen = read.count("centroid_intermediate_top_k", 32)
+    if chosen > count:
+        raise read.error("centroid_intermediate_top_k", f"there are {count} centroids")
+    return count, chosen
+
+
+def producers(spec: ModelSpec) -> dict[bool, int]:
+    """Return the last layer with keys and values of its own, by whether it has full attention."""
+    return {spec.windows[layer] is None: layer for layer in range(spec.layers) if spec.stores(layer)}
+
 
 BEFORE, AFTER, CENTROIDS = "pre_projection", "post_projection", "masked_embedding.centroids"
 ORDER = "masked_embedding.token_ordering"
@@ -46,17 +135,11 @@ ORDER = "masked_embedding.token_ordering"
 
 @dataclass(frozen=True, slots=True)
 class Centroids:
-    """A head that has logits for the tokens of the nearest centroids alone.
+    """A head that has logits for the tokens of the nearest centroids alone."""
 
-    Attributes:
-        product: Gives the logits of the centroids.
-        order: The tokens of each centroid, [C, V / C].
-        chosen: The number of centroids that count.
-    """
-
-    product: Product
-    order: Tensor
-    chosen: int
+    product: Product  # gives the logits of the centroids
+    order: Tensor  # the tokens of each centroid, [C, V / C]
+    chosen: int  # the number of centroids that count
 
     def logits(self, decoder: Decoder, x: Tensor) -> Tensor:
         """Return logits [B, V] float32 of normed states [B, hidden]: -inf for tokens that are not near."""
@@ -69,38 +152,19 @@ class Centroids:
 
 @dataclass(frozen=True, slots=True)
 class Assistant:
-    """The weights of an assistant beside its target's.
+    """The weights of an assistant beside its target's."""
 
-    Attributes:
-        runner: Runs its layers and its head.
-        target: The target's decoder.
-        before: Projects the target's embedding and state, side by side.
-        after: Projects what the layers give to the size of the target's states.
-        centroids: The head of ordered embeddings; None: the decoder's own.
-    """
-
-    runner: Runner
-    target: Decoder
-    before: Product
-    after: Product
-    centroids: Centroids | None
+    runner: Runner  # runs its layers and its head
+    target: Decoder  # the target's decoder
+    before: Product  # projects the target's embedding and state, side by side
+    after: Product  # projects what the layers give to the size of the target's states
+    centroids: Centroids | None  # the head of ordered embeddings; None: the decoder's own
 
     @torch.inference_mode()
     def step(
         self, cache: CacheLayers, tokens: Tensor, states: Tensor, starts: list[int], idle: list[bool] | None
     ) -> Forward:
-        """Run one draft step.
-
-        Args:
-            cache: The target's keys and values, for each layer of the assistant.
-            tokens: [B, 1] int64.
-            states: The states after the target's final norm, or of the step before, [B, hidden].
-            starts: The last committed position of each row.
-            idle: Rows that do not draft; None: all draft.
-
-        Returns:
-            Logits [B, 1, V], and states [B, 1, hidden] for the next step.
-        """
+        """Run one draft step from tokens [B, 1] and states [B, hidden]."""
         decoder, batch = self.runner.decoder, len(tokens)
         entering = self.before(torch.cat([self.target.embed(tokens[:, 0]), states], -1))
         forward = self.runner.forward(
@@ -131,33 +195,23 @@ class AssistantPass(DraftPass):
         return None
 
 
-class Gemma4Assistant(Stepper):
-    """A stepper over an assistant, the target's cache and the target's last states.
-
-    Args:
-        target: The target's runner.
-        cache: The target's KV cache.
-        assistant: The assistant.
-    """
+class Gemma4Assistant(StateReader):
+    """An autoregressive drafter over an assistant, the target's cache and the target's last states."""
 
     name = "gemma4-assistant"
-    draft_pass: DraftPass
 
     def __init__(self, target: Runner, cache: KVCache, assistant: Assistant) -> None:
         spec, own = target.decoder.spec, assistant.runner.decoder.spec
         assistant.runner.reserve_positions(cache.stored)
         self.assistant, self._norm = assistant, target.decoder.norm
-        self.taps = (spec.layers,)
+        self.aux_layers = (spec.layers,)
         self.draft_pass = AssistantPass(assistant.runner, assistant=assistant)
         producing = producers(spec)
         self._layers = cache.chosen([producing[window is None] for window in own.windows])
-        self.cache = cache.beside(states_spec(spec, spec.hidden_size))
-        self.caches = (cache, self.cache)
+        self.cache = cache.aligned(states_spec(spec, spec.hidden_size))  # of the target's last states
+        self.caches, self.own = (cache, self.cache), (self.cache,)
         self._states: Tensor | None = None  # of the step before, [B, hidden]; None before the first one
         self._at: list[int] = []  # the committed positions of each row, throughout a round
-
-    def length(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) - 1  # the target has read all but the pending token
 
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
@@ -182,29 +236,14 @@ class Gemma4Assistant(Stepper):
         positions = upload([max(0, start - 1) for start in starts], device)
         return self._norm(kept(self.cache, torch.arange(len(starts), device=device), positions))
 
-    def resume(self) -> Resume | None:
-        self._states = None  # the draft ends
-        return None
+    def end_draft(self) -> None:
+        self._states = None
 
     def observe(self, sequence: Sequence, start: int, states: Any) -> None:
-        """Keep the target's last states of newly committed positions."""
-        keep(self.cache, sequence.row, start, states[self.taps[0]])
-
-    def rewind(self, sequence: Sequence) -> None:
-        self._states = None
-        lengths, row = self.cache.lengths, sequence.row
-        lengths[row] = min(lengths[row], len(sequence.tokens) - 1)
-
-    def leave(self, sequence: Sequence) -> None:
-        self._states = None
+        keep(self.cache, sequence.row, start, states[self.aux_layers[0]])
 
 
 def load_assistant(folder: Path, config: AssistantConfig, target: Runner) -> Assistant:
-    """Load the assistant that `config` describes, in the target's dtype.
-
-    Raises:
-        CheckpointError: The weights are broken, or are not those of the config.
-    """
     decoder, spec, native = target.decoder, config.spec, target.by_kernels
     size, own = config.target_size, spec.hidden_size
     with ExitStack() as stack:
@@ -226,29 +265,6 @@ def load_assistant(folder: Path, config: AssistantConfig, target: Runner) -> Ass
     return Assistant(Runner(layers, deterministic=False), decoder, before, after, centroids)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundAssistant(Found):
-    """An assistant that fits the target.
-
-    Attributes:
-        folder: Holds it.
-        config: What it is.
-        target: The target.
-    """
-
-    folder: Path
-    config: AssistantConfig
-    target: Checkpoint
-
-    def row_bytes(self, positions: int) -> int:
-        spec = self.target.spec
-        return KVCache.bytes_per_row(states_spec(spec, spec.hidden_size), positions, self.target.dtype)
-
-    def make(self, parts: Parts) -> Gemma4Assistant:
-        assistant = load_assistant(self.folder, self.config, parts.target)
-        return Gemma4Assistant(parts.target, parts.cache, assistant)
-
-
 class AssistantAsset(Asset):
     """An assistant: the folder or hub id that the user gives as the draft model."""
 
@@ -268,10 +284,13 @@ class AssistantAsset(Asset):
             return replace(self.missing, unfit=f"{folder} is a whole model, and no assistant")
         config = AssistantConfig.from_folder(folder)
         config.check(target, folder)
-        count = config.parameters
-        return FoundAssistant(
+        count, spec = config.parameters, target.spec
+        return FoundReader(
             bytes=count * target.dtype.itemsize, about=f"the assistant {folder}, {count / 1e6:.1f} M weights",
-            folder=folder, config=config, target=target,
+            specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
+            build=lambda parts: Gemma4Assistant(
+                parts.target, parts.cache, load_assistant(folder, config, parts.target)
+            ),
         )  # fmt: skip
 
 

@@ -2,100 +2,87 @@
 
 A draft step runs the target's layers below `depth` on the target's own cache, then the adapter's layer on a
 cache of its own, then norm and head. The states that enter layer `depth` are those of the verifying pass, to
-the bit, so it resumes from them: of a draft's tokens only the last, which no step read, still goes through
-the first layers. After a commit the adapter's keys and values of the accepted tokens are right already. Those
-of the other committed positions come of the target's own states there, which every pass hands over: the first
-layers never run again on a committed position.
-
-The states of a prompt are read at once. Those of plain steps, and of a last token that was accepted, wait for
-the next draft, which reads those of all rows together.
+the bit, so it resumes from them. The adapter reads committed positions from the target's own states: the
+first layers never run on them again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Stepper
+from foredraft.decode.drafter import DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.adapter import Adapter, adapter_bytes, adapter_spec, load_adapter
-from foredraft.drafters.adapter_files import (
-    AdapterConfig,
+from foredraft.drafters.adapter import (
+    Adapter,
+    adapter_bytes,
+    adapter_spec,
     adapters_kept,
     find_adapter,
     is_adapter,
+    load_adapter,
     read_adapter,
     target_hash,
 )
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
-from foredraft.drafters.known_states import KnownStates
-from foredraft.drafters.made_for_base import hash_of_base, say_made_for_base
-from foredraft.drafters.vocabulary_map import VocabularyMap
-from foredraft.drafters.waiting_states import Waiting, WaitingStates
+from foredraft.drafters.asset import (
+    Asset,
+    AssetSearch,
+    Found,
+    Missing,
+    hash_of_base,
+    say_made_for_base,
+)
+from foredraft.drafters.draft_model import VocabularyMap
+from foredraft.drafters.states import FoundReader, KnownStates, WaitingReader, WaitingStates
 from foredraft.errors import ConfigError, Option, shortened
 from foredraft.model.cache import KVCache
-from foredraft.model.lora.record import is_lora
-from foredraft.model.runner import DraftInputs, FusedDraft, HeadWords, Resume, Runner
-from foredraft.model.unread import Checkpoint
-
-__all__ = ["ASSET", "Kangaroo"]
+from foredraft.model.lora.lora_config import is_lora
+from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Resume, Runner
 
 logger = logging.getLogger(__name__)
 
 
-class Kangaroo(Stepper):
-    """A stepper over the target's own first layers and an adapter.
-
-    Args:
-        target: The target's runner.
-        cache: The target's KV cache.
-        adapter: The adapter.
-    """
-
+class Kangaroo(WaitingReader):
     name = "kangaroo"
-    draft_pass: DraftPass
 
     def __init__(self, target: Runner, cache: KVCache, adapter: Adapter) -> None:
-        self.adapter, self.planned, depth = adapter, adapter.planned, adapter.depth
+        depth = adapter.depth
+        super().__init__((depth,))
+        self.adapter, self.planned = adapter, adapter.planned
         runner = adapter.over(target)
         runner.reserve_positions(cache.stored)
-        self.cache = cache.beside(adapter_spec(target.decoder.spec), blocked=cache.blocked)
-        self.caches = (cache, self.cache)
-        self.taps = (depth,)
-        self.draft_pass = DraftPass(runner, tap=depth)
+        self.cache = cache.aligned(adapter_spec(target.decoder.spec), blocked=cache.blocked)
+        self.caches, self.own = (cache, self.cache), (self.cache,)
+        self.draft_pass = DraftPass(runner, exit=depth)
         self.vocabulary: VocabularyMap | None = None
-        self.words: HeadWords | None = None
+        self.draft_vocab: DraftVocab | None = None
         if adapter.vocabulary is not None:
             size, device = target.decoder.spec.vocab_size, runner.decoder.device
-            self.vocabulary = VocabularyMap.of_words(adapter.vocabulary, size, device)
-            self.words = HeadWords(torch.tensor(adapter.vocabulary, device=device), size)
+            self.vocabulary = VocabularyMap.of_draft_vocab(adapter.vocabulary, size, device)
+            self.draft_vocab = DraftVocab(torch.tensor(adapter.vocabulary, device=device), size)
         self._layers = cache.joined(depth, self.cache)
         self._known = KnownStates(depth)
-        self._waiting = Waiting()
         self._stepped: dict[int, int] = {}  # row -> positions in the adapter's cache after this round's steps
-
-    def length(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) - 1  # what the adapter lacks, it reads from states: `_read_waiting`
 
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
-        self._read_waiting(self._waiting.where(lambda sequence: not idle[sequence.row]))
+        self.read_states(self._waiting.where(lambda sequence: not idle[sequence.row]))
         forward = self.draft_pass(self._layers, tokens, starts, idle=idle)
-        self._known.add(forward.taps[self.adapter.depth], idle)
+        self._known.add(forward.aux_states[self.adapter.depth], idle)
         self._stepped |= {row: start + 1 for row, start in enumerate(starts) if not idle[row]}
         assert forward.logits is not None
         logits = forward.logits[:, 0]
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 
     def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
-        lengths, inputs = inputs.lengths, replace(inputs, words=self.words)
-        self._read_waiting(self._waiting.where(lambda sequence: bool(lengths[sequence.row])))
+        lengths, inputs = inputs.lengths, replace(inputs, draft_vocab=self.draft_vocab)
+        self.read_states(self._waiting.where(lambda sequence: bool(lengths[sequence.row])))
         draft = self.draft_pass.fused(self._layers, inputs)
         if draft is not None:
             self._known.add_fused(draft, lengths)
@@ -113,27 +100,21 @@ class Kangaroo(Stepper):
         read = min(self._stepped.pop(sequence.row, start), stop)
         if read > start:
             self.cache.lengths[sequence.row] = read
-        if read == stop:
-            return
-        waiting = self._waiting.add(sequence, read, new[read - start :].clone())  # the pass's others may go
-        if waiting.due:
-            self._read_waiting([waiting])
+        if read < stop:
+            super().observe(sequence, read, {self.adapter.depth: new[read - start :]})
 
-    def settle(self, sequence: Sequence) -> None:
-        self._read_waiting(self._waiting.of(sequence))
-
-    def rewind(self, sequence: Sequence) -> None:
-        most = len(sequence.tokens) - 1
-        self._stepped.pop(sequence.row, None)
-        self.cache.lengths[sequence.row] = min(self.cache.lengths[sequence.row], most)
-        self._waiting.rewind(sequence, most)
-
-    def leave(self, sequence: Sequence) -> None:
-        self._waiting.drop(sequence)
-        self._stepped.pop(sequence.row, None)
+    def end_draft(self) -> None:
         self._known.forget()
 
-    def _read_waiting(self, waiting: list[WaitingStates]) -> None:
+    def rewind(self, sequence: Sequence) -> None:
+        super().rewind(sequence)
+        self._stepped.pop(sequence.row, None)
+
+    def leave(self, sequence: Sequence) -> None:
+        super().leave(sequence)
+        self._stepped.pop(sequence.row, None)
+
+    def read_states(self, waiting: list[WaitingStates]) -> None:
         """Run the adapter's layer on waiting states, for its keys and values: one pass for all rows."""
         by_row = {each.sequence.row: each for each in waiting}
         if not by_row:
@@ -162,33 +143,8 @@ class Kangaroo(Stepper):
             self._waiting.drop(each.sequence)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundAdapter(Found):
-    """An adapter that fits the target.
-
-    Attributes:
-        folder: Holds it.
-        config: What it is.
-        target: The target.
-    """
-
-    folder: Path
-    config: AdapterConfig
-    target: Checkpoint
-
-    def row_bytes(self, positions: int) -> int:
-        return KVCache.bytes_per_row(adapter_spec(self.target.spec), positions, self.target.dtype)
-
-    def make(self, parts: Parts) -> Kangaroo:
-        return Kangaroo(parts.target, parts.cache, load_adapter(self.folder, self.config, parts.target))
-
-
 class AdapterAsset(Asset):
-    """An adapter: given, kept for the target by `foredraft train adapter`, or shipped with it.
-
-    A kept one that is predicted to lose serves only where its drafter is the default one. A shipped one is
-    looked for only there, because the draft model that ships with the same target drafts better.
-    """
+    """An adapter: given, kept by `foredraft train adapter`, or, where its drafter is the default, shipped."""
 
     missing = Missing(
         "has no adapter for this model",
@@ -226,9 +182,12 @@ class AdapterAsset(Asset):
         if given is None and not search.needed and config.predicted <= 1:
             use = Option("drafter", Kangaroo.name)
             return replace(self.missing, why=lambda: (f"{about}, so only ", use, " uses it"))
-        return FoundAdapter(
+        return FoundReader(
             bytes=adapter_bytes(config, target.spec, target.dtype), planned=config.max_draft, about=about,
-            folder=folder, config=config, target=target,
+            specs=(adapter_spec(target.spec),), dtype=target.dtype,
+            build=lambda parts: Kangaroo(
+                parts.target, parts.cache, load_adapter(folder, config, parts.target)
+            ),
         )  # fmt: skip
 
     def _kept(self, search: AssetSearch) -> Path | None:

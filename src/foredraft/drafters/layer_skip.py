@@ -1,58 +1,48 @@
 """Layer skip: the target drafts for itself, with some of its sub-layers left out.
 
-Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) leaves out any attention or MLP sub-layers. It needs no
-second model and no second cache: a draft's passes run on the target's own and write past its committed
-length, where the verifying pass overwrites them in every layer before any layer attends there.
-
-Early exit (LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710) runs the first layers whole, then norm and
-head. The verifying pass computes the same states there, so it resumes from the draft's: only the last drafted
-token, which no step read, still goes through these layers. For that the draft's passes keep to
-batch-invariant shapes.
+Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) leaves out any attention or MLP. A draft's passes write
+past the committed length of the target's cache, where the verifying pass overwrites them. After an early exit
+(LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710) the verifying pass resumes from the draft's states, so the
+draft's passes keep to batch-invariant shapes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Stepper
+from foredraft.decode.drafter import AutoregressiveDrafter, DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
-from foredraft.drafters.known_states import KnownStates
-from foredraft.drafters.plan_files import PlanFile
-from foredraft.drafters.plan_search import ChosenPlan, fitting_plan, given_plan, kept_plan
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
+from foredraft.drafters.plan_files import PlanFile, fitting_plan, given_plan, kept_plan
 from foredraft.drafters.skips import Skips
+from foredraft.drafters.states import KnownStates
 from foredraft.errors import Option
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
 
-__all__ = ["ASSET", "LayerSkip"]
 
+class SelfSpeculative(AutoregressiveDrafter):
+    """An autoregressive drafter over the target's layers, whole or in part, on the target's own cache."""
 
-class LayerSkip(Stepper):
-    """A stepper over the target's own runner and cache.
-
-    Args:
-        target: The target's runner.
-        cache: The target's KV cache.
-        skips: Sub-layers to leave out.
-        planned: Draft length for which the plan was found, where it is known.
-
-    Raises:
-        ConfigError: The target has no such layers.
-    """
-
-    name = "layer-skip"
     draft_pass: DraftPass
 
-    def __init__(self, target: Runner, cache: KVCache, skips: Skips, planned: int | None = None) -> None:
-        layers = target.decoder.spec.layers
-        skips.check(layers)
+    def __init__(
+        self,
+        runner: Runner,
+        cache: KVCache,
+        skips: Skips | None,
+        planned: int | None,
+        *,
+        resumes: bool,  # the verifying pass resumes from the states below an exit
+    ) -> None:
+        layers = runner.decoder.spec.layers
+        if skips is not None:
+            skips.check(layers)
         self.skips, self.cache, self.planned = skips, cache, planned
         self.caches = (cache,)
-        self.draft_pass = DraftPass(target, skips.plan(layers), tap=skips.exit)
-        self._known = None if skips.exit is None else KnownStates(skips.exit)
+        exit = skips.exit if resumes and skips is not None else None
+        self.draft_pass = DraftPass(runner, None if skips is None else skips.plan(layers), exit)
+        self._known = None if exit is None else KnownStates(exit)
 
     def length(self, sequence: Sequence) -> int:
         return len(sequence.tokens) - 1  # the target has read all but the pending token
@@ -62,7 +52,7 @@ class LayerSkip(Stepper):
     ) -> Tensor:
         forward = self.draft_pass(self.cache, tokens, starts, idle=idle)
         if self._known is not None:
-            self._known.add(forward.taps[self._known.depth], idle)
+            self._known.add(forward.aux_states[self._known.depth], idle)
         assert forward.logits is not None
         return forward.logits[:, 0]
 
@@ -80,14 +70,13 @@ class LayerSkip(Stepper):
             self._known.forget()
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundPlan(Found):
-    """A plan of sub-layers that the target's own drafts skip."""
+class LayerSkip(SelfSpeculative):
+    """An autoregressive drafter over the target's own runner."""
 
-    plan: ChosenPlan
+    name = "layer-skip"
 
-    def make(self, parts: Parts) -> LayerSkip:
-        return LayerSkip(parts.target, parts.cache, self.plan.skips, self.planned)
+    def __init__(self, target: Runner, cache: KVCache, skips: Skips, planned: int | None = None) -> None:
+        super().__init__(target, cache, skips, planned, resumes=True)
 
 
 class PlanAsset(Asset):
@@ -106,8 +95,11 @@ class PlanAsset(Asset):
         plan = kept_plan(search) if given is None else fitting_plan(given, search, warn=True)
         if plan is None:
             return self.missing
-        kept = "kept " if given is None else ""
-        return FoundPlan(plan=plan, planned=plan.max_draft, about=f"the {kept}plan {plan.skips}")
+        kept, skips, planned = "kept " if given is None else "", plan.skips, plan.max_draft
+        return Found(
+            planned=planned, about=f"the {kept}plan {skips}",
+            build=lambda parts: LayerSkip(parts.target, parts.cache, skips, planned),
+        )  # fmt: skip
 
 
 ASSET = PlanAsset()

@@ -1,12 +1,8 @@
 """Low bit: the target drafts for itself, with a copy of its weights in few bits.
 
-A second set of linear layers runs under the same decoder, in the same passes and on the same cache. A step
-reads a quarter or a half of the bytes of a plain step, and its distributions are nearly the target's.
-QuantSpec (Tiwari et al. 2025, arXiv:2502.10424) and ML-SpecQD (Georganas et al. 2025, arXiv:2503.13565) draft
-so.
-
-As with layer skipping, a draft's keys and values land past the committed length, where the verifying pass
-overwrites them in every layer before any layer attends there. Sub-layers can be left out of the copy, too.
+The copy runs in the same passes and on the same cache; a step reads a quarter or a half of a plain step's
+bytes (QuantSpec, Tiwari et al. 2025, arXiv:2502.10424; ML-SpecQD, Georganas et al. 2025, arXiv:2503.13565). A
+draft's keys and values lie past the committed length, where the verifying pass overwrites them.
 """
 
 from __future__ import annotations
@@ -14,83 +10,49 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from foredraft import user_cache
-from foredraft.decode.drafter import DraftPass, Stepper
-from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
-from foredraft.drafters.offered_copy import DEFAULT_COPY, LEAST, OFFER, SHARE
-from foredraft.drafters.plan_files import PlanFile
-from foredraft.drafters.plan_search import ChosenPlan, fitting_plan, given_plan, kept_plan
+from foredraft.drafters.asset import (
+    DEFAULT_COPY,
+    LEAST,
+    OFFER,
+    SHARE,
+    Asset,
+    AssetSearch,
+    Found,
+    Missing,
+)
+from foredraft.drafters.layer_skip import SelfSpeculative
+from foredraft.drafters.plan_files import ChosenPlan, PlanFile, fitting_plan, given_plan, kept_plan
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
-from foredraft.kernels.huge_pages import Arena
+from foredraft.kernels.pool import Arena
 from foredraft.model.cache import KVCache
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
+from foredraft.model.memory import as_gib
 from foredraft.model.quantisation import BITS
-from foredraft.model.runner import DraftInputs, FusedDraft, Runner, unserved_because
+from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.runner.native import code_native
-from foredraft.model.transfers import as_gib
-from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import coded_copy_bytes, weight_bytes
-
-__all__ = ["ASSET", "LowBit", "low_bit_copy"]
 
 logger = logging.getLogger(__name__)
 
 
-class LowBit(Stepper):
-    """A stepper over a coded copy of the target, on the target's own cache.
-
-    Args:
-        copy: Runs the copy (`low_bit_copy`).
-        cache: The target's KV cache.
-        skips: Sub-layers to leave out of the copy; None leaves out none.
-        planned: Draft length for which the plan was found, where it is known.
-
-    Raises:
-        ConfigError: The target has no such layers.
-    """
+class LowBit(SelfSpeculative):
+    """An autoregressive drafter over a coded copy of the target."""
 
     name = "low-bit"
-    draft_pass: DraftPass
 
     def __init__(
         self, copy: Runner, cache: KVCache, skips: Skips | None = None, planned: int | None = None
     ) -> None:
-        layers = copy.decoder.spec.layers
-        if skips is not None:
-            skips.check(layers)
+        super().__init__(copy, cache, skips, planned, resumes=False)
         copy.reserve_positions(cache.stored)
-        self.skips, self.cache, self.planned = skips, cache, planned
-        self.caches = (cache,)
-        self.draft_pass = DraftPass(copy, None if skips is None else skips.plan(layers))
-
-    def length(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) - 1  # the target has read all but the pending token
-
-    def step(
-        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
-    ) -> Tensor:
-        logits = self.draft_pass(self.cache, tokens, starts, idle=idle).logits
-        assert logits is not None
-        return logits[:, 0]
-
-    def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
-        return self.draft_pass.fused(self.cache, inputs)
 
 
 def low_bit_copy(target: Runner, bits: int) -> Runner:
-    """Return a runner of a copy of the target whose linear layers have codes of so many bits.
-
-    It shares everything else with the target, and the linear layers that cannot be coded.
-
-    Args:
-        target: Run by the kernels.
-        bits: Of a code, 4 or 8.
-    """
+    """Return a runner of a copy of the target whose linear layers have codes of so many bits."""
     whole, arena = target.decoder, Arena()
 
     def coded(product: Product) -> Product:
@@ -105,25 +67,11 @@ def low_bit_copy(target: Runner, bits: int) -> Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCopy(Found):
-    """A copy of the target that will be made.
-
-    Attributes:
-        target: The target.
-        bits: Of a weight.
-        plan: The sub-layers that it leaves out; None for none.
-        offered: It is made without being asked for.
-    """
-
     target: Checkpoint
-    bits: int
-    plan: ChosenPlan | None
-    offered: bool = False
+    offered: bool = False  # it is made without being asked for
 
     def announce(self) -> None:
-        """Log a notice of a copy that is made without being asked for, at the first loading of the model.
-
-        Without a cache folder, which remembers it, each loading is the first.
-        """
+        """Log that a copy is made without being asked for, once where a cache folder remembers it."""
         if not self.offered:
             return
         key = {"of": "low-bit", "model": str(self.target.source.resolve())}
@@ -132,17 +80,9 @@ class FoundCopy(Found):
             logger.warning("drafter low-bit is at hand, too, with a copy of %s: %s", size, OFFER)
             user_cache.write("notices", key, True)
 
-    def make(self, parts: Parts) -> LowBit:
-        skips = None if self.plan is None else self.plan.skips
-        return LowBit(low_bit_copy(parts.target, self.bits), parts.cache, skips, self.planned)
-
 
 class CopyAsset(Asset):
-    """A copy of the target in few bits.
-
-    It is made where the user asks for it. Without being asked for, it is made where the policy chooses among
-    drafters and memory is ample (`offered_copy`): the policy weighs it against whatever else is at hand.
-    """
+    """A copy of the target in few bits, made where the user asks for it, or where it may pay (`_offered`)."""
 
     missing = Missing(f"has no copy of this model: {OFFER}", ("give ", Option("draft_weights", DEFAULT_COPY)))
 
@@ -184,15 +124,12 @@ class CopyAsset(Asset):
 
 def _copy(search: AssetSearch, bits: int, plan: ChosenPlan | None, *, offered: bool = False) -> FoundCopy:
     size = coded_copy_bytes(search.target.spec, bits)
+    skips, planned = (None, None) if plan is None else (plan.skips, plan.max_draft)
     return FoundCopy(
-        bytes=size,
-        planned=None if plan is None else plan.max_draft,
-        about=f"a copy of {as_gib(size)}: {OFFER}",
-        target=search.target,
-        bits=bits,
-        plan=plan,
-        offered=offered,
-    )
+        bytes=size, planned=planned, about=f"a copy of {as_gib(size)}: {OFFER}",
+        target=search.target, offered=offered,
+        build=lambda parts: LowBit(low_bit_copy(parts.target, bits), parts.cache, skips, planned),
+    )  # fmt: skip
 
 
 def _is_ample(search: AssetSearch, bits: int) -> bool:

@@ -1,42 +1,252 @@
-"""Medusa: independent heads over the target's last hidden state draft (Cai et al. 2024, arXiv:2401.10774).
+"""Medusa: independent heads over the target's last hidden state draft (Cai et al. 2024, arXiv:2401.10774);
+their files.
 
-Head k drafts the token in slot k from one state: that of the last committed position before the pending
-token. No head reads what another one drafted, so the q of a slot is the head's marginal, whatever was drawn
-before.
+Head k drafts the token in slot k, whatever the others draft, so q of a slot is the head's marginal; ordinary
+rejection is exact for every q that is fixed before the token is drawn. The tensors tell how many heads there
+are, and of how many blocks.
 
-Ordinary rejection makes that exact, slot by slot: it needs a q that is fixed before the token is drawn, and
-the target's p after the tokens before it. What q depends on besides does not matter: acceptance with
-min(1, p / q) and the residual norm(max(p - q, 0)) give p for every q. A marginal q costs acceptance alone.
-
-The states of all committed positions stand in a cache whose rows follow the batch's, since a ban may take a
-text back to any of them. A draft runs no layer: each step costs one head.
+    FasterDecoding    `{head}.{block}.linear.weight`, then `{head}.{blocks}.weight`
+    vLLM              `blocks.{head}.layers.{block}.weight`, `lm_heads.{head}.weight`, perhaps `token_map`
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Stepper
+from foredraft.decode.drafter import DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Found, Missing, Parts
+from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.head_asset import HeadAsset
-from foredraft.drafters.heads.medusa_files import MedusaFiles, is_medusa, read_medusa
-from foredraft.drafters.heads.medusa_heads import MedusaHeads, load_medusa
-from foredraft.drafters.heads.words import map_of
-from foredraft.drafters.kept_states import keep, kept, states_spec
-from foredraft.errors import Option
+from foredraft.drafters.heads.products import packed_product
+from foredraft.drafters.heads.record import (
+    FLOATS,
+    architectures_of,
+    config_of,
+    draft_ids,
+    map_of,
+    refuse_pickles,
+)
+from foredraft.drafters.states import FoundReader, StateReader, keep, kept, states_spec
+from foredraft.errors import CheckpointError, shortened
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
-from foredraft.model.transfers import upload
-from foredraft.model.unread import Checkpoint
+from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.config import ConfigReader, read_json
+from foredraft.model.decoder import Decoder
+from foredraft.model.layers import Product
+from foredraft.model.memory import upload
+from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
+from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
+from foredraft.model.spec import CONFIG, ModelSpec
 
-__all__ = ["ASSET", "Medusa", "MedusaPass"]
+OWN = "medusa_lm_head.safetensors"
+PREFIX = "medusa_heads."
+BLOCK = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
+OUTPUT = re.compile(r"(?:(\d+)\.(\d+)|lm_heads\.(\d+))\.weight")
+SHARED, TOKEN_MAP = "lm_head.weight", "token_map"
+REMEDY = "take a file that one program wrote"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names of one head's tensors."""
+
+    # of each residual block, its weight and its bias; None where it has no bias
+    blocks: tuple[tuple[str, str | None], ...]
+    output: str  # the head over the draft vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaFiles:
+    """Heads whose weights are not read yet."""
+
+    folder: Path  # holds them
+    file: Path  # their tensors
+    heads: tuple[TensorNames, ...]  # the first one drafts the first token
+    size: int  # hidden size of the target
+    rows: Mapping[str, int]  # of every output, by the name of its tensor
+    draft_vocab_size: int | None  # None where it is that of the target's vocabulary
+    verifier: str | None  # the target that the config names; None where it names none
+    parameters: int  # the values of all weights
+
+    def check_target(self, target: ModelSpec) -> None:
+        """Raise CheckpointError unless the heads are for a target of this form."""
+        made_for = "" if self.verifier is None else f" (their config names {self.verifier})"
+        remedy = f"give heads of this target{made_for}"
+        if self.size != target.hidden_size:
+            raise CheckpointError(
+                f"{self.folder} is for a target of hidden size {self.size}, but the target's is"
+                f" {target.hidden_size}",
+                remedy=remedy,
+            )
+        for name, rows in self.rows.items():
+            if rows not in (self.draft_vocab_size, target.vocab_size):
+                raise CheckpointError(
+                    f"{self.folder} is for a target of vocabulary {rows} (tensor {name}), but the target's is"
+                    f" {target.vocab_size}",
+                    remedy=remedy,
+                )
+
+
+def is_medusa(place: Path) -> bool:
+    """Return whether a folder holds Medusa heads, as its config or the name of its file says."""
+    if any((place / name).is_file() for name in (OWN, "medusa_lm_head.pt")):
+        return True
+    config = config_of(place)
+    of_medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
+    return of_medusa or "MedusaModel" in architectures_of(config)
+
+
+def read_medusa(folder: Path) -> MedusaFiles:
+    """Return the heads in a folder, as their config and the header of their file say."""
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if ConfigReader(config).number("logit_scale", 1.0) != 1:
+        raise CheckpointError(
+            f"{folder / CONFIG}: logit_scale = {shortened(config['logit_scale'])} is not supported",
+            remedy="give heads without it",
+        )
+    refuse_pickles(folder)
+    file = next((folder / name for name in (OWN, SINGLE) if (folder / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            f"{folder} has neither {OWN} nor {SINGLE}", remedy="give a whole folder of heads"
+        )
+    with SafetensorsFile(file) as opened:
+        headers = {name: (info.dtype, info.shape) for name, info in opened.tensors.items()}
+    return _files(folder, file, headers, config)
+
+
+def _files(
+    folder: Path, file: Path, headers: Mapping[str, tuple[str, tuple[int, ...]]], config: Mapping[str, Any]
+) -> MedusaFiles:
+    heads = _heads(file, headers, one_output=config.get("original_lm_head") is True)
+    size = headers[heads[0].output][1][-1] if headers[heads[0].output][1] else 0
+    reduced = math.prod(headers[TOKEN_MAP][1]) if TOKEN_MAP in headers else None
+    shapes: dict[str, tuple[int, ...]] = {} if reduced is None else {TOKEN_MAP: (reduced,)}
+    for head in heads:
+        rows = headers[head.output][1][0] if headers[head.output][1] else 0
+        shapes[head.output] = (rows, size)
+        for weight, bias in head.blocks:
+            shapes[weight] = (size, size)
+            if bias is not None:
+                shapes[bias] = (size,)
+    for name, (dtype, shape) in headers.items():
+        if name not in shapes:
+            continue  # outputs that are not read
+        if shape != shapes[name]:
+            raise CheckpointError(
+                f"{file}: tensor {name} has shape {list(shape)}, but the head {heads[0].output} implies"
+                f" {list(shapes[name])}",
+                remedy=REMEDY,
+            )
+        if dtype not in (("I64", "I32") if name == TOKEN_MAP else FLOATS):
+            raise CheckpointError(f"{file}: tensor {name} is stored as {dtype}", remedy="give it unquantized")
+    verifier = config.get("base_model_name_or_path")
+    return MedusaFiles(
+        folder, file, heads, size, {head.output: shapes[head.output][0] for head in heads}, reduced,
+        verifier if isinstance(verifier, str) and verifier else None,
+        sum(math.prod(shape) for name, shape in shapes.items() if name != TOKEN_MAP),
+    )  # fmt: skip
+
+
+def _heads(file: Path, names: Mapping[str, Any], *, one_output: bool) -> tuple[TensorNames, ...]:
+    """Return the tensors of each head, after checking that none is missing and none is left over."""
+    parts: dict[tuple[int, int], dict[str, str]] = {}  # (head, block) -> "weight" or "bias" -> name
+    outputs: dict[int, tuple[str, int | None]] = {}  # head -> name, and the blocks before it if it tells
+    for name in names:
+        plain = name.removeprefix(PREFIX)
+        if (block := BLOCK.fullmatch(plain)) is not None:
+            head, place = (int(each) for each in block.groups()[:4] if each is not None)
+            parts.setdefault((head, place), {})[block[5]] = name
+        elif (named := OUTPUT.fullmatch(plain)) is not None:
+            head = int(named[1] or named[3])
+            outputs[head] = name, None if named[2] is None else int(named[2])
+        elif plain not in (SHARED, TOKEN_MAP):
+            raise CheckpointError(
+                f"{file}: tensor {shortened(name)} is not part of Medusa heads", remedy=REMEDY
+            )
+    count = 1 + max((*outputs, *(head for head, _ in parts)), default=-1)
+    shared = next((name for name in names if name.removeprefix(PREFIX) == SHARED), None)
+    if one_output and shared is None:
+        shared, outputs = outputs.get(0, (None, None))[0], {}
+    found: list[TensorNames] = []
+    for head in range(count):
+        blocks = sum(each == head for each, _ in parts)
+        output, before = outputs.get(head, (shared, None))
+        own = [parts.get((head, place), {}) for place in range(blocks)]
+        if output is None or before not in (None, blocks) or not all("weight" in each for each in own):
+            raise CheckpointError(f"{file} lacks tensors of head {head} of {count}", remedy=REMEDY)
+        found.append(TensorNames(tuple((each["weight"], each.get("bias")) for each in own), output))
+    if not found or (shared is not None and len(outputs) == count):
+        raise CheckpointError(f"{file} has no Medusa heads, or one head twice", remedy=REMEDY)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHead:
+    blocks: tuple[Product, ...]  # the products of its residual blocks
+    output: Product  # over the draft vocabulary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return logits [N, draft_vocab] float32 of normed states [N, D]."""
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        return self.output(x).float()
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHeads:
+    """All heads beside their target."""
+
+    target: Decoder  # the target's decoder
+    heads: tuple[MedusaHead, ...]  # the first one drafts the first token
+    draft_vocab: Tensor | None  # the ids that they can draft, [draft_vocab]; None where they can draft all
+
+    def entering(self, states: Tensor) -> Tensor:
+        """Return what the heads read of the states [N, D] that leave the target's last layer."""
+        normed: Tensor = self.target.norm(states)
+        return normed
+
+
+def load_medusa(files: MedusaFiles, target: Runner) -> MedusaHeads:
+    """Read the weights, in the target's dtype."""
+    decoder = target.decoder
+    with SafetensorsFile(files.file) as opened:
+
+        def read(name: str) -> Tensor:
+            return opened.get_tensor(name).to(decoder.device, decoder.dtype, copy=True)
+
+        ids = None
+        if files.draft_vocab_size is not None:
+            ids = draft_ids(
+                str(files.folder), files.draft_vocab_size, decoder.spec.vocab_size,
+                opened.get_tensor(TOKEN_MAP).long().clone(), None, name=TOKEN_MAP, absolute=True,
+            )  # fmt: skip
+            ids = None if ids is None else ids.to(decoder.device)
+
+        def output(name: str) -> Product:
+            weight = read(name)
+            whole = ids is None or len(weight) == files.draft_vocab_size
+            return packed_product(target, weight if whole else weight[ids])
+
+        outputs = {name: output(name) for name in files.rows}  # heads may share one
+
+        def head(names: TensorNames) -> MedusaHead:
+            blocks = (
+                packed_product(target, read(weight), None if bias is None else read(bias))
+                for weight, bias in names.blocks
+            )
+            return MedusaHead(tuple(blocks), outputs[names.output])
+
+        return MedusaHeads(decoder, tuple(head(names) for names in files.heads), ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +258,7 @@ class MedusaPass(DraftPass):
     @property
     def described(self) -> str:
         first = self.head.heads[0]
-        return f"{len(first.blocks)} blocks and {first.output.shape[0]} words"
+        return f"{len(first.blocks)} blocks and a head over {first.output.shape[0]} tokens"
 
     def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
         decoder = self.runner.decoder
@@ -63,34 +273,24 @@ class MedusaPass(DraftPass):
         return None
 
 
-class Medusa(Stepper):
-    """A stepper over Medusa heads and the target's last hidden states.
-
-    Args:
-        target: The target's runner.
-        cache: The target's KV cache.
-        heads: The heads.
-    """
+class Medusa(StateReader):
+    """An autoregressive drafter over Medusa heads and the target's last hidden states."""
 
     name = "medusa"
-    draft_pass: DraftPass
 
     def __init__(self, target: Runner, cache: KVCache, heads: MedusaHeads) -> None:
         spec = target.decoder.spec
         self.head = heads
         self.planned = self.max_draft = len(heads.heads)
         self.depth = spec.layers
-        self.taps = (self.depth,)
-        self.states = cache.beside(states_spec(spec, spec.hidden_size))
-        self.caches = (self.states,)
+        self.aux_layers = (self.depth,)
+        self.states = cache.aligned(states_spec(spec, spec.hidden_size))
+        self.caches = self.own = (self.states,)
         self.draft_pass = MedusaPass(target, head=heads)
-        self.vocabulary = map_of(heads.words, target.decoder)
+        self.vocabulary = map_of(heads.draft_vocab, target.decoder)
         self._reads: Tensor | None = None  # what the heads of this draft read, [B, D]; None before a draft
         self._drafts: list[bool] = []  # rows of this draft that have a state
         self._slot = 0
-
-    def length(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) - 1  # there is nothing to read: the states come at commit
 
     @torch.inference_mode()
     def step(
@@ -111,62 +311,24 @@ class Medusa(Stepper):
             logits = logits.masked_fill(~upload(self._drafts, logits.device)[:, None], 0.0)
         return logits
 
-    def resume(self) -> Resume | None:
-        self._reads = None  # the draft ends
-        return None
+    def end_draft(self) -> None:
+        self._reads = None
 
     @torch.inference_mode()
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         keep(self.states, sequence.row, start, states[self.depth])
 
-    def rewind(self, sequence: Sequence) -> None:
-        self._reads = None
-        row = sequence.row
-        self.states.lengths[row] = min(self.states.lengths[row], len(sequence.tokens) - 1)
 
-    def leave(self, sequence: Sequence) -> None:
-        self._reads = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundMedusa(Found):
-    """Heads that fit the target.
-
-    Attributes:
-        files: The heads.
-        target: The target.
-    """
-
-    files: MedusaFiles
-    target: Checkpoint
-
-    def row_bytes(self, positions: int) -> int:
-        spec = self.target.spec
-        return KVCache.bytes_per_row(states_spec(spec, spec.hidden_size), positions, self.target.dtype)
-
-    def make(self, parts: Parts) -> Medusa:
-        return Medusa(parts.target, parts.cache, load_medusa(self.files, parts.target))
+def _found(place: Path, target: Checkpoint) -> Found:
+    files, spec = read_medusa(place), target.spec
+    files.check_target(spec)
+    reduced = "" if files.draft_vocab_size is None else f", draft vocabulary {files.draft_vocab_size}"
+    return FoundReader(
+        bytes=files.parameters * target.dtype.itemsize, planned=len(files.heads),
+        about=f"{len(files.heads)} Medusa heads of {place}, {files.parameters / 1e6:.1f} M weights{reduced}",
+        specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
+        build=lambda parts: Medusa(parts.target, parts.cache, load_medusa(files, parts.target)),
+    )  # fmt: skip
 
 
-class MedusaAsset(HeadAsset):
-    """The heads of one model."""
-
-    called = "Medusa heads"
-    missing = Missing("needs Medusa heads of this model", ("give ", Option("draft"), ", their folder"))
-    required = Missing("which needs Medusa heads of the model", missing.remedy)
-
-    def knows(self, place: Path) -> bool:
-        return is_medusa(place)
-
-    def found(self, place: Path, target: Checkpoint) -> Found:
-        files = read_medusa(place)
-        files.check_target(target.spec)
-        words = "" if files.words is None else f", {files.words} words"
-        about = f"{len(files.heads)} Medusa heads of {place}, {files.parameters / 1e6:.1f} M weights{words}"
-        return FoundMedusa(
-            bytes=files.parameters * target.dtype.itemsize, planned=len(files.heads), about=about,
-            files=files, target=target,
-        )  # fmt: skip
-
-
-ASSET = MedusaAsset()
+ASSET = HeadAsset("Medusa heads", "their folder", is_medusa, _found)

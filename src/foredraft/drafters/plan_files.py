@@ -1,36 +1,32 @@
-"""Plan files: the sub-layers that a model's drafts skip, and the speed-up that was measured with them.
+"""Plan files: the sub-layers that a model's drafts skip, with the measured speed-up, and which plan a drafter
+uses.
 
-A file is written whole or not at all. It is read strictly: every field must be present and of its type, and
-no other field may be there. A plan is for one model, identified by `model_hash`; another model refuses it.
+A file is written whole or not at all, and read strictly (`strict_records`). A plan is for one model,
+identified by `model_hash`; another model refuses it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foredraft.drafters.skips import Skips
-from foredraft.drafters.strict_records import Bound, Count, StrictRecord, is_date
+from foredraft.drafters.asset import AssetSearch, hash_of_base, say_made_for_base
+from foredraft.drafters.skips import Skips, is_skips
+from foredraft.drafters.strict_records import ABOVE_0, MEASURED, Bound, Count, StrictRecord
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
-from foredraft.model.identity import identity
+from foredraft.model.checkpoint import identity
+from foredraft.model.memory import dtype_name
 from foredraft.user_cache import cache_folder, check_folder, make_folder, read_private, shut, sweep
 
-__all__ = [
-    "PlanFile",
-    "find_plan",
-    "keep_plan",
-    "model_hash",
-    "plan_place",
-    "plans_kept",
-    "read_plan",
-    "write_plan",
-]
+logger = logging.getLogger(__name__)
+
 
 FORMAT = 1
 REMEDY = "give a file that `foredraft tune` wrote"
@@ -38,56 +34,33 @@ REMEDY = "give a file that `foredraft tune` wrote"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """A plan and how it was measured.
+    """A plan and how it was measured."""
 
-    Attributes:
-        model: Name of the model, for display.
-        model_hash: Hash of the model.
-        layers: Number of layers of the model.
-        skip_attention: Layers whose attention is skipped.
-        skip_mlp: Layers whose MLP is skipped.
-        exit: First layer that an early exit leaves out; then no layers are skipped one by one.
-        device: Device type of the measurement.
-        dtype: Dtype of the measurement.
-        max_draft: Best draft length.
-        alpha: α on held-out prompts (docs/architecture.md, "Words").
-        c: Cost of a draft token, in plain steps.
-        tau: τ on held-out prompts.
-        speedup: Measured speed-up over plain decoding, on held-out prompts.
-        predicted: Speed-up that the search predicted.
-        date: Date of the measurement, YYYY-MM-DD.
-        foredraft: Version of Foredraft that wrote the file.
-        temperature: Temperature of the search and the measurement. None: the file does not say, as old files.
-        draft_weights: The weights of the copy whose sub-layers are skipped, as in "int4"; None: the model's.
-        format: Version of the file format.
-    """
-
-    model: str
-    model_hash: str
-    layers: Count
-    skip_attention: tuple[int, ...] = ()
-    skip_mlp: tuple[int, ...] = ()
-    exit: int | None = None
-    device: str
-    dtype: str
-    max_draft: Count
-    alpha: float
-    c: float
-    tau: float
-    speedup: float
-    predicted: float
-    date: str
-    foredraft: str
-    temperature: float | None = None
-    draft_weights: str | None = None
-    format: Count = FORMAT
+    model: str  # name of the model, for display
+    model_hash: str  # hash of the model
+    layers: Count  # number of layers of the model
+    skip_attention: tuple[int, ...] = ()  # layers whose attention is skipped
+    skip_mlp: tuple[int, ...] = ()  # layers whose MLP is skipped
+    exit: int | None = None  # first layer that an early exit leaves out; then no others are skipped
+    device: str  # device type of the measurement
+    dtype: str  # dtype of the measurement
+    max_draft: Count  # best draft length
+    alpha: float  # α on held-out prompts (docs/architecture.md, "Words")
+    c: float  # cost of a draft token, in plain steps
+    tau: float  # τ on held-out prompts
+    speedup: float  # measured speed-up over plain decoding, on held-out prompts
+    predicted: float  # speed-up that the search predicted
+    date: str  # date of the measurement, YYYY-MM-DD
+    foredraft: str  # version of Foredraft that wrote the file
+    temperature: float | None = None  # of the search and the measurement; None in old files
+    draft_weights: str | None = None  # of the copy whose sub-layers are skipped, as "int4"; None: the model's
+    format: Count = FORMAT  # version of the file format
 
     @property
     def skips(self) -> Skips:
         return Skips(self.skip_attention, self.skip_mlp, self.exit)
 
     def __str__(self) -> str:
-        """Return the plan and its measurement, for display."""
         temperature = "" if self.temperature is None else f" at temperature {self.temperature:g}"
         copy = "" if self.draft_weights is None else f" of a copy in {self.draft_weights}"
         return (
@@ -115,22 +88,8 @@ class PlanFile:
 
 
 def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> PlanFile:
-    """Read a plan file.
-
-    Args:
-        file: The file.
-        read: Returns the content of a file.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not a valid plan.
-    """
-    record = StrictRecord(
-        "plan",
-        REMEDY,
-        "make a new plan with `foredraft tune`",
-        BOUNDS,
-        {"temperature": None, "draft_weights": None},
-    )
+    absent = {"temperature": None, "draft_weights": None}
+    record = StrictRecord("plan", REMEDY, "make a new plan with `foredraft tune`", BOUNDS, absent)
     plan = record.read(PlanFile, file, read)
     if (mistake := plan.skips.mistake(plan.layers)) is not None:
         problem, remedy = mistake
@@ -139,35 +98,20 @@ def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) ->
 
 
 def write_plan(plan: PlanFile, file: Path, option: str = "plan") -> None:
-    """Write a plan file; `option` is the option whose value the file is.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write a plan file; `option` is the option whose value the file is."""
     plan.skips.check(plan.layers)
     write_whole(file, json.dumps(asdict(plan), indent=1, allow_nan=False) + "\n", option)
 
 
 def plan_place(hash: str, draft_weights: str | None = None) -> Path | None:
-    """Return the file of a model's plan in the cache folder, or None if there is no cache folder.
-
-    A plan of the model's copy in few bits lies beside that of the model. The folder of the file may not exist
-    yet.
-    """
+    """Return the file of a model's plan in the cache folder, there or not yet; None without a cache."""
     folder = cache_folder("plans")
     name = hash if draft_weights is None else f"{hash}-{draft_weights}"
     return None if folder is None else folder / f"{name}.json"
 
 
 def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
-    """Write a plan to the cache folder, where `find_plan` finds it.
-
-    Returns:
-        The file, or None if there is no cache folder.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write a plan to the cache folder, where `find_plan` finds it."""
     place = plan_place(plan.model_hash, plan.draft_weights)
     if place is not None:
         with suppress(OSError):  # the write below reports the error
@@ -189,15 +133,7 @@ def plans_kept() -> bool:
 
 
 def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
-    """Return the plan in the cache folder for the model with this hash, or None if there is none.
-
-    Args:
-        hash: Of the model.
-        draft_weights: The weights of the copy that the plan is to be of; None: the model's own.
-
-    Raises:
-        ConfigError: The plan cannot be used, or another user could have written it.
-    """
+    """Return the plan in the cache folder for the model with this hash, or None if there is none."""
     place = plan_place(hash, draft_weights)
     if place is None or not os.path.lexists(place):
         return None
@@ -212,27 +148,74 @@ def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
 
 
 def model_hash(folder: Path) -> str:
-    """Return the SHA-256 hash of a model's config.json and of the names, dtypes and shapes of its tensors.
-
-    The values of the weights are not read, and their distribution over files does not matter. Of a model with
-    LoRAs, their files count besides.
-
-    Raises:
-        CheckpointError: The folder holds no model.
-    """
+    """Return the SHA-256 hash of a model's config.json, tensors' names, dtypes and shapes, and LoRAs."""
     return hashlib.sha256(json.dumps(identity(folder), sort_keys=True).encode()).hexdigest()
 
 
-MAX_LAYERS, MAX_DRAFT = 10_000, 1_000  # upper bounds, far above any model and any draft that pays
-ABOVE_0: Bound = (lambda value: value > 0, "above 0")
-BOUNDS: dict[str, Bound] = {
-    "layers": (lambda layers: layers <= MAX_LAYERS, f"{MAX_LAYERS} or less"),
-    "max_draft": (lambda draft: draft <= MAX_DRAFT, f"{MAX_DRAFT} or less"),
-    "alpha": (lambda alpha: 0 <= alpha <= 1, "from 0 to 1"),
-    "c": (lambda c: c >= 0, "0 or more"),
-    "tau": (lambda tau: tau >= 1, "1 or more"),
-    "speedup": ABOVE_0,
-    "predicted": ABOVE_0,
-    "date": (is_date, "a date as YYYY-MM-DD"),
-    "temperature": (lambda temperature: temperature is None or temperature >= 0, "0 or more"),
-}
+BOUNDS: dict[str, Bound] = MEASURED | {"c": (lambda c: c >= 0, "0 or more"), "speedup": ABOVE_0}
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlan:
+    skips: Skips  # sub-layers that a draft skips
+    max_draft: int | None = None  # draft length that it was tuned for, in tokens, if known
+
+
+def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
+    """Return the plan that the user gives, in any form; None without one."""
+    plan, target = search.options["plan"], search.target
+    if plan is None or isinstance(plan, Skips):
+        return plan
+    if isinstance(plan, str) and is_skips(plan):
+        return Skips.parse(plan)
+    if not isinstance(plan, PlanFile | str | Path):
+        raise ConfigError(
+            option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
+        )
+    found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
+    if found.model_hash == hash_of_base(target.folder, model_hash):
+        say_made_for_base(f"the plan of {shortened(found.model)}")
+    else:
+        found.check(model_hash(target.folder), target.shown)
+    return found
+
+
+def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPlan | None:
+    """Return the plan kept for the target, if any; an unusable one is left out with a warning."""
+    needed = search.needed and draft_weights is None
+    try:
+        found = _kept_for(search.target.folder, draft_weights) if plans_kept() else None
+    except ConfigError as error:
+        if needed:
+            raise
+        logger.warning("%s", error)
+        return None
+    return None if found is None else fitting_plan(found, search, warn=needed)
+
+
+def _kept_for(folder: Path, draft_weights: str | None) -> PlanFile | None:
+    """Return the plan that is kept for a model, or else for the model without its LoRAs."""
+    found = find_plan(model_hash(folder), draft_weights)
+    if found is None and (hash := hash_of_base(folder, model_hash)) is not None:
+        found = find_plan(hash, draft_weights)
+        if found is not None:
+            say_made_for_base("the kept plan")
+    return found
+
+
+def fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> ChosenPlan:
+    """Check a plan against the model; `warn` where it was measured on another device or in another dtype."""
+    layers, producers = search.target.spec.layers, search.target.spec.producers
+    if isinstance(plan, Skips):
+        plan.check(layers, producers)
+        return ChosenPlan(plan)
+    plan.skips.check(layers, producers)
+    if plan.layers != layers:
+        raise ConfigError(
+            f"is for a model of {plan.layers} layers, but this one has {layers}",
+            option="plan", remedy="make one with `foredraft tune`",
+        )  # fmt: skip
+    doubt = plan.doubt(search.device.type, dtype_name(search.target.dtype))
+    if doubt is not None and warn:
+        logger.warning("%s", doubt)
+    return ChosenPlan(plan.skips, plan.max_draft)

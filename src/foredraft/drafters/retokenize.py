@@ -1,74 +1,169 @@
 """Retokenize: a draft model with another tokenizer drafts text, which is encoded for the target.
 
-Universal assisted generation (Korat et al. 2024, "Universal Assisted Generation: Faster Decoding with Any
-Assistant Model"; string-level exact match in Timor et al. 2025, "Accelerating LLM Inference with Lossless
-Speculative Decoding Algorithms for Heterogeneous Vocabularies"). The text so far is kept in the draft's own
-tokens, which it continues greedily in its own cache, all rows of a round side by side. The drafted text is
-encoded in the target's ids, byte by byte: an id is proposed only if its bytes are the drafted ones. A
-distribution over the draft's tokens has no known counterpart over the target's, so the draft is a guess and
-its q is one-hot.
+Universal assisted generation (Korat et al. 2024; string-level exact match in Timor et al. 2025). The draft
+model continues the text in its own tokens, greedily; an id of the target is proposed only if its bytes are
+the drafted ones. A distribution over the draft's tokens has no known counterpart over the target's, so q is
+one-hot.
+
+`Translation` keeps the text of a growing sequence in the other tokenizer's tokens. The text is cut into
+chunks, and each is encoded by itself. A cut depends on the text before it and one character behind it, so a
+closed chunk never changes, and the result is the same in whatever pieces the text came.
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass, Guesser
+from foredraft.decode.drafter import DraftPass, ModelFreeDrafter
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import Parts
-from foredraft.drafters.draft_checkpoint import DraftCheckpoint, FoundModel
-from foredraft.drafters.translation import Translation
+from foredraft.drafters.draft_model import DraftCheckpoint
 from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
+from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.memory import upload
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.model.transfers import upload
-
-__all__ = ["ASSET", "Retokenize"]
 
 logger = logging.getLogger(__name__)
 
+
+# Characters of a chunk: it ends before the first word after SHORT, or at LONG. Longer ones leave
+# fewer cuts, shorter ones less to encode again.
+SHORT, LONG = 64, 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """The state after a chunk was closed, to roll back to."""
+
+    tokens: int  # source tokens that were read
+    ids: int  # reader ids of all closed chunks
+    rest: str  # text of the open chunk
+    held: bytes  # bytes of an incomplete character
+    begun: bool  # whether there is text before the open chunk
+
+
+class Translation:
+    """Reads tokens of one tokenizer and gives the tokens of another one for the same text."""
+
+    def __init__(self, source: ByteCodec, reader: ByteCodec) -> None:
+        self._source, self._reader = source, reader
+        self._shared_specials = {
+            id: reader.specials[content]
+            for content, id in source.specials.items()
+            if content in reader.specials
+        }
+        self._closed: list[int] = list(reader.prefix)  # ids of the closed chunks
+        self._checkpoints: list[_Checkpoint] = []
+        self._count = 0  # source tokens that were read
+        self._open = ""  # text of the open chunk
+        self.held = b""  # bytes of an incomplete character at the end, which `tokens` does not cover
+        self._begun = False
+
+    def extend(self, tokens: Seq[int]) -> None:
+        if not self._checkpoints:  # the reader has its own BOS
+            prefix = self._source.prefix
+            self._count = len(prefix) if list(tokens[: len(prefix)]) == prefix else 0
+            self._save()
+        data = bytearray()
+        for token in tokens[self._count :]:
+            self._count += 1
+            part = self._source.of(token)
+            if part is not None:
+                data += part
+                continue
+            self._read(bytes(data))
+            data.clear()
+            self._read_special(token)
+        self._read(bytes(data))
+
+    def keep(self, count: int) -> None:
+        """Roll back to the first `count` source tokens or a few fewer; `extend` reads those again."""
+        if count >= self._count:
+            return
+        while len(self._checkpoints) > 1 and self._checkpoints[-1].tokens > count:
+            self._checkpoints.pop()
+        last = self._checkpoints[-1]
+        del self._closed[last.ids :]
+        self._count, self._open, self.held, self._begun = last.tokens, last.rest, last.held, last.begun
+
+    def tokens(self) -> list[int]:
+        """Return the reader's ids of the text so far, without the held bytes."""
+        return self._closed + self._encoded(self._open)
+
+    def _read(self, data: bytes) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open += decoder.decode(self.held + data)
+        self.held = decoder.getstate()[0]
+        while (cut := _cut(self._open)) is not None:
+            self._close(self._open[:cut])
+            self._open = self._open[cut:]
+            self._save()
+
+    def _read_special(self, token: int) -> None:
+        """Close the chunk and add the reader's special token of the same name, if it has one."""
+        self._close(self._open + self.held.decode(errors="replace"))
+        self._open, self.held = "", b""
+        if token in self._shared_specials:
+            self._closed.append(self._shared_specials[token])
+        self._save()
+
+    def _close(self, text: str) -> None:
+        self._closed += self._encoded(text)
+        self._begun = self._begun or bool(text)
+
+    def _save(self) -> None:
+        self._checkpoints.append(
+            _Checkpoint(self._count, len(self._closed), self._open, self.held, self._begun)
+        )
+
+    def _encoded(self, text: str) -> list[int]:
+        if not text:
+            return []
+        if not self._begun:  # a space that the source's tokenizer put in front does not belong to the text
+            return self._reader.encode(text.removeprefix(" ") if self._source.pads else text)
+        ids = self._reader.spell(text)
+        return ids if self._reader.join(ids) == text.encode() else self._reader.encode(text)
+
+
+def _cut(text: str) -> int | None:
+    """Return where the first chunk of `text` ends; None while that is not certain."""
+    for at in range(SHORT, min(len(text) - 1, LONG)):
+        if text[at] == " " and not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at
+    return LONG if len(text) > LONG else None
+
+
 WINDOW = 8  # last tokens of the target that are encoded again with the draft, because a token may span both
 LONGEST = 4  # draft tokens for one of the target's, at most
-# Draft tokens for each token of the target that the cache has room for. Few vocabularies split text into more
-# than twice as many tokens as another one.
-STRETCH = 2
+STRETCH = 2  # draft tokens for each of the target's that the cache has room for: few split text more finely
 NEAR = 8  # unread tokens up to which rows catch up in one padded pass; a row with more reads ahead by itself
 
 
 @dataclass(slots=True)
 class _Seat:
-    """A sequence's place in the draft's cache, which has rows and lengths of its own.
+    """A sequence's place in the draft's cache, which has rows and lengths of its own."""
 
-    Attributes:
-        sequence: The sequence.
-        row: Of the draft's cache.
-        translation: Its text in the draft's tokens.
-        faults: Rounds in which the draft's logits were not finite.
-        dropped: The sequence gets no further drafts.
-        read: The sequence's tokens that the cache covers, those of the last draft included.
-    """
-
-    sequence: Sequence
-    row: int
-    translation: Translation
-    faults: int = 0
-    dropped: bool = False
-    read: int = 0
+    sequence: Sequence  # the sequence
+    row: int  # of the draft's cache
+    translation: Translation  # its text in the draft's tokens
+    faults: int = 0  # rounds in which the draft's logits were not finite
+    dropped: bool = False  # the sequence gets no further drafts
+    read: int = 0  # the sequence's tokens that the cache covers, those of the last draft included
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One seat's work in a round: continue `tokens` by `count` tokens, both of the draft's.
-
-    `budget` counts the target's tokens; a `count` of 0 proposes nothing this time.
-    """
+    """One seat's work in a round: continue `tokens` by `count` of the draft's tokens, perhaps 0."""
 
     seat: _Seat
     budget: int
@@ -76,19 +171,8 @@ class _Turn:
     count: int
 
 
-class Retokenize(Guesser):
-    """A guesser over a runner of its own, with another tokenizer than the target.
-
-    Its limit of positions counts its own tokens, so `max_length` is None; and the rows of its cache do not
-    follow the batch's, because their lengths differ, so `caches` is empty.
-
-    Args:
-        runner: Of the draft model.
-        rows: Sequences at a time.
-        positions: Of the draft's own tokens; a text beyond them gets no more drafts.
-        target: The target's tokenizer.
-        draft: The draft's tokenizer.
-    """
+class Retokenize(ModelFreeDrafter):
+    """Drafts by a runner with another tokenizer; its cache's rows do not follow the batch's."""
 
     name = "retokenize"
     whole_model = True
@@ -98,7 +182,7 @@ class Retokenize(Guesser):
         self, runner: Runner, rows: int, positions: int, target: Tokenizer, draft: Tokenizer
     ) -> None:
         self.draft_pass = DraftPass(runner)
-        self.positions = min(positions, runner.decoder.spec.max_positions)
+        self.positions = min(positions, runner.decoder.spec.max_positions)  # of the draft's own tokens
         self.cache = runner.new_cache(rows, self.positions)
         self._target, self._draft = ByteCodec(target), ByteCodec(draft)
         self._rows: list[list[int]] = [[] for _ in range(rows)]  # the draft's tokens that each row holds
@@ -150,7 +234,6 @@ class Retokenize(Guesser):
         return _Turn(seat, budget, tokens, count)
 
     def _translated(self, seat: _Seat) -> list[int]:
-        """Return the text of a seat's sequence in the draft's tokens."""
         seat.translation.extend(seat.sequence.tokens)
         return seat.translation.tokens()
 
@@ -167,27 +250,14 @@ class Retokenize(Guesser):
             return []
 
     def _steps(self, budget: int, text: list[int], tokens: list[int]) -> int:
-        """Return how many draft tokens `budget` tokens of the target take, by the text so far in both.
-
-        The tokens before a text (BOS) count nowhere: of a short text they are a large part. A step beyond
-        this estimate costs as much as any other, and seldom changes the guess: only where a token of the
-        target spans the place at which the draft stops.
-
-        Args:
-            budget: Of the target's tokens.
-            text: The sequence in the target's tokens.
-            tokens: The same text in the draft's.
-        """
+        """Return how many draft tokens `budget` tokens of the target take, by the text so far in both."""
         own = len(text) - len(self._target.prefix)
         read = len(tokens) - len(self._draft.prefix)
         fineness = min(read / own, LONGEST) if own > 0 else 1.0
         return max(1, round(budget * fineness))
 
     def _continue(self, turns: dict[int, _Turn]) -> dict[int, list[int]]:
-        """Return each row's greedy continuation of `count` tokens; no entry for a row with non-finite logits.
-
-        All rows take a step in one forward, and the host reads the device once, at the end.
-        """
+        """Return each row's greedy continuation, one forward a step; none of a row with non-finite logits."""
         if not turns:
             return {}
         rows = range(min(turns), max(turns) + 1)  # rows in between are idle, and so are rows that are done
@@ -218,10 +288,7 @@ class Retokenize(Guesser):
         return said
 
     def _behind(self, turns: dict[int, _Turn], rows: range) -> tuple[Tensor, list[int], list[int]]:
-        """Return each row's unread tokens, padded to [B, T], their first positions, and their counts.
-
-        A later step overwrites the padding before it attends there; the padding may lie in the cache's slack.
-        """
+        """Return each row's unread tokens [B, T], padded, their first positions, and their counts."""
         starts = [self._catch_up(row, turns[row].tokens) if row in turns else 0 for row in rows]
         behind = [
             turns[row].tokens[start:] if row in turns else [0]
@@ -232,10 +299,7 @@ class Retokenize(Guesser):
         return upload(padded, self.draft_pass.runner.decoder.device, torch.int64), starts, counts
 
     def _catch_up(self, row: int, tokens: list[int]) -> int:
-        """Roll the row back to its common prefix with `tokens`, and read ahead where it is far behind.
-
-        Returns the position from which to read. The last token is always read, for its logits.
-        """
+        """Roll a row back to what it shares with `tokens`, and read ahead; return where to go on."""
         read = self._rows[row]
         shared = min(len(read), len(tokens) - 1)
         start = next((at for at in range(shared) if read[at] != tokens[at]), shared)
@@ -285,7 +349,6 @@ class Retokenize(Guesser):
             self._drop(seat, "its logits are not finite")
 
     def _drop(self, seat: _Seat, reason: str) -> None:
-        """Give a sequence no further drafts."""
         seat.dropped = True
         logger.warning("request %d continues without %s: %s", seat.sequence.id, self.name, reason)
 
@@ -294,10 +357,10 @@ class Retokenize(Guesser):
         self._rows[row].clear()
 
 
-def _build(parts: Parts, found: FoundModel) -> Retokenize:
+def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Retokenize:
     [runner] = parts.models
-    assert parts.tokenizer is not None and found.draft.tokenizer is not None  # they were compared
-    return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, found.draft.tokenizer)
+    assert parts.tokenizer is not None and draft.tokenizer is not None  # they were compared
+    return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, draft.tokenizer)
 
 
 ASSET = DraftCheckpoint(_build, other_tokenizer=True, stretch=STRETCH)

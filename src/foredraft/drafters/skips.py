@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foredraft.errors import ConfigError
-from foredraft.model.plan import Plan
-
-__all__ = ["Skips", "is_skips"]
+from foredraft.model.layer_geometry import Plan
 
 SKIP, EXIT, NONE = "skip:", "exit:", "none"
 KINDS = {"attn": "attention", "mlp": "mlp"}
@@ -34,28 +32,17 @@ def is_skips(text: str) -> bool:
 class Skips:
     """The sub-layers that a draft leaves out.
 
-    Attributes:
-        attention: Layers whose attention is skipped, in ascending order.
-        mlp: Layers whose MLP is skipped, in ascending order.
-        exit: First layer that an early exit leaves out, with all that follow. None: the draft runs to the
-            end.
-
     Examples:
         >>> Skips.parse("skip:attn=3,5-7/mlp=4")
         Skips(attention=(3, 5, 6, 7), mlp=(4,), exit=None)
     """
 
-    attention: tuple[int, ...] = ()
-    mlp: tuple[int, ...] = ()
-    exit: int | None = None
+    attention: tuple[int, ...] = ()  # layers whose attention is skipped, in ascending order
+    mlp: tuple[int, ...] = ()  # layers whose MLP is skipped, in ascending order
+    exit: int | None = None  # first layer that an early exit leaves out; None: the draft runs to the end
 
     def check(self, layers: int, producers: Collection[int] = ()) -> None:
-        """Raise ConfigError if a model cannot leave these sub-layers out.
-
-        Args:
-            layers: Of the model.
-            producers: The layers whose keys and values others read.
-        """
+        """Raise ConfigError if a model cannot leave these sub-layers out."""
         if (mistake := self.mistake(layers)) is not None:
             problem, remedy = mistake
             raise ConfigError(problem, option="plan", remedy=remedy)
@@ -68,21 +55,16 @@ class Skips:
 
     def mistake(self, layers: int) -> tuple[str, str] | None:
         """Return what a model of this many layers cannot skip, and the remedy; None if it can skip all."""
+        last = f"{layers - 1}: the model has {layers} layers"
         if self.exit is not None:
             if self.attention or self.mlp:
                 return "has both an exit and layers to skip", "give one of the two"
             if not 1 <= self.exit < layers:
-                return (
-                    f"exits before layer {self.exit}",
-                    f"give 1 to {layers - 1}: the model has {layers} layers",
-                )
+                return f"exits before layer {self.exit}", f"give 1 to {last}"
         for name, skipped in (("attention", self.attention), ("MLP", self.mlp)):
             for layer in skipped:
                 if not 0 <= layer < layers:
-                    return (
-                        f"skips the {name} of layer {layer}",
-                        f"give 0 to {layers - 1}: the model has {layers} layers",
-                    )
+                    return f"skips the {name} of layer {layer}", f"give 0 to {last}"
             if len(set(skipped)) < len(skipped):
                 return f"skips the {name} of a layer twice", "give each layer once"
         return None
@@ -104,11 +86,6 @@ class Skips:
 
     @classmethod
     def parse(cls, text: str) -> Skips:
-        """Parse the notation; the inverse of `str`.
-
-        Raises:
-            ConfigError: The text is not in the notation.
-        """
         if text.startswith(EXIT):
             return cls(exit=_parse_number(text.removeprefix(EXIT), text))
         words = text.removeprefix(SKIP)
@@ -123,14 +100,10 @@ class Skips:
         return cls(skipped.get("attention", ()), skipped.get("mlp", ()))
 
     def __str__(self) -> str:
-        """Return the notation that `parse` reads."""
         if self.exit is not None:
             return f"{EXIT}{self.exit}"
-        parts = [
-            f"{kind}={_join_ranges(getattr(self, name))}"
-            for kind, name in KINDS.items()
-            if getattr(self, name)
-        ]
+        skipped = {kind: getattr(self, name) for kind, name in KINDS.items()}
+        parts = [f"{kind}={_join_ranges(layers)}" for kind, layers in skipped.items() if layers]
         return SKIP + ("/".join(parts) or NONE)
 
 

@@ -1,8 +1,7 @@
 """Strict records: dataclasses that are kept as JSON objects, and read with every field checked.
 
-Contract: `as_record` makes a dataclass, and those in its fields, of plain JSON values. Every field must be of
-its annotated type, and no other field may be there. `StrictRecord` reads a file: every field must be present
-and within its bounds, too.
+Every field must be of its annotated type, and no other field may be there; `StrictRecord` reads a file, in
+which every field must be present and within its bounds, too.
 """
 
 from __future__ import annotations
@@ -32,11 +31,13 @@ from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Bound", "Count", "FieldError", "StrictRecord", "as_record", "is_date"]
-
 Bound: TypeAlias = tuple[Callable[[Any], bool], str]  # test of a value; the accepted values, for messages
 Count: TypeAlias = Annotated[int, "of 1 or more"]  # of a field whose whole number is at least 1
 T = TypeVar("T", bound="DataclassInstance")
+
+
+MAX_LAYERS, MAX_DRAFT = 10_000, 1_000  # upper bounds, far above any model and any draft that pays
+ABOVE_0: Bound = (lambda value: value > 0, "above 0")
 
 
 class FieldError(TypeError):
@@ -44,16 +45,6 @@ class FieldError(TypeError):
 
 
 def as_record(kind: type[T], found: Mapping[str, Any], *, defaults: bool = True) -> T:
-    """Return the record of a JSON object.
-
-    Args:
-        kind: The dataclass. Its fields hold text, numbers, flags, records, tuples, objects, or Any.
-        found: The object.
-        defaults: A field with a default may be absent.
-
-    Raises:
-        FieldError: A field is missing, unknown or of another type.
-    """
     hints = get_type_hints(kind, include_extras=True)
     values: dict[str, Any] = {}
     for each in fields(kind):
@@ -72,33 +63,15 @@ def as_record(kind: type[T], found: Mapping[str, Any], *, defaults: bool = True)
 
 @dataclass(frozen=True, slots=True)
 class StrictRecord:
-    """How one kind of record is read.
+    """How one kind of record is read."""
 
-    Attributes:
-        option: The option whose value the file is, for messages.
-        remedy: What to do about a file that is no such record.
-        anew: What to do about a record of another version.
-        bounds: By field.
-        absent: Values of fields that old files lack.
-    """
-
-    option: str
-    remedy: str
-    anew: str
-    bounds: Mapping[str, Bound]
-    absent: Mapping[str, Any] = field(default_factory=dict)
+    option: str  # the option whose value the file is, for messages
+    remedy: str  # what to do about a file that is no such record
+    anew: str  # what to do about a record of another version
+    bounds: Mapping[str, Bound]  # by field
+    absent: Mapping[str, Any] = field(default_factory=dict)  # values of fields that old files lack
 
     def read(self, kind: type[T], file: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> T:
-        """Return the record in a file.
-
-        Args:
-            kind: The dataclass; the default of its field `format` is the version that this program reads.
-            file: The file.
-            read: Returns the content of a file.
-
-        Raises:
-            ConfigError: The file cannot be read, or is not such a record.
-        """
         if is_no_file(file):
             raise self.refused(file, "which is no file")
         try:
@@ -130,7 +103,6 @@ class StrictRecord:
         return made
 
     def refused(self, file: Path, problem: str, remedy: str | None = None) -> ConfigError:
-        """Return the error of a file."""
         return ConfigError(problem, option=self.option, value=str(file), remedy=remedy or self.remedy)
 
 
@@ -191,3 +163,15 @@ def is_date(text: str) -> bool:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
+
+
+# of the fields that plans and adapters have both
+MEASURED: dict[str, Bound] = {
+    "layers": (lambda layers: layers <= MAX_LAYERS, f"{MAX_LAYERS} or less"),
+    "max_draft": (lambda draft: draft <= MAX_DRAFT, f"{MAX_DRAFT} or less"),
+    "alpha": (lambda alpha: 0 <= alpha <= 1, "from 0 to 1"),
+    "tau": (lambda tau: tau >= 1, "1 or more"),
+    "predicted": ABOVE_0,
+    "date": (is_date, "a date as YYYY-MM-DD"),
+    "temperature": (lambda temperature: temperature is None or temperature >= 0, "0 or more"),
+}

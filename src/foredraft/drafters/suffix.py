@@ -1,31 +1,21 @@
 """Suffix: what followed the end of the text before, in this text and in recent ones, guesses what comes next.
 
-SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): agents ask for nearly the same again and again, so
-outputs of earlier requests are drafts of later ones. The drafter looks for the longest suffix of the text
-that occurred before, in the prompt and the output so far and in the texts of `RecentTexts`, and proposes what
-most occurrences went on with. A draft ends where too few of them agree, and the longer the match, the longer
-it may be.
-
-The texts are those that requests of this drafter wrote to their end, without what came before the last few
-tokens of their prompts. Without memory for them, the drafter copies from the request's own text alone.
+SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): agents ask for nearly the same again and again. The
+drafter looks for the longest suffix of the text that occurred before, in the request's text and in
+`RecentTexts`, and proposes what most occurrences went on with. A draft ends where too few of them agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from foredraft.decode.drafter import Drafter, Guesser, Peek
+from foredraft.decode.drafter import ModelFreeDrafter, Peek
 from foredraft.decode.sequence import Finish, Sequence
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
-from foredraft.drafters.recent_texts import RecentTexts, Text
-from foredraft.drafters.text_index import LONGEST_MATCH, TextIndex
-from foredraft.drafters.texts_file import TextsFile
+from foredraft.drafters.recent_texts import LONGEST_MATCH, RecentTexts, TextIndex, TextsFile
 from foredraft.errors import Option
-
-__all__ = ["ASSET", "Suffix", "agreed"]
 
 OWN_RUNS = (8, 3, 1)  # tokens of the runs of the request's own text that have tables
 LONGEST_DRAFT = 24  # tokens: a pass over as many columns costs far less than a plain step for each
@@ -33,14 +23,13 @@ DRAFT_PER_MATCH = 4  # tokens of a draft at most for each one of the match
 LEAST_CHANCE = 0.25  # by the counts, that a draft is right up to a token: it ends before a less likely one
 CONTEXT = 8  # tokens of the prompt that are kept before an output, so that its first tokens have a match
 DEFAULT_MIB = 64  # of memory for texts where a file of them is given: some 130,000 tokens
-# Matching tokens -> P(the next one matches too) where all occurrences agree. A policy only begins with these
-# numbers, and counts for itself from then on.
+# Matching tokens -> P(the next one matches too) where all occurrences agree: a policy begins with these.
 CONFIDENCE = {1: 0.35, 2: 0.45, 3: 0.6, 5: 0.85, 12: 0.95}
 LEVELS = (0.2, *CONFIDENCE.values())  # a confidence is one of these
 ENDED = {Finish.EOS, Finish.STOP, Finish.LENGTH, Finish.CONSTRAINT}  # of requests whose texts are kept
 
 
-class Draft(NamedTuple):
+class SuffixDraft(NamedTuple):
     """A draft, and rough probability that each of its tokens is accepted."""
 
     tokens: list[int]
@@ -52,16 +41,11 @@ class _Own:
     """The index of a sequence's own text, and its next draft, once that was asked for."""
 
     index: TextIndex
-    draft: Draft | None = None
+    draft: SuffixDraft | None = None
 
 
-class Suffix(Guesser):
-    """A guesser that costs no forward, over an index per sequence and one of recent texts.
-
-    Args:
-        texts: The recent texts.
-        file: Where they are kept between runs.
-    """
+class Suffix(ModelFreeDrafter):
+    """A model-free drafter that costs no forward, over an index per sequence and one of recent texts."""
 
     name = "suffix"
     planned = longest_draft = LONGEST_DRAFT
@@ -100,8 +84,7 @@ class Suffix(Guesser):
         self.file.write(texts, path)
         return len(texts)
 
-    def _draft(self, sequence: Sequence) -> Draft:
-        """Return the next draft of a sequence, as long as it may be."""
+    def _draft(self, sequence: Sequence) -> SuffixDraft:
         own = self._own[sequence.id]
         if own.draft is None:
             tail = sequence.tokens[-LONGEST_MATCH:]
@@ -115,24 +98,19 @@ class Suffix(Guesser):
         return own.draft
 
 
-def _draft_of(length: int, continuations: list[list[int]]) -> Draft:
+def _draft_of(length: int, continuations: list[list[int]]) -> SuffixDraft:
     """Return the draft by what followed each occurrence of a match of `length` tokens."""
     tokens, share = agreed(continuations, min(DRAFT_PER_MATCH * length, LONGEST_DRAFT))
     if not tokens:
-        return Draft([], LEVELS[0])
+        return SuffixDraft([], LEVELS[0])
     chance = share * CONFIDENCE[max(known for known in CONFIDENCE if known <= length)]
-    return Draft(tokens, max((level for level in LEVELS if level <= chance), default=LEVELS[0]))
+    return SuffixDraft(tokens, max((level for level in LEVELS if level <= chance), default=LEVELS[0]))
 
 
 def agreed(continuations: list[list[int]], most: int) -> tuple[list[int], float]:
     """Return the tokens with which most continuations go on, and the share of them that have the first one.
 
-    Of equally many, the ones that come first decide. The tokens end where the product of the shares falls
-    below LEAST_CHANCE.
-
-    Args:
-        continuations: Tokens that may follow.
-        most: Tokens at most.
+    The tokens end where the product of the shares falls below LEAST_CHANCE.
 
     Examples:
         >>> agreed([[1, 2, 3], [1, 2, 4], [1, 5]], most=9)
@@ -163,30 +141,6 @@ def agreed(continuations: list[list[int]], most: int) -> tuple[list[int], float]
     return tokens, first
 
 
-# --- the asset ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundTexts(Found):
-    """Memory for texts, and those that a file has.
-
-    Attributes:
-        most_bytes: Memory at most.
-        file: Where they are kept.
-        texts: Those of the file.
-    """
-
-    most_bytes: int
-    file: TextsFile
-    texts: Seq[Text]
-
-    def make(self, parts: Parts) -> Drafter:
-        recent = RecentTexts(self.most_bytes)
-        for text in self.texts:
-            recent.add(*text)
-        return Suffix(recent, self.file)
-
-
 class TextsAsset(Asset):
     """Memory for texts. The drafter is there where the user asks for it, or for such memory."""
 
@@ -200,15 +154,19 @@ class TextsAsset(Asset):
             return self.missing
         most_bytes = (mib if mib is not None else 0 if path is None else DEFAULT_MIB) << 20
         file = TextsFile.of(search.target, None if path is None else Path(path))
-        return FoundTexts(
-            bytes=most_bytes if search.device.type == "cpu" else 0,
-            planned=LONGEST_DRAFT,
-            longest_draft=LONGEST_DRAFT,
-            about=f"its own text, and {most_bytes >> 20} MiB of recent ones",
-            most_bytes=most_bytes,
-            file=file,
-            texts=file.read(),
-        )
+        texts = file.read()
+
+        def build(parts: Parts) -> Suffix:
+            recent = RecentTexts(most_bytes)
+            for text in texts:
+                recent.add(*text)
+            return Suffix(recent, file)
+
+        return Found(
+            bytes=most_bytes if search.device.type == "cpu" else 0, planned=LONGEST_DRAFT,
+            longest_draft=LONGEST_DRAFT, about=f"its own text, and {most_bytes >> 20} MiB of recent ones",
+            build=build,
+        )  # fmt: skip
 
 
 ASSET = TextsAsset()

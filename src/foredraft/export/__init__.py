@@ -1,1 +1,10 @@
-"""Export: a head in the formats of other engines, value for value."""
+"""Export: a head in the formats of other engines, value for value; help reads their names here."""
+
+from __future__ import annotations
+
+SPECULATORS, SPECFORGE, GGUF = "speculators", "specforge", "gguf"
+FORMATS = {
+    SPECULATORS: "a folder for vLLM",
+    SPECFORGE: "a folder for SGLang, and vLLM's own option",
+    GGUF: "a file for llama.cpp",
+}  # name -> who reads it, for the help

@@ -1,8 +1,7 @@
-"""Compile the C kernels: for the CPU that compiles, or for the levels of x86-64 that a wheel carries.
+"""Compile the C kernels: for a CPU of this machine, or for all levels of CPUs that a wheel carries.
 
-Contract: this file imports only Python's standard library and nothing of this package, because the build of
-the wheel (`hatch_build.py`) runs it where neither PyTorch nor the package is installed. The compiler is one
-that takes GCC's flags and vector extensions.
+This file imports only Python's standard library, because the build of the wheel (`hatch_build.py`) runs it
+where neither PyTorch nor this package is installed. The compiler is GCC or Clang.
 """
 
 from __future__ import annotations
@@ -19,81 +18,88 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "FLAGS",
-    "HERE",
-    "LEVELS",
-    "LIBRARIES",
-    "MANIFEST",
-    "NATIVE",
-    "SOURCES",
-    "Level",
-    "build",
-    "build_levels",
-    "compiler",
-    "describe_compiler",
-    "functions",
-    "has_levels",
-    "sources_digest",
-]
-
 HERE = Path(__file__).parent
-SOURCES = (
-    "kernels.c",
-    "pool.inc",
-    "norms.inc",
-    "passes.inc",
-    "coding.inc",
-    "codes.inc",
-    "tiles.inc",
-    "attention.inc",
-    "fused.inc",
-    "inputs.inc",
-    "pairs.inc",
-    "vocab.inc",
-)
-FLAGS = ("-O3", "-fPIC", "-pthread", "-Wno-psabi")
+SOURCES = ("kernels.c", *sorted(path.name for path in HERE.glob("*.inc")))
+# The sources say themselves which products and sums are fused.
+FLAGS = ("-O3", "-fPIC", "-pthread", "-Wno-psabi", "-ffp-contract=off")
 # GCC copies vectors in pieces of 16 bytes by default, and reading them whole then waits for the pieces: with
 # AVX2, products take 2 to 4 times as long. GCC 12 and later know these flags, for x86 alone.
 WHOLE_COPIES = ("-mmove-max=512", "-mstore-max=512")
-# Tuned for Zen, GCC takes some sums of products apart, and others not: a row would depend on those beside it.
-NATIVE = ("-march=native", "-mtune=generic")
 COMPILERS = (["cc"], ["gcc"])
-LIBRARIES = HERE / "libraries"  # of an installed wheel: <level>.so, and the manifest
+LIBRARIES = HERE / "libraries"  # of an installed wheel: one of each level, and the manifest
 MANIFEST = "manifest.json"  # {"sources": digest of the sources, "libraries": {level: digest of its library}}
-TIMEOUT = 120.0  # seconds for one command of the compiler; compiling takes a few
+TIMEOUT = 600.0  # seconds for one command of the compiler; compiling takes some 30 on a free core
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A kind of CPUs that one library runs on.
+    name: str  # its name
+    flags: tuple[str, ...]  # the compiler's flags for it
+    needs: frozenset[str]  # the instruction sets of such a CPU, in Linux's names
+    adds: str  # what it has over the next lower level, for people
+    zig: str  # Zig's name of such a CPU
 
-    Attributes:
-        name: Its name.
-        flags: The compiler's flags for it.
-        needs: The flags that /proc/cpuinfo lists for such a CPU.
-    """
 
-    name: str
-    flags: tuple[str, ...]
-    needs: frozenset[str]
+@dataclass(frozen=True, slots=True)
+class System:
+    levels: tuple[Level, ...]  # its levels of CPUs, the best first; the sources distinguish no more
+    suffix: str  # the end of a library's name
+    triple: str  # Zig's name of the oldest version
+    tag: str  # the wheel's tag for that version
 
 
 _V3 = frozenset("cx16 lahf_lm popcnt sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-# The best first. The sources distinguish AVX-512F, AVX-512 BF16 and AMX.
-_BF16, _V4_BF16 = ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}
-LEVELS = (
-    Level("x86-64-v4-amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}),
-    Level("x86-64-v4-bf16", _BF16, _V4_BF16),
-    Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
-    Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
-)
+_V4_VNNI = _V4 | {"avx512_vnni"}
+_V4_BF16 = _V4_VNNI | {"avx512_bf16"}
+_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
+_ZIG_BF16 = "x86_64_v4+avx512vnni+avx512bf16"
+_X86 = (
+    Level(
+        "x86-64-v4-amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"},
+        "AMX", f"{_ZIG_BF16}+amx_tile+amx_bf16",
+    ),
+    Level("x86-64-v4-bf16", _BF16, _V4_BF16, "AVX-512 BF16", _ZIG_BF16),
+    Level("x86-64-v4-vnni", _VNNI, _V4_VNNI, "AVX-512 VNNI", "x86_64_v4+avx512vnni"),
+    Level("x86-64-v4", ("-march=x86-64-v4",), _V4, "AVX-512", "x86_64_v4"),
+    Level(
+        "x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"},
+        "AVX-VNNI", "x86_64_v3+avxvnni",
+    ),
+    Level("x86-64-v3", ("-march=x86-64-v3",), _V3, "AVX2", "x86_64_v3"),
+)  # fmt: skip
+# Neoverse V1 has the products of Armv8.6 without the rest of it.
+_V8_2 = frozenset("atomics asimdrdm asimdhp asimddp".split())
+_DOTS, _ZIG_DOTS = "-march=armv8.2-a+fp16+dotprod", "generic+v8_2a+fullfp16+dotprod"
+_ARM64 = (
+    Level(
+        "arm64-i8mm", (f"{_DOTS}+i8mm+bf16",), _V8_2 | {"i8mm", "bf16"},
+        "products of int8 and bfloat16 matrices", f"{_ZIG_DOTS}+i8mm+bf16",
+    ),
+    Level("arm64-dotprod", (_DOTS,), _V8_2, "dot products of int8", _ZIG_DOTS),
+    Level("arm64", ("-march=armv8-a",), frozenset(), "NEON", "generic"),
+)  # fmt: skip
+SYSTEMS = {
+    "linux-x86_64": System(_X86, ".so", "x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64"),
+    "linux-aarch64": System(_ARM64, ".so", "aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64"),
+    "macos-x86_64": System(_X86[3:4] + _X86[-1:], ".dylib", "x86_64-macos.11.0", "macosx_11_0_x86_64"),
+    "macos-arm64": System(_ARM64, ".dylib", "aarch64-macos.11.0", "macosx_11_0_arm64"),
+}
 
 
-def has_levels() -> bool:
-    """Return whether this system is one that the levels are for: Linux on x86-64, in 64 bits."""
-    return sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
+def this_system() -> System | None:
+    name = {"darwin": "macos"}.get(sys.platform, sys.platform)
+    return SYSTEMS.get(f"{name}-{platform.machine()}") if sys.maxsize > 2**32 else None
+
+
+LEVELS = () if (_system := this_system()) is None else _system.levels  # of this system, the best first
+SUFFIX = ".so" if _system is None else _system.suffix
+# Where no level serves: a CPU of none, or a compiler that knows none. Tuned for Zen, GCC takes some sums of
+# products apart, and others not: a row would depend on those beside it.
+_ON_ARM = platform.machine() in ("arm64", "aarch64")
+_NATIVE = ("-mcpu=native",) if _ON_ARM else ("-march=native", "-mtune=generic")
+NATIVE = Level("native", _NATIVE, frozenset(), "", "native")
 
 
 def compiler() -> list[str] | None:
@@ -105,38 +111,30 @@ def compiler() -> list[str] | None:
     return None
 
 
-def build(command: list[str], path: Path, target: tuple[str, ...] = NATIVE) -> None:
-    """Compile the kernels to a shared library.
+def cross_compiler(system: System) -> list[str]:
+    return [sys.executable, "-m", "ziglang", "cc", "-target", system.triple, "-g0", "-s"]
 
-    Args:
-        command: The compiler, as `compiler` returns it.
-        path: The library. An object file with the suffix `.o` lies beside it while the compiler runs.
-        target: The flags that name the CPUs.
 
-    Raises:
-        OSError, subprocess.SubprocessError: The compiler fails.
-    """
+def build(command: list[str], path: Path, target: tuple[str, ...] = NATIVE.flags) -> None:
     objects = path.with_suffix(".o")
     try:
-        flags = (*FLAGS, *target, *_optional(command), "-c")
+        optional = WHOLE_COPIES if accepts(command, WHOLE_COPIES) else ()
+        flags = (*FLAGS, *target, *optional, "-c")
         _run(*command, *flags, str(HERE / SOURCES[0]), "-o", str(objects))
         _run(*command, "-shared", str(objects), "-o", str(path), "-lm")
     finally:
         objects.unlink(missing_ok=True)
 
 
-def build_levels(command: list[str], folder: Path) -> list[Path]:
-    """Compile the library of each level into a folder, and write their manifest.
+def build_levels(folder: Path, system: System, command: list[str] | None = None) -> list[Path]:
+    paths = {level.name: folder / f"{level.name}{system.suffix}" for level in system.levels}
 
-    Returns:
-        The files.
+    def compile_level(level: Level) -> None:
+        flags = (f"-mcpu={level.zig}",) if command is None else level.flags
+        build(command or cross_compiler(system), paths[level.name], flags)
 
-    Raises:
-        OSError, subprocess.SubprocessError: The compiler fails.
-    """
-    paths = {level.name: folder / f"{level.name}.so" for level in LEVELS}
     with ThreadPoolExecutor() as pool:
-        [*pool.map(lambda level: build(command, paths[level.name], level.flags), LEVELS)]
+        [*pool.map(compile_level, system.levels)]
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"sources": sources_digest(), "libraries": digests}, indent=1) + "\n")
@@ -144,35 +142,30 @@ def build_levels(command: list[str], folder: Path) -> list[Path]:
 
 
 def describe_compiler(command: list[str]) -> list[str]:
-    """Return what a library compiled here depends on, besides the sources and the CPU."""
-    return [_run(*command, "--version"), *command[1:], *FLAGS, *NATIVE, *WHOLE_COPIES]
+    return [_run(*command, "--version"), *command[1:], *FLAGS, *WHOLE_COPIES]
 
 
 def sources_digest() -> str:
-    """Return the SHA-256 digest of the sources."""
     parts = [hashlib.sha256((HERE / name).read_bytes()).hexdigest() for name in SOURCES]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def functions() -> list[str]:
-    """Return the names of the functions that the sources define for Python."""
     text = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SOURCES)
     suffixes = re.findall(r"^#define SUFFIX (\w+)$", text, re.MULTILINE)
     found = re.findall(r"^(?:void|int) (NAME\()?(foredraft_\w+)\)?\(", text, re.MULTILINE)
     return sorted(name + suffix for template, name in found for suffix in (suffixes if template else [""]))
 
 
-def _optional(command: list[str]) -> tuple[str, ...]:
-    """Return WHOLE_COPIES where the compiler knows them."""
+def accepts(command: list[str], flags: tuple[str, ...]) -> bool:
     try:
-        _run(*command, *WHOLE_COPIES, "-E", "-x", "c", os.devnull)
+        _run(*command, *flags, "-E", "-x", "c", os.devnull)
     except subprocess.CalledProcessError:
-        return ()
-    return WHOLE_COPIES
+        return False
+    return True
 
 
 def _run(*command: str) -> str:
-    """Run a command and return its output."""
     return subprocess.run(
         command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
     ).stdout

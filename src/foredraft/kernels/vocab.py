@@ -1,23 +1,19 @@
 """Vocabulary operations in C for float32 rows on a CPU, and the noise that they draw with.
 
-Contract: the results equal those of `decode.vocab_ops.TorchVocabOps`, up to the rounding of sums. Every sum
-has one fixed order, so a row's result is the same alone and in a batch, at any number of threads.
+The results equal those of `decode.vocab_ops.TorchVocabOps`, up to the rounding of sums. Every sum has one
+fixed order, so a row's result is the same alone and in a batch, at any number of threads.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import declare, library
 from foredraft.workers import own_threads
-
-__all__ = ["KernelVocabOps", "Truncation"]
 
 # Argument types of the C functions foredraft_<name>, in their order.
 SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -52,34 +48,22 @@ class Truncation(Protocol):
 
 
 class KernelVocabOps:
-    """The C implementation of `decode.vocab_ops.VocabOps`, which documents the methods.
-
-    It exists only where `library` returns the kernels. A method raises MemoryError where its kernel gets no
-    work memory.
-    """
-
-    _argmax: Callable[..., None]
-    _probs: Callable[..., None]
-    _residual: Callable[..., None]
-    _excess: Callable[..., None]
-    _match_prefix: Callable[..., None]
-    _gumbel_argmax: Callable[..., None]
-    _max_prob: Callable[..., None]
-    _hash_keys: Callable[..., None]
-    _uniform: Callable[..., None]
+    """The C implementation of `decode.vocab_ops.VocabOps`; MemoryError where a kernel gets no work memory."""
 
     def __init__(self) -> None:
         kernels = library()
         assert kernels is not None
-        for name in SIGNATURES:
-            setattr(self, f"_{name}", _function(kernels, name))
+        self._call = {
+            name: declare(getattr(kernels, f"foredraft_{name}"), types, allocates=name in ALLOCATING)
+            for name, types in SIGNATURES.items()
+        }
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = _rows(x)
         shape, columns = x.shape[:-1], x.shape[-1]
         ids, finite = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.bool)
         outs = ids.data_ptr(), finite.data_ptr()
-        self._argmax(x.data_ptr(), ids.numel(), columns, *outs, own_threads())
+        self._call["argmax"](x.data_ptr(), ids.numel(), columns, *outs, own_threads())
         return ids, finite
 
     def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
@@ -87,15 +71,15 @@ class KernelVocabOps:
         x = _rows(x)
         batch, columns, size = x.shape
         probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
-        options = map(_address, (by.temperature, by.top_k, by.top_p, by.min_p, by.cut))
+        options = map(pointer, (by.temperature, by.top_k, by.top_p, by.min_p, by.cut))
         outs = probs.data_ptr(), finite.data_ptr()
-        self._probs(x.data_ptr(), *options, columns, batch * columns, size, *outs, own_threads())
+        self._call["probs"](x.data_ptr(), *options, columns, batch * columns, size, *outs, own_threads())
         return probs, finite
 
     def max_prob(self, x: Tensor) -> Tensor:
         x = _rows(x)
         out = x.new_empty(x.shape[:-1])
-        self._max_prob(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), own_threads())
+        self._call["max_prob"](x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), own_threads())
         return out
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
@@ -104,28 +88,30 @@ class KernelVocabOps:
         one_hot = q.dtype == torch.int64
         distribution_of, id_of = (None, q.data_ptr()) if one_hot else (q.data_ptr(), None)
         size = where.numel(), p.shape[-1]
-        self._residual(p.data_ptr(), distribution_of, id_of, where.data_ptr(), *size, out.data_ptr())
+        self._call["residual"](p.data_ptr(), distribution_of, id_of, where.data_ptr(), *size, out.data_ptr())
         return out
 
     def excess(self, p: Tensor, q: Tensor, weights: Tensor) -> Tensor:
         p, q, weights = _rows(p), _rows(q), _rows(weights)
         out = weights.new_empty(weights.shape, dtype=torch.float64)
         size = weights.numel(), p.shape[-1]
-        self._excess(p.data_ptr(), q.data_ptr(), weights.data_ptr(), *size, out.data_ptr())
+        self._call["excess"](p.data_ptr(), q.data_ptr(), weights.data_ptr(), *size, out.data_ptr())
         return out
 
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         drafted, own, lengths = drafted.contiguous(), own.contiguous(), lengths.contiguous()
         found, after = lengths.new_empty(lengths.shape), lengths.new_empty(lengths.shape)
         outs = found.data_ptr(), after.data_ptr()
-        self._match_prefix(drafted.data_ptr(), own.data_ptr(), lengths.data_ptr(), *drafted.shape, *outs)
+        self._call["match_prefix"](
+            drafted.data_ptr(), own.data_ptr(), lengths.data_ptr(), *drafted.shape, *outs
+        )
         return found, after
 
     def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
         weights, keys = _rows(weights), keys.contiguous()
         out = keys.new_empty(keys.shape)
         size = keys.numel(), weights.shape[-1]
-        self._gumbel_argmax(weights.data_ptr(), keys.data_ptr(), *size, out.data_ptr(), own_threads())
+        self._call["gumbel_argmax"](weights.data_ptr(), keys.data_ptr(), *size, out.data_ptr(), own_threads())
         return out
 
     def hash_keys(
@@ -133,18 +119,14 @@ class KernelVocabOps:
     ) -> Tensor:
         fields = [None if x is None else x.contiguous() for x in (base, rounds, position, attempt)]
         out = position.new_empty(position.shape)
-        self._hash_keys(*map(_address, fields), purpose, *position.shape, out.data_ptr())
+        self._call["hash_keys"](*map(pointer, fields), purpose, *position.shape, out.data_ptr())
         return out
 
     def uniform(self, keys: Tensor) -> Tensor:
         keys = keys.contiguous()
         out = keys.new_empty(keys.shape, dtype=torch.float64)
-        self._uniform(keys.data_ptr(), keys.numel(), out.data_ptr())
+        self._call["uniform"](keys.data_ptr(), keys.numel(), out.data_ptr())
         return out
-
-
-def _function(kernels: ctypes.CDLL, name: str) -> Any:
-    return declare(getattr(kernels, f"foredraft_{name}"), SIGNATURES[name], allocates=name in ALLOCATING)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -153,5 +135,6 @@ def _rows(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _address(x: Tensor | None) -> int | None:
+def pointer(x: Tensor | None) -> int | None:
+    """Return where a tensor is, for C; None is a null pointer."""
     return None if x is None else x.data_ptr()

@@ -1,8 +1,5 @@
-"""Compatibility: which drafters, policies, acceptance rules and options fit together.
-
-Contract: nothing else in the package decides this. The command line asks with the options that the user
-gives, `load` by names and then by the assets that it found, all before weights are read. A request asks
-by the drafters and the policy that its engine has.
+"""Compatibility: which drafters, policies, acceptance rules and options fit together; nothing else decides
+this.
 """
 
 from __future__ import annotations
@@ -13,21 +10,6 @@ from dataclasses import dataclass
 from foredraft.drafters.asset import Missing
 from foredraft.errors import ConfigError, Option, RequestError, did_you_mean
 from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES
-
-__all__ = [
-    "PolicyTraits",
-    "asset_options",
-    "check_effects",
-    "check_fits_assets",
-    "check_named_drafter",
-    "default_drafter",
-    "is_lossless",
-    "missing_part",
-    "rule_suits",
-    "select_drafters",
-    "suits",
-    "unused_options",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +39,7 @@ class PolicyTraits:
 def suits(drafter: str, policy: str) -> bool:
     """Return whether a policy can decide about a drafter, both by name."""
     kind = DRAFTERS[drafter]
-    return PolicyTraits.named(policy).suits(has_probs=kind.stepper, chooses=kind.chooses)
+    return PolicyTraits.named(policy).suits(has_probs=kind.autoregressive, chooses=kind.chooses)
 
 
 def rule_suits(rule: str, drafter: str) -> bool:
@@ -129,7 +111,8 @@ def unused_options(drafter: str) -> tuple[str, ...]:
     options = dict.fromkeys(asset_options(), False) | dict.fromkeys(kind.options, True)
     drafts = kind.asset is not None
     options |= {
-        "draft_sampling": kind.stepper, "policy": drafts, "policy_options": drafts, "max_draft": drafts,
+        "draft_sampling": kind.autoregressive, "policy": drafts, "policy_options": drafts,
+        "max_draft": drafts,
     }  # fmt: skip
     return tuple(name for name, used in options.items() if not used)
 
@@ -192,11 +175,7 @@ def check_named_drafter(drafter: str, policy: str, given: Collection[str]) -> No
 
 
 def check_fits_assets(
-    drafter: str,
-    policy: str,
-    draft_sampling: str,
-    found: Collection[str],
-    missing: Mapping[str, Missing],
+    drafter: str, policy: str, draft_sampling: str, found: Collection[str], missing: Mapping[str, Missing]
 ) -> None:
     """Raise ConfigError where the default drafter, policy or draft sampling does not fit what is at hand.
 
@@ -209,8 +188,8 @@ def check_fits_assets(
     """
     if drafter in missing:
         _refuse_drafter(drafter, found, missing[drafter])
-    steppers = [name for name in found if DRAFTERS[name].stepper]
-    if draft_sampling != "sampled" and not steppers:
+    autoregressive = [name for name in found if DRAFTERS[name].autoregressive]
+    if draft_sampling != "sampled" and not autoregressive:
         _refuse_draft_sampling(draft_sampling, missing)
     if POLICIES[policy].stops_by_content:
         _check_probabilities(drafter, policy, found)
@@ -228,7 +207,7 @@ def _refuse_drafter(drafter: str, found: Collection[str], missing: Missing) -> N
 
 
 def _refuse_draft_sampling(draft_sampling: str, missing: Mapping[str, Missing]) -> None:
-    reasons = (each.unfit for name, each in missing.items() if DRAFTERS[name].stepper)
+    reasons = (each.unfit for name, each in missing.items() if DRAFTERS[name].autoregressive)
     unfit = next(filter(None, reasons), None)
     if unfit is None:
         raise ConfigError(

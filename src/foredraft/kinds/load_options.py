@@ -1,6 +1,6 @@
 """LoadOptions: the options of `load`. Every value is checked when the object is made.
 
-`loading/options.py` has the checks of several options together. Nothing here imports PyTorch.
+`loading/checkpoints.py` has the checks of several options together. Nothing here imports PyTorch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from foredraft.drafters.plan_files import PlanFile
     from foredraft.drafters.skips import Skips
-
-__all__ = ["THREADS", "LoadOptions", "PlanSource", "Progress"]
 
 PlanSource: TypeAlias = "str | Path | PlanFile | Skips"
 # Stage, and how much of it is done, of how much.
@@ -115,8 +113,8 @@ class LoadOptions:
             compiler, and seconds at loading and at the first text. It is meant for GPUs; on CPUs it replaces
             Foredraft's own kernels.
         kernels: Run layers and vocabulary operations with Foredraft's own kernels, which the wheel carries
-            for most CPUs; elsewhere a C compiler builds them once, in seconds. Default: on where they are
-            there and support the model.
+            for most CPUs; elsewhere a C compiler builds them once, in seconds. `foredraft info` names the
+            level of CPUs that they are for. Default: on where they are there and support the model.
         threads: CPU threads that compute, of this whole process. Default: FOREDRAFT_THREADS, what the program
             gave to `torch.set_num_threads`, OMP_NUM_THREADS, or the CPUs that the process may really use
             (docs/guides/models.md). A later load with another number changes it for every model.
@@ -149,8 +147,7 @@ class LoadOptions:
     policy: str = field(default="auto", metadata=option(Choice(names=POLICIES)))
     policy_options: Mapping[str, float | str] | None = field(default=None, metadata=option(Value()))
     max_draft: int | None = field(
-        default=None,
-        metadata=option(_count(", or ", Option("drafter", "none")), elsewhere="draft_max"),
+        default=None, metadata=option(_count(", or ", Option("drafter", "none")), elsewhere="draft_max")
     )
     draft_sampling: Literal["sampled", "greedy"] = field(
         default="sampled", metadata=option(Choice(names=("sampled", "greedy")))

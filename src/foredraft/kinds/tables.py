@@ -12,22 +12,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from foredraft.drafters.offered_copy import DEFAULT_COPY
+from foredraft.drafters.asset import DEFAULT_COPY
 
 if TYPE_CHECKING:
     from foredraft.decode.policy import Policy
     from foredraft.drafters.asset import Asset
-
-__all__ = [
-    "DRAFTERS",
-    "POLICIES",
-    "PREDICTION",
-    "RULES",
-    "DrafterKind",
-    "PolicyKind",
-    "PolicyOption",
-    "RuleKind",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +31,7 @@ class DrafterKind:
         reads: Further options of `load` that the asset reads.
         wanted_by: Options of `load`, with their values, that have the asset made beside another drafter.
         chooses: The name stands for all loaded drafters; the policy chooses among them.
-        stepper: It returns logits, so its drafts have probabilities and can be sampled.
+        autoregressive: It returns logits, so its drafts have probabilities and can be sampled.
         lossless: The output has exactly the target's distribution.
         by_request: It drafts only for requests that bring a text for it.
     """
@@ -53,7 +42,7 @@ class DrafterKind:
     reads: tuple[str, ...] = ()
     wanted_by: Mapping[str, str | int] = field(default_factory=dict)
     chooses: bool = False
-    stepper: bool = False
+    autoregressive: bool = False
     lossless: bool = True
     by_request: bool = False
 
@@ -93,7 +82,7 @@ class PolicyKind:
         max_draft: Longest draft unless the user gives one, in tokens.
         settings: The entries of `policy_options` that it knows.
         uses_costs: It compares measured costs, so it can choose among several drafters.
-        stops_by_content: It stops by the drafter's probabilities, which only a stepper has.
+        stops_by_content: It stops by the drafter's probabilities, which only an autoregressive drafter has.
     """
 
     summary: str
@@ -132,11 +121,11 @@ def _policy(name: str) -> Callable[..., Policy]:
     return make
 
 
-def _asset(module: str) -> Callable[[], Asset]:
-    """Return the `asset` of a line: the `ASSET` of a module of `drafters`."""
+def _asset(module: str, name: str = "ASSET") -> Callable[[], Asset]:
+    """Return the `asset` of a line: what a module of `drafters` calls so."""
 
     def asset() -> Asset:
-        found: Asset = _in(f"drafters.{module}").ASSET
+        found: Asset = getattr(_in(f"drafters.{module}"), name)
         return found
 
     return asset
@@ -155,11 +144,11 @@ DRAFTERS: dict[str, DrafterKind] = {
     ),
     PREDICTION: DrafterKind(
         "copies the text that the request predicts; without one it drafts nothing",
-        _asset("prediction"),
+        _asset("lookup", "PREDICTION_ASSET"),
         by_request=True,
     ),
     "draft-model": DrafterKind(
-        "a small model with the same tokenizer", _asset("draft_model"), given_by="draft", stepper=True
+        "a small model with the same tokenizer", _asset("draft_model"), given_by="draft", autoregressive=True
     ),
     "retokenize": DrafterKind(
         "a small model with another tokenizer, whose text is encoded again for the target",
@@ -167,37 +156,50 @@ DRAFTERS: dict[str, DrafterKind] = {
         given_by="draft",
     ),
     "eagle3": DrafterKind(
-        "a trained EAGLE-3 head over its states",
-        _asset("eagle3"),
-        given_by="draft",
-        stepper=True,
+        "a trained EAGLE-3 head over its states", _asset("eagle3"), given_by="draft", autoregressive=True
     ),
     "eagle": DrafterKind(
-        "a trained EAGLE-1 or EAGLE-2 head", _asset("eagle"), given_by="draft", stepper=True
+        "a trained EAGLE-1 or EAGLE-2 head",
+        _asset("eagle3", "EAGLE_ASSET"),
+        given_by="draft",
+        autoregressive=True,
     ),
     "medusa": DrafterKind(
-        "trained Medusa heads over its last state", _asset("medusa"), given_by="draft", stepper=True
+        "trained Medusa heads over its last state", _asset("medusa"), given_by="draft", autoregressive=True
     ),
-    "dflash": DrafterKind("a trained DFlash head", _asset("dflash"), given_by="draft", stepper=True),
-    "dspark": DrafterKind("a trained DSpark head", _asset("dspark"), given_by="draft", stepper=True),
+    "dflash": DrafterKind(
+        "a trained DFlash head",
+        _asset("block_drafter", "DFLASH_ASSET"),
+        given_by="draft",
+        autoregressive=True,
+    ),
+    "dspark": DrafterKind(
+        "a trained DSpark head",
+        _asset("block_drafter", "DSPARK_ASSET"),
+        given_by="draft",
+        autoregressive=True,
+    ),
     "gemma4-assistant": DrafterKind(
         "Google's own drafter for a Gemma 4",
         _asset("gemma4_assistant"),
         given_by="draft",
-        stepper=True,
+        autoregressive=True,
     ),
     "layer-skip": DrafterKind(
-        "the model itself without some of its layers", _asset("layer_skip"), given_by="plan", stepper=True
+        "the model itself without some of its layers",
+        _asset("layer_skip"),
+        given_by="plan",
+        autoregressive=True,
     ),
     "kangaroo": DrafterKind(
-        "its first layers and a trained adapter", _asset("kangaroo"), given_by="adapter", stepper=True
+        "its first layers and a trained adapter", _asset("kangaroo"), given_by="adapter", autoregressive=True
     ),
     "low-bit": DrafterKind(
         "the model itself with its weights in 4 or 8 bits",
         _asset("low_bit"),
         reads=("plan", "draft_weights"),
         wanted_by={"draft_weights": DEFAULT_COPY},
-        stepper=True,
+        autoregressive=True,
     ),
     "auto": DrafterKind("the loaded drafter that pays most, by measured costs", chooses=True),
 }
@@ -216,9 +218,7 @@ POLICIES: dict[str, PolicyKind] = {
         settings={"siblings": PolicyOption(0, most=32, whole=True)},
     ),
     "heuristic": PolicyKind(
-        "2 tokens more after a fully accepted draft, 1 fewer otherwise",
-        _policy("Heuristic"),
-        max_draft=10,
+        "2 tokens more after a fully accepted draft, 1 fewer otherwise", _policy("Heuristic"), max_draft=10
     ),
     "confidence": PolicyKind(
         "stops after the first token at which the drafter's top probability is below a threshold",

@@ -2,7 +2,7 @@
 
 Requests of all threads share one engine and one running batch (`driver`). An interrupt (Ctrl-C) is deferred
 to the end of the round, so that no state is left half-written (`interrupts`). A process that was forked from
-the one that loaded the model cannot use it (`foredraft.forks`).
+the one that loaded the model cannot use it (`foredraft.workers`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ import torch
 
 from foredraft.arguments import clear_calls
 from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.kept import KEPT_BYTES, KEPT_LISTS, Kept
+from foredraft.constraints.banned import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
-from foredraft.decode.thinking import Thinking
+from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.drafters.suffix import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.driver import Driver, Request, closed
-from foredraft.llm.keywords import SAMPLING_OPTIONS, with_keywords
-from foredraft.llm.loaded import Loaded
-from foredraft.llm.output import Output, Piece
-from foredraft.llm.policies import RequestPolicies
-from foredraft.llm.requests import Prompts, Requests
-from foredraft.llm.stream import Stream
+from foredraft.llm.loaded import Loaded, RequestPolicies
+from foredraft.llm.output import Output, Piece, Stream
+from foredraft.llm.requests import SAMPLING_OPTIONS, Prompts, Requests, with_keywords
 from foredraft.model.chat import Message
+from foredraft.model.memory import dtype_name
 from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
-from foredraft.model.transfers import dtype_name
 
 __all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
@@ -74,10 +71,9 @@ class LLM:
         self.max_length, self.deterministic = loaded.max_length, loaded.deterministic
         self.profile_seconds = loaded.profile_seconds
         self._ids, self._policies = itertools.count(), RequestPolicies()
-        # None once closed
-        self._loaded: Loaded | None = loaded
+        self._loaded: Loaded | None = loaded  # None once closed
         self._driver: Driver | None = Driver(loaded.engine, progress)
-        self._stops = Kept[tuple[str, ...], StopAutomaton](KEPT_LISTS, KEPT_BYTES)
+        self._stops = LRUCache[tuple[str, ...], StopAutomaton](KEPT_LISTS, KEPT_BYTES)
         self._constraints = None if loaded.tokenizer is None else ConstraintFactory(
             loaded.tokenizer, loaded.spec.vocab_size, frozenset(loaded.spec.eos_token_ids)
         )  # fmt: skip
@@ -284,7 +280,7 @@ class LLM:
         client: str = "",
         salts: tuple[str, ...] = (),
         text_salts: tuple[str, ...] = (),
-        thinking: Thinking | None = None,
+        thinking: ThinkingMarkers | None = None,
     ) -> tuple[list[Sequence], Callable[[Sequence], Output]]:
         """Return the sequences of a stream, not yet submitted, and what makes their outputs.
 

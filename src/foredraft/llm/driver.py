@@ -1,17 +1,12 @@
-"""Driver: steps one engine on behalf of several threads.
+"""Driver: steps one engine on behalf of several threads, with interrupts deferred while state changes.
 
-A thread that waits for its request steps the engine if no other thread does; otherwise it waits for the
-thread that does. Each step serves the requests of all threads. State of requests is read between two steps
-only, by the thread that took the last step.
+A thread that waits for its request steps the engine if no other thread does, for the requests of all.
 
-Why an interrupt, at whatever instruction it comes, leaves nothing behind: the engine and its requests change
-only by the thread that has the turn, a lock that is tried and never waited for. A thread that finds the turn
-taken leaves its command in the inbox, and the thread that has the turn looks into the inbox once more after
-it gave the turn back; so a command that came too late for it met a free turn. In the main thread, the only
-one that interrupts reach, all of this happens while they are deferred (`Interrupts`): from before a request
-is submitted until it has finished, or is cancelled. Within that stretch they are delivered only between two
-steps and without the turn, and a thread that waits is woken for it. Before that stretch there is nothing to
-undo, and after it there is nothing left.
+An interrupt leaves nothing behind: the engine changes only by the thread that has the turn, a lock that is
+tried and never waited for. A thread that finds the turn taken leaves its command in the inbox, into which the
+other looks once more after it gave the turn back. In the main thread interrupts are deferred (`Interrupts`)
+from before a request is submitted until it has finished or is cancelled, and delivered only between two
+steps.
 """
 
 from __future__ import annotations
@@ -19,27 +14,143 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from foredraft.decode.draft_choice import has_drafters
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence, State
 from foredraft.errors import RequestError
-from foredraft.forks import check_process
 from foredraft.kernels import pool
-from foredraft.llm.inbox import Inbox
-from foredraft.llm.interrupts import Interrupts
 from foredraft.profiling.profile import use_profile
-from foredraft.workers import release_workers
+from foredraft.workers import check_process, release_workers
 
-__all__ = ["Driver", "Request", "closed"]
+logger = logging.getLogger(__name__)
+
+
+class Interrupts:
+    """Context in which SIGINT, which only the main thread receives, is deferred, except in `deliver`."""
+
+    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+        self.wake, self.process = wake, os.getpid()
+        self.deferred: tuple[int, FrameType | None] | None = None
+        self.previous: Callable[[int, FrameType | None], Any] | None = None
+
+    def __enter__(self) -> Interrupts:
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(previous):
+            self.previous = previous
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Pass a deferred signal on."""
+        while self.deferred is not None and self.previous is not None:
+            deferred, self.deferred = self.deferred, None
+            self.previous(*deferred)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.process != os.getpid() and self.previous is not None:
+            self.previous(number, frame)  # another thread forked this process; the call goes on in its parent
+            return
+        self.deferred = number, frame
+        if self.wake is not None:
+            self.wake()
+
+
+# A call for each of some sequences, which are listed when the call is due.
+Command = tuple[Callable[[], list[Sequence]], Callable[[Sequence], None]]
+
+
+class Inbox:
+    """Commands of all threads: sequences to submit, to pause and to cancel. A method only leaves its command.
+
+    A command is one append to a deque, atomic and without a lock, so it may come from any thread, from a
+    signal handler and from the garbage collector. A sequence that is cancelled before it is submitted never
+    starts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: deque[Command | _Dropped] = deque()
+        self._watched: set[_Dropped] = set()  # keeps the references alive until their owners are gone
+
+    def __bool__(self) -> bool:
+        return bool(self._commands)
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queue sequences."""
+        self._commands.append((lambda: sequences, self._engine.submit))
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """End sequences; those that have ended, or were never submitted, are left as they are."""
+        # last first: otherwise the row of a cancelled sequence would pass to a waiting choice of its prompt
+        self._commands.append((lambda: sequences[::-1], self._engine.cancel))
+
+    def pause(self, sequences: list[Sequence]) -> None:
+        """Leave sequences out of the rounds."""
+        self._commands.append((lambda: sequences, self._engine.pause))
+
+    def resume(self, sequences: list[Sequence]) -> None:
+        """Let paused sequences go on."""
+        self._commands.append((lambda: sequences, self._engine.resume))
+
+    def fail(self, sequences: list[Sequence], error: str) -> None:
+        """End sequences with an error; those that have ended are left as they are."""
+        self._commands.append((lambda: sequences, lambda each: self._engine.fail(each, error)))
+
+    def cancel_all(self) -> None:
+        """End every sequence that is running or waiting, or whose submission is in the inbox by now."""
+        self._commands.append((self._all, self._engine.cancel))
+
+    def cancel_with(self, owner: object, sequence: Sequence) -> None:
+        """End a sequence as soon as its owner is garbage: by the deque's `append`, which runs no Python."""
+        dropped = _Dropped(owner, self._commands.append)
+        dropped.sequence = sequence
+        self._watched.add(dropped)
+
+    def carry_out(self) -> None:
+        """Carry all commands out. A sequence for which that fails ends with an error; the others go on."""
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, _Dropped):
+                self._watched.discard(command)
+                self._apply(self._engine.cancel, command.sequence)
+                continue
+            sequences, call = command
+            for sequence in sequences():
+                self._apply(call, sequence)
+
+    def _all(self) -> list[Sequence]:
+        return [*self._engine.scheduler.waiting, *self._engine.rows.sequences]
+
+    def _apply(self, call: Callable[[Sequence], None], sequence: Sequence) -> None:
+        try:
+            call(sequence)
+        except Exception as error:
+            logger.exception("a request cannot be submitted or cancelled; it ends with an error")
+            self._engine.fail(sequence, f"{type(error).__name__}: {error}")
+
+
+class _Dropped(weakref.ref[Any]):
+    """A reference to the owner of a sequence; once the owner is garbage, the command to cancel it."""
+
+    __slots__ = ("sequence",)
+    sequence: Sequence
+
 
 T = TypeVar("T")
 Progress = tuple[int, int]  # tokens of a prompt: read, and in all
-
-logger = logging.getLogger(__name__)
 
 
 def closed() -> RequestError:
@@ -48,16 +159,11 @@ def closed() -> RequestError:
 
 
 class Request:
-    """Sequences that are submitted and cancelled together.
-
-    Attributes:
-        sequences: In the order in which they start.
-        submitted: Whether `Driver.run` submitted them.
-    """
+    """Sequences that are submitted and cancelled together."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        self.submitted = False
+        self.sequences = sequences  # in the order in which they start
+        self.submitted = False  # whether `Driver.run` submitted them
 
 
 class _Waiter(Generic[T]):
@@ -110,26 +216,11 @@ class Driver:
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        """Check that this process loaded the model.
-
-        Raises:
-            RequestError: It was forked from the process that did.
-        """
+        """Check that this process loaded the model."""
         check_process(self._process)
 
     def run(self, request: Request, poll: Callable[[], T | None], *, owner: object | None = None) -> T:
-        """Submit a request unless it was before, and step the engine until `poll` returns something.
-
-        Whatever is raised, an interrupt or an error of `poll`, cancels the request.
-
-        Args:
-            request: What `poll` waits for.
-            poll: Called between two steps only, perhaps by another thread; None means "not yet".
-            owner: The object with which the request ends, where it outlives this call.
-
-        Raises:
-            RequestError: The driver is closed, or the process was forked from the one that loaded the model.
-        """
+        """Submit a request once, and step until `poll` returns something; an error cancels it."""
         self.check_process()
         if self.closed and not request.submitted:
             raise closed()
@@ -153,20 +244,13 @@ class Driver:
                 raise
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request, now or after the step that runs, while interrupts are deferred.
-
-        A copy in a forked process is left as it is: nothing runs there.
-        """
+        """Cancel a request, now or after the step that runs; in a forked process nothing runs."""
         if self._process == os.getpid():
             self.inbox.cancel(request.sequences)
             self._pass_turn()
 
     def cancel_all(self) -> None:
-        """Cancel every request, including those that are not yet submitted.
-
-        Raises:
-            RequestError: The process was forked from the one that loaded the model.
-        """
+        """Cancel every request, including those that are not yet submitted."""
         self.check_process()
         with Interrupts():
             self.inbox.cancel_all()

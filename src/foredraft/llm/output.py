@@ -1,14 +1,14 @@
-"""Output and Piece: the result of a request, and the parts of a stream."""
+"""Output, Piece and Stream: the result of a request, the parts of a stream, and the iterator over them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from foredraft.decode.round_trace import RoundTrace
 from foredraft.decode.scores import Score
-from foredraft.decode.stats import Stats
-
-__all__ = ["Output", "Piece"]
+from foredraft.decode.sequence import Sequence, State
+from foredraft.decode.stats import RoundTrace, Stats
+from foredraft.llm.driver import Driver, Interrupts, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +95,98 @@ class Piece:
     prompt_logprobs: list[Score | None] | None = None
     trace: list[RoundTrace] | None = None
     output: Output | None = None
+
+
+class TextStreamer:
+    """Cuts one sequence into pieces; only between two steps of its engine.
+
+    Args:
+        sequence: The sequence.
+        output: Makes the output of a sequence that has finished.
+    """
+
+    def __init__(self, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
+        self.sequence, self._output = sequence, output
+        self.over = False  # the last piece was given
+        self._begun = False  # the first piece was given
+        self._shown = 0  # new tokens that earlier pieces carried
+        self._told = 0  # rounds that they carried
+
+    def next(self) -> Piece | None:
+        """Return a piece with the tokens since the last one; None where there are none."""
+        sequence = self.sequence
+        if self.over:
+            return None
+        settled = sequence.settled
+        output = self._output(sequence) if sequence.state is State.FINISHED else None
+        if output is None and settled <= self._shown:
+            return None
+        new, self._shown = slice(self._shown, settled), settled
+        scores_prompt = sequence.params.prompt_logprobs is not None and not self._begun
+        self._begun = True
+        trace, self._told = sequence.trace[self._told :], len(sequence.trace)
+        parts = None
+        if sequence.text_buffer is not None:
+            sequence.update_text()
+            parts = sequence.text_buffer.release(settled)
+        piece = Piece(
+            text=None if parts is None else "".join(text for _, text in parts),
+            token_ids=sequence.new_ids[new],
+            origins=[str(origin) for origin in sequence.origins[new]],
+            parts=parts,
+            logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
+            prompt_logprobs=list(sequence.prompt_scores) if scores_prompt else None,
+            trace=trace if sequence.traced else None,
+            output=output,
+        )
+        self.over = output is not None
+        return piece
+
+
+class Stream(Iterator[Piece]):
+    """An iterator over the pieces of one sample, one after every round; `LLM.stream` makes one.
+
+    The request starts with the first `next`. `close` cancels it, and so does whatever `next` raises, an
+    interrupt (Ctrl-C) too. A stream that is dropped before its end is cancelled before the model computes
+    anything else. One thread at a time calls `next`.
+
+    It is a class and not a generator, because an interrupt may end a generator before its `finally`.
+
+    Examples:
+        >>> stream = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=64, ignore_eos=True))
+        >>> len(next(stream).token_ids) > 0
+        True
+        >>> stream.close()
+        >>> list(stream)
+        []
+    """
+
+    def __init__(self, driver: Driver, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
+        self._driver = driver
+        self._pieces = TextStreamer(sequence, output)
+        self._request = Request([sequence])
+        self._over = False
+
+    def __next__(self) -> Piece:
+        if self._over:
+            raise StopIteration
+        try:
+            piece = self._driver.run(self._request, self._pieces.next, owner=self)
+            self._over = piece.output is not None
+            return piece
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel the request, without waiting for the step that runs; the iterator has no more pieces."""
+        try:
+            self._end()
+        except BaseException:
+            self._end()  # an interrupt came before it could be deferred
+            raise
+
+    def _end(self) -> None:
+        with Interrupts():
+            self._over = True
+            self._driver.cancel(self._request)

@@ -6,63 +6,70 @@ import operator
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.allowed import AllowedTokens, mask_of
-from foredraft.constraints.kept import Kept
+from foredraft.constraints.banned import LRUCache
+from foredraft.constraints.combined import AllowedTokens, mask_of
 from foredraft.decode.constraint import Constraint
-from foredraft.decode.drafter import Stepper
-from foredraft.decode.params import GRAMMARS, SamplingParams
+from foredraft.decode.drafter import AutoregressiveDrafter
+from foredraft.decode.params import GRAMMARS, SamplingKeywords, SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.decode.prefix_cache import Prefix
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Finish, Sequence
 from foredraft.decode.stats import Stats
 from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
-from foredraft.decode.thinking import Thinking
+from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import ContextLengthError, Option, RequestError, shortened
 from foredraft.kinds.compatibility import PolicyTraits, is_lossless, select_drafters
 from foredraft.kinds.tables import PREDICTION
-from foredraft.llm.loaded import Loaded
+from foredraft.llm.loaded import Loaded, RequestPolicies
 from foredraft.llm.output import Output
-from foredraft.llm.policies import RequestPolicies
 from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, check_unicode
 
-__all__ = ["Prompts", "Requests"]
+SAMPLING_OPTIONS = tuple(each.name for each in fields(SamplingParams))
+
+
+def with_keywords(
+    params: SamplingParams | Seq[SamplingParams] | None, default: SamplingParams, options: SamplingKeywords
+) -> SamplingParams | list[SamplingParams]:
+    """Return the parameters with the options that were given by name in place of their own."""
+    if isinstance(params, list | tuple):
+        return [_one(f"params[{place}]", each, options) for place, each in enumerate(params)]
+    return _one("params", default if params is None else params, options)
+
+
+def _one(what: str, params: Any, options: SamplingKeywords) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            option=what,
+            value=params,
+            remedy="give its entries as keywords, as in generate(prompt, **options)"
+            if isinstance(params, Mapping)
+            else "give a SamplingParams, or options as keywords, as in temperature=0",
+        )
+    return params.replace(**options) if options else params
+
 
 Prompts: TypeAlias = str | Seq[str] | Seq[int] | Seq[Seq[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Checks requests to one model and makes sequences of them; makes outputs of finished sequences.
+    """Checks requests to one model and makes sequences of them; makes outputs of finished sequences."""
 
-    Attributes:
-        loaded: The model.
-        default_drafter: The drafter of requests that do not give one; None is plain decoding.
-        max_length: Prompt and new tokens together, at most.
-        ids: Fresh ids of sequences.
-        constraints: Makes constraints; None without a tokenizer.
-        policies: That requests name.
-        stops: Automata of stop strings; all prompts and samples of a request share one.
-    """
-
-    loaded: Loaded
-    default_drafter: str | None
-    max_length: int
-    ids: Iterator[int]
-    constraints: ConstraintFactory | None
-    policies: RequestPolicies
-    stops: Kept[tuple[str, ...], StopAutomaton]
+    loaded: Loaded  # the model
+    default_drafter: str | None  # the drafter of requests that do not give one; None is plain decoding
+    max_length: int  # prompt and new tokens together, at most
+    ids: Iterator[int]  # fresh ids of sequences
+    constraints: ConstraintFactory | None  # makes constraints; None without a tokenizer
+    policies: RequestPolicies  # that requests name
+    stops: LRUCache[tuple[str, ...], StopAutomaton]  # that all prompts and samples of a request share
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Return the token ids of each prompt.
-
-        Raises:
-            RequestError: A prompt is neither text nor token ids, or is empty or invalid text.
-        """
+        """Return the token ids of each prompt."""
         if isinstance(prompts, str):
             return [self._encode_text(prompts)]
         _check_kind("the prompt", prompts, "give text, token ids, or a list of either")
@@ -96,17 +103,13 @@ class Requests:
         client: str = "",
         salts: tuple[str, ...] = (),
         text_salts: tuple[str, ...] = (),
-        thinking: Thinking | None = None,
+        thinking: ThinkingMarkers | None = None,
     ) -> list[Sequence]:
         """Return the `n` sequences of one prompt; arguments as `LLM.generate`, but for the last four.
 
-        `client` names the client whose share of the rows they count in. Prompts find each other's beginnings
-        in the prefix cache only where their `salts` are the same, and drafter "suffix" copies from the texts
-        of requests with the same `text_salts` alone. Stop strings and a grammar of the text hold behind its
+        `client` has a share of the rows. Only prompts of the same `salts` find each other in the prefix
+        cache, and texts of the same `text_salts` in drafter "suffix". Stop strings and grammars hold behind
         `thinking`.
-
-        Raises:
-            RequestError: The prompt or a parameter cannot be served.
         """
         self._check_prompt(prompt, truncate)
         self._check_params(params, n)
@@ -199,7 +202,7 @@ class Requests:
             )  # fmt: skip
 
     def _constraint(
-        self, prompt: list[int], params: SamplingParams, show_special: bool, thinking: Thinking | None
+        self, prompt: list[int], params: SamplingParams, show_special: bool, thinking: ThinkingMarkers | None
     ) -> Callable[[], Constraint | None]:
         """Return a function that makes each sequence's constraint, None where the request asks for none."""
         if self.constraints is None:
@@ -215,7 +218,7 @@ class Requests:
         params: SamplingParams,
         stops: StopAutomaton,
         show_special: bool,
-        thinking: Thinking | None,
+        thinking: ThinkingMarkers | None,
     ) -> TextBuffer | None:
         tokenizer = self.loaded.tokenizer
         if tokenizer is None:
@@ -232,13 +235,7 @@ class Requests:
         )
 
     def truncated(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
-        """Return a prompt that leaves room for `new` tokens, cut on the left only if `truncate` is "left".
-
-        A leading BOS token is kept, because models fail without it.
-
-        Raises:
-            ContextLengthError: There is no room.
-        """
+        """Return a prompt that leaves room for `new` tokens, cut behind BOS only if `truncate` is "left"."""
         room, spec = self.max_length - new, self.loaded.spec
         kept = prompt[:1] if prompt[0] == spec.bos_token_id else []
         if len(prompt) <= room:
@@ -260,12 +257,7 @@ class Requests:
         )  # fmt: skip
 
     def drafters(self, params: SamplingParams) -> tuple[str, ...]:
-        """Return the drafters of a request; its policy chooses among several.
-
-        Raises:
-            RequestError: A drafter is not loaded, the policy cannot decide about it, or it does not use the
-                request's prediction.
-        """
+        """Return the drafters of a request; its policy chooses among several."""
         named = params.drafter or self.default_drafter or "none"
         drafters = self._drafters(named, params)
         if params.prediction is None:
@@ -283,7 +275,10 @@ class Requests:
         """Return the drafters that a name stands for under the request's policy."""
         policy = self.policy(params) or self.loaded.engine.policy
         traits = PolicyTraits(policy.name, policy.uses_costs, policy.stops_by_content)
-        has_probs = {name: isinstance(each, Stepper) for name, each in self.loaded.engine.drafters.items()}
+        has_probs = {
+            name: isinstance(each, AutoregressiveDrafter)
+            for name, each in self.loaded.engine.drafters.items()
+        }
         return select_drafters(drafter, has_probs, traits)
 
     def policy(self, params: SamplingParams) -> Policy | None:
@@ -291,11 +286,7 @@ class Requests:
         return self.policies.of(params, self.loaded.engine)
 
     def _prediction(self, given: str | Seq[int] | None) -> tuple[int, ...]:
-        """Return a prediction as token ids, as many as a text can have.
-
-        Raises:
-            RequestError: An id is outside the vocabulary.
-        """
+        """Return a prediction as token ids, as many as a text can have."""
         if isinstance(given, str):
             assert self.loaded.tokenizer is not None  # `_check_params` refuses a text without one
             given = self.loaded.tokenizer.encode(given, False)
@@ -348,11 +339,7 @@ def _stopped_by(sequence: Sequence) -> str | None:
 
 
 def _check_kind(what: str, prompt: object, remedy: str) -> None:
-    """Refuse what is neither text nor a sequence of tokens, though Python may iterate over it.
-
-    Raises:
-        RequestError: The prompt is bytes, a mapping, a set, or nothing to iterate over.
-    """
+    """Refuse what is neither text nor a sequence of tokens, though Python may iterate over it."""
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise RequestError(f"{what} is bytes", remedy='decode it: prompt.decode("utf-8")')
     if isinstance(prompt, Mapping):
@@ -365,10 +352,7 @@ def _check_kind(what: str, prompt: object, remedy: str) -> None:
 
 
 def _token_id(item: Any) -> int | None:
-    """Return an integer of any library as an int; None for everything else, including truth values.
-
-    A tensor with one element counts as an integer in Python, but one with dimensions is a list here.
-    """
+    """Return an integer of any library as an int; None for all else, tensors with dimensions too."""
     dimensions, dtype = getattr(item, "ndim", 0), str(getattr(item, "dtype", ""))
     if isinstance(item, bool | str) or dimensions or "bool" in dtype:
         return None

@@ -1,7 +1,6 @@
 """Service: one thread that steps the engine, for programs that must not wait for it, such as servers.
 
-A program submits, pauses and cancels requests from any thread. After each step the engine's thread calls
-`publish` once, with what all requests have to show since the step before.
+After each step it calls `publish` once, with what all requests have to show since the step before.
 """
 
 from __future__ import annotations
@@ -16,28 +15,20 @@ from typing import Any, Literal, NamedTuple
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Stats
-from foredraft.decode.thinking import Thinking
+from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.llm import LLM
 from foredraft.llm.driver import Request, closed
-from foredraft.llm.output import Output, Piece
-from foredraft.llm.pieces import Pieces
-
-__all__ = ["News", "Service", "Ticket"]
+from foredraft.llm.output import Output, Piece, TextStreamer
 
 logger = logging.getLogger(__name__)
 
 
-class Ticket:
-    """A request of a service.
+class RequestHandle:
+    """A request of a service."""
 
-    Attributes:
-        prompt: The ids of the prompt as it is read.
-        owner: Whatever the program gave.
-    """
-
-    def __init__(self, pieces: list[Pieces], owner: Any) -> None:
+    def __init__(self, pieces: list[TextStreamer], owner: Any) -> None:
         self.pieces, self.owner = pieces, owner
-        self.prompt = pieces[0].sequence.prompt
+        self.prompt = pieces[0].sequence.prompt  # the ids of the prompt as it is read
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,28 +45,22 @@ class Ticket:
         return all(pieces.over for pieces in self.pieces)
 
 
-class News(NamedTuple):
+class StreamEvent(NamedTuple):
     """A piece of one sample of a request."""
 
-    ticket: Ticket
+    handle: RequestHandle
     sample: int
     piece: Piece
 
 
 class Service:
-    """Steps the engine of an LLM in a thread of its own while there are requests.
+    """Steps the engine of an LLM in a thread of its own while there are requests."""
 
-    Args:
-        llm: The model; nothing else should drive it meanwhile, though everything may.
-        publish: Called by the engine's thread after each step that has news, with all of them. It must
-            return soon.
-    """
-
-    def __init__(self, llm: LLM, publish: Callable[[list[News]], None]) -> None:
+    def __init__(self, llm: LLM, publish: Callable[[list[StreamEvent]], None]) -> None:
         self._llm, self._publish = llm, publish
         self._driver = llm._open_driver()
-        self._new: deque[Ticket] = deque()  # from any thread; the engine's thread takes them over
-        self._tickets: list[Ticket] = []
+        self._new: deque[RequestHandle] = deque()  # from any thread; the engine's thread takes them over
+        self._handles: list[RequestHandle] = []
         self._work = threading.Event()  # set: there may be something to step or to publish
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
@@ -99,41 +84,34 @@ class Service:
         client: str = "",
         salts: tuple[str, ...] = (),
         text_salts: tuple[str, ...] = (),
-        thinking: Thinking | None = None,
-    ) -> Ticket:
-        """Start `n` samples of a prompt; arguments as `LLM.generate`. Compiling constraints may take long.
-
-        News may be published before it returns; `owner` is in the ticket that they carry. `client`, `salts`,
-        `text_salts` and `thinking` are those of `Requests.sequences`.
-
-        Raises:
-            RequestError: The request cannot be served, or the model is closed.
-        """
+        thinking: ThinkingMarkers | None = None,
+    ) -> RequestHandle:
+        """Start `n` samples; arguments as `Requests.sequences`, and `owner`, which the handle has."""
         if self._stopped:
             raise closed()
         sequences, output = self._llm._sequences(
             prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace, client=client,
             salts=salts, text_salts=text_salts, thinking=thinking,
         )  # fmt: skip
-        ticket = Ticket([Pieces(sequence, output) for sequence in sequences], owner)
-        self._new.append(ticket)
+        handle = RequestHandle([TextStreamer(sequence, output) for sequence in sequences], owner)
+        self._new.append(handle)
         self._driver.inbox.submit(sequences)
         self._work.set()
-        return ticket
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         """End a request after the step that runs; what it has is published. It may have ended."""
-        self._driver.inbox.cancel(ticket.sequences)
+        self._driver.inbox.cancel(handle.sequences)
         self._work.set()
 
-    def pause(self, ticket: Ticket) -> None:
+    def pause(self, handle: RequestHandle) -> None:
         """Leave a request out of the steps after the one that runs. Its texts are the same."""
-        self._driver.inbox.pause(ticket.sequences)
+        self._driver.inbox.pause(handle.sequences)
         self._work.set()
 
-    def resume(self, ticket: Ticket) -> None:
+    def resume(self, handle: RequestHandle) -> None:
         """Let a paused request go on, once a row is free if another request took its row."""
-        self._driver.inbox.resume(ticket.sequences)
+        self._driver.inbox.resume(handle.sequences)
         self._work.set()
 
     def stop(self) -> None:
@@ -146,7 +124,7 @@ class Service:
     def _run(self) -> None:
         idle = Request([])
         idle.submitted = True  # there is nothing to submit
-        while not self._stopped or self._tickets or self._new:
+        while not self._stopped or self._handles or self._new:
             self._work.wait()
             self._work.clear()
             if self._stopped:
@@ -161,25 +139,25 @@ class Service:
     def _publish_news(self) -> bool | None:
         """Publish what there is to show; return True where nothing is left to step, else None."""
         while self._new:
-            self._tickets.append(self._new.popleft())
-        news = []
-        for ticket in self._tickets:
-            for sample in range(len(ticket.pieces)):
-                if (piece := self._next(ticket, sample)) is not None:
-                    news.append(News(ticket, sample, piece))
-        self._tickets = [ticket for ticket in self._tickets if not ticket.over]
-        if news:
+            self._handles.append(self._new.popleft())
+        events = []
+        for handle in self._handles:
+            for sample in range(len(handle.pieces)):
+                if (piece := self._next(handle, sample)) is not None:
+                    events.append(StreamEvent(handle, sample, piece))
+        self._handles = [handle for handle in self._handles if not handle.over]
+        if events:
             try:
-                self._publish(news)
+                self._publish(events)
             except Exception:
                 logger.exception("the news of a step are lost")
         if self._new or self._driver.inbox:
             return None
-        return None if self._tickets and not self._driver.engine.scheduler.stalled else True
+        return None if self._handles and not self._driver.engine.scheduler.stalled else True
 
-    def _next(self, ticket: Ticket, sample: int) -> Piece | None:
+    def _next(self, handle: RequestHandle, sample: int) -> Piece | None:
         """Return the next piece of a sample; a defect there ends that sample, with an error, and no other."""
-        pieces = ticket.pieces[sample]
+        pieces = handle.pieces[sample]
         try:
             return pieces.next()
         except Exception as error:
@@ -191,8 +169,8 @@ class Service:
 
     def _fail(self, error: str) -> None:
         """End every request with an error, after the engine broke off where no request was to blame."""
-        for ticket in [*self._tickets, *self._new]:
-            self._driver.inbox.fail(ticket.sequences, error)
+        for handle in [*self._handles, *self._new]:
+            self._driver.inbox.fail(handle.sequences, error)
 
 
 def _failed(sequence: Sequence, error: str) -> Output:

@@ -16,21 +16,25 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.drafters.asset import Parts
 from foredraft.errors import ConfigError, Option
-from foredraft.forks import Loads
+from foredraft.kinds.load_options import LoadOptions
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
-from foredraft.loading.checkpoints import default_params, find_target
-from foredraft.loading.device import find_device
-from foredraft.loading.drafting import ChosenDrafting, choose_drafting
-from foredraft.loading.options import LoadOptions, Needs, checked
-from foredraft.loading.policy_choice import make_policy
-from foredraft.loading.runners import check_compile, make_runners
-from foredraft.loading.threads import settle_threads, use_threads
+from foredraft.loading.checkpoints import (
+    ChosenDrafting,
+    Needs,
+    checked,
+    choose_drafting,
+    default_params,
+    find_target,
+    make_policy,
+)
+from foredraft.loading.machine_limits import settle_threads, use_threads
+from foredraft.loading.runners import check_compile, find_device, make_runners
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import Runner
-from foredraft.model.unread import Checkpoint
 from foredraft.profiling.profile import use_profile
-from foredraft.workers import release_workers
+from foredraft.workers import Loads, release_workers
 
 __all__ = ["load", "load_for", "options_for"]
 
@@ -116,7 +120,9 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
     runner, *models = make_runners(options, whole, device)
     engine = _engine(options, target, drafting, runner, models, size)
     settle_threads(threads, runner)
-    profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
+    profiled = 0.0
+    if drafting.drafter != "none":
+        profiled = use_profile(engine, lambda done, total: options.report("profile", done, total))
     release_workers()  # another thread may decode
     loaded = Loaded(
         engine=engine,
@@ -133,11 +139,6 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
         profile_seconds=profiled,
     )
     return LLM(loaded, options.progress)
-
-
-def _profile(engine: Engine, options: LoadOptions) -> float:
-    """Measure what rounds cost here, unless that is known, and return the seconds that it took."""
-    return use_profile(engine, lambda done, total: options.report("profile", done, total))
 
 
 def _cache_limits(
@@ -158,16 +159,7 @@ def _engine(
     models: Sequence[Runner],
     size: CacheSize,
 ) -> Engine:
-    """Build the policy, the caches, every drafter that was found and the engine.
-
-    Args:
-        options: The options of `load`.
-        target: The target.
-        drafting: The drafters.
-        runner: Runs the target.
-        models: Run the drafters' whole models, in the order of `drafting.models`.
-        size: Of the target's cache.
-    """
+    """Build the policy, the caches, every drafter that was found and the engine."""
     policy = make_policy(
         options.policy, options.policy_options or {}, options.max_draft, runner, drafting.planned,
         drafting.longest,

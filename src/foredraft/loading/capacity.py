@@ -12,33 +12,19 @@ from functools import partial
 
 import torch
 
-from foredraft.decode import replays
+from foredraft.decode import accept
 from foredraft.drafters.asset import Found
 from foredraft.errors import ConfigError, Option, shortened
-from foredraft.loading.free_memory import free_memory
+from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
+from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.memory import as_gib, dtype_name
 from foredraft.model.runner import graphs
 from foredraft.model.runner.native import unserved_because
-from foredraft.model.transfers import as_gib, dtype_name
-from foredraft.model.unread import Checkpoint
 from foredraft.model.weights import expanded_bytes, weight_bytes
 
-__all__ = [
-    "DEVICES",
-    "CacheLimits",
-    "CacheSize",
-    "cache_size",
-    "expanded_memory",
-    "longest_sequence",
-    "weight_memory",
-]
-
-# Share of the memory beside the weights that the caches may take. The rest is for activations and
-# other programs.
-_SHARE = {"cpu": 0.5, "cuda": 0.8}
-# Most rows unless the user asks for more. More rows seldom pay, and a new cache is zeroed, which takes its
-# memory at once.
-_ROWS = {"cpu": 8, "cuda": 32}
+_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the memory beside the weights; the rest is for activations
+_ROWS = {"cpu": 8, "cuda": 32}  # at most by default: a new cache is zeroed, which takes its memory at once
 # Float32 tensors of the logits' size that a sampled round holds at once, at most: the logits, and what the
 # transforms, the residual and the draw make of them by PyTorch's operators. On a CPU the kernels make none.
 _LOGITS = {"cpu": 0, "cuda": 11}
@@ -46,28 +32,19 @@ _COLUMNS = 9  # of a verifying pass, as most policies draft
 _PADDED_COLUMNS = 16  # that so many are padded to
 # Models with many positions give up positions, down to this many, until this many rows fit.
 _ENOUGH_ROWS, _ENOUGH_POSITIONS = 8, 4096
-# They give up more, down to this many positions, until one row fits.
-_FEWEST_POSITIONS = 512
+_FEWEST_POSITIONS = 512  # to which they are halved until one row fits
 DEVICES = tuple(_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """Bounds of the caches besides memory; None is no bound.
+    """Bounds of the caches besides memory; None is no bound."""
 
-    Attributes:
-        max_batch: Rows that the user asks for.
-        max_length: Positions that the user asks for.
-        rows_needed: Rows that the requests to come use at most.
-        positions_needed: Positions that the requests to come use at most.
-        reserved: Bytes that the caller will take, such as a server for beginnings of prompts.
-    """
-
-    max_batch: int | None = None
-    max_length: int | None = None
-    rows_needed: int | None = None
-    positions_needed: int | None = None
-    reserved: int = 0
+    max_batch: int | None = None  # rows that the user asks for
+    max_length: int | None = None  # positions that the user asks for
+    rows_needed: int | None = None  # rows that the requests to come use at most
+    positions_needed: int | None = None  # positions that the requests to come use at most
+    reserved: int = 0  # bytes that the caller will take, such as a server for beginnings of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +63,7 @@ def cache_size(
     *,
     kernels: bool = True,
 ) -> CacheSize:
-    """Return the size of the target's cache, so that all caches fit into free memory.
-
-    Args:
-        target: The target.
-        assets: What the drafters add to it.
-        device: The device of weights and caches.
-        limits: What bounds the size besides memory.
-        kernels: Foredraft's kernels may run the models, with their own layout of the weights.
-
-    Raises:
-        ConfigError: The weights do not fit, or no cache fits beside them.
-    """
+    """Return the size of the target's cache, so that all caches fit into free memory."""
     most = target.spec.max_positions
     if limits.max_length is not None and limits.max_length > most:
         raise ConfigError(
@@ -125,14 +91,7 @@ def cache_size(
 def longest_sequence(
     target: Checkpoint, assets: Collection[Found], device: torch.device, *, kernels: bool = True
 ) -> int:
-    """Return the positions of the longest single sequence whose caches fit into free memory.
-
-    It has no more than the target's own limit; 0 means that none fits. The arguments are those of
-    `cache_size`.
-
-    Raises:
-        ConfigError: The weights do not fit.
-    """
+    """Return the positions of the longest single sequence whose caches fit; 0 means that none fits."""
     budget = _cache_budget(target, assets, device, kernels)
     fits = range(1, target.spec.max_positions + 1)
     return bisect_right(fits, budget, key=partial(_row_bytes, target, assets, device))
@@ -143,19 +102,16 @@ def _cache_budget(
 ) -> int:
     """Return the bytes that all caches together may take; raise ConfigError where the weights do not fit."""
     models = [target, *(model for found in assets for model in found.models)]
-    free = _free_beside_weights(models, device, kernels) - sum(found.bytes for found in assets)
+    free = _free_bytes(models, device, kernels) - sum(found.bytes for found in assets)
     if device.type == "cuda":  # a CPU's memory has room for it in the half that the caches leave
         free -= reserved + _graph_bytes(assets)
     return int(max(0, free) * _SHARE[device.type])
 
 
 def _graph_bytes(assets: Collection[Found]) -> int:
-    """Return the bytes that CUDA graphs take for good: of the target, of drafters' models and of decisions.
-
-    Each of these keeps inputs and results, and memory that no other operator gets for what is made of logits.
-    """
+    """Return the bytes that CUDA graphs take for good: of the target, drafters' models and decisions."""
     owners = 2 + sum(bool(found.models or found.bytes) for found in assets)
-    return owners * (graphs.KEPT_BYTES + (_LOGITS["cuda"] - 1) * replays.MOST_BYTES)
+    return owners * (graphs.KEPT_BYTES + (_LOGITS["cuda"] - 1) * accept.MOST_BYTES)
 
 
 def _row_bytes(target: Checkpoint, assets: Collection[Found], device: torch.device, positions: int) -> int:
@@ -190,7 +146,7 @@ def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[
     return halved(positions, limits.max_batch or 1, _FEWEST_POSITIONS)
 
 
-def _free_beside_weights(models: Sequence[Checkpoint], device: torch.device, kernels: bool) -> int:
+def _free_bytes(models: Sequence[Checkpoint], device: torch.device, kernels: bool) -> int:
     """Return the free bytes that the weights leave; raise ConfigError where the weights do not fit."""
     free = free_memory(device)
     needs = _weight_needs(models, device, free, kernels)
@@ -233,8 +189,8 @@ def _remedy(
 def _weight_needs(models: Sequence[Checkpoint], device: torch.device, free: int, kernels: bool) -> list[int]:
     """Return the bytes of each model's weights on the device.
 
-    Asking whether the kernels run a model starts their self-check, which itself takes memory by the model's
-    sizes. So it is asked only where the smaller of the two layouts fits.
+    Whether the kernels run a model is asked only where the smaller layout fits: the self-check itself takes
+    memory.
     """
     least = [min(_weights(model, device, native=native) for native in {kernels, False}) for model in models]
     return least if sum(least) > free else [weight_memory(model, device, kernels) for model in models]

@@ -1,49 +1,159 @@
-"""Checkpoints: the folders of the target and of a draft model, with their specs and tokenizers.
+"""From the options of `load` to checkpoints: the policy, the target, its tokenizer, and the assets of
+drafters.
 
-Contract: no weight is read here. A tokenizer that cannot be its model's is refused, and so is a GGUF file
-whose vocabulary makes no tokenizer, unless another one is given.
+A tokenizer that cannot be its model's is refused, and so is a GGUF file whose vocabulary makes no tokenizer,
+unless another one is given.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from foredraft.decode.params import SamplingParams
-from foredraft.errors import CheckpointError, ConfigError, RequestError
-from foredraft.loading.options import DTYPES, LoadOptions
-from foredraft.model.generation import FILE as GENERATION
-from foredraft.model.generation import generation_defaults
+from foredraft import demo
+from foredraft.decode.params import SamplingParams, is_number
+from foredraft.decode.policy import Policy
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
+from foredraft.errors import CheckpointError, ConfigError, Option, RequestError, did_you_mean
+from foredraft.kinds.compatibility import (
+    asset_options,
+    check_fits_assets,
+    check_named_drafter,
+    default_drafter,
+)
+from foredraft.kinds.load_options import LoadOptions
+from foredraft.kinds.tables import DRAFTERS, POLICIES, PolicyOption
+from foredraft.loading.machine_limits import free_memory
+from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.config import GENERATION, generation_defaults
 from foredraft.model.gguf.folder import check_vocabulary
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.hub import existing, resolve
 from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.record import base_of
+from foredraft.model.lora.lora_config import base_of
 from foredraft.model.quantisation import BITS
+from foredraft.model.runner import Runner
 from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER, Tokenizer
-from foredraft.model.unread import Checkpoint
-
-__all__ = ["default_params", "find_draft", "find_target", "read_draft"]
 
 logger = logging.getLogger(__name__)
 
 
+def check_settings(policy: str, given: object) -> dict[str, float | str]:
+    """Return `policy_options` as the policy takes them; numbers may come as text."""
+    known = POLICIES[policy].settings
+    if not isinstance(given, Mapping):
+        raise _not_a_table(policy, given)
+    settings: dict[str, float | str] = {}
+    for name, value in given.items():
+        if name not in known:
+            remedy = f"give {', '.join(known)}{did_you_mean(name, known)}" if known else "leave it out"
+            raise ConfigError(
+                (f"names {name!r}, which ", Option("policy", policy), " does not have"),
+                option="policy_options", remedy=remedy,
+            )  # fmt: skip
+        settings[name] = _read_setting(name, value, known[name])
+    return settings
+
+
+def _not_a_table(policy: str, given: object) -> ConfigError:
+    example = {name: setting.default for name, setting in POLICIES[policy].settings.items()}
+    if example:
+        return ConfigError(option="policy_options", value=given, remedy=f"give a table, such as {example}")
+    return ConfigError(
+        ("but ", Option("policy", policy), " has none"),
+        option="policy_options",
+        value=given,
+        remedy="leave it out",
+    )
+
+
+def _read_setting(name: str, value: object, setting: PolicyOption) -> float | str:
+    """Return one setting as a number or as one of its words."""
+    wrong = ConfigError(f"has {name} {value!r}", option="policy_options", remedy=f"give {setting.allowed}")
+    if not isinstance(value, str) and (setting.words or not is_number(value)):
+        raise wrong
+    if setting.words:
+        if value not in setting.words:
+            raise wrong
+        return str(value)
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise wrong from None
+    if not setting.least <= number <= setting.most or (setting.whole and number % 1):
+        raise wrong
+    return int(number) if setting.whole else number
+
+
+def make_policy(
+    policy: str,
+    settings: Mapping[str, float | str],
+    max_draft: int | None,
+    target: Runner,
+    planned: int | None = None,
+    longest: int = 0,
+) -> Policy:
+    """Build a policy."""
+    if settings.get("siblings") and not target.takes_leaves:
+        raise ConfigError(
+            "has siblings, which only passes of the C kernels take", option="policy_options",
+            remedy="leave them out",
+        )  # fmt: skip
+    kind = POLICIES[policy]
+    own = max(kind.max_draft, longest) if kind.uses_costs else planned or kind.max_draft
+    return kind.make(longest_draft(max_draft, own, target), **settings)
+
+
+def longest_draft(max_draft: int | None, own: int, target: Runner) -> int:
+    """Return the longest draft in tokens: `max_draft`, or `own` as far as a verifying pass takes it."""
+    most = target.max_queries - 1
+    if max_draft is None:
+        return min(own, most)
+    if max_draft > most:
+        raise ConfigError(
+            f"but this model's verifying pass takes {most} at most",
+            option="max_draft", value=max_draft, remedy=f"give {most} or less",
+        )  # fmt: skip
+    return max_draft
+
+
+# The tokenizer and the model's default parameters -> sequences and positions that will be used at most.
+Needs: TypeAlias = Callable[[Tokenizer | None, SamplingParams], tuple[int, int]]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def checked(options: LoadOptions) -> LoadOptions:
+    """Check combinations, and fill in the demo models and the policy's settings."""
+    given = {} if options.policy_options is None else options.policy_options
+    options = replace(options, policy_options=check_settings(options.policy, given))
+    _check_revision("revision", options.revision, options.model)
+    _check_revision("draft_revision", options.draft_revision, options.draft)
+    if options.model is None:
+        shipped = demo.head_path() if options.drafter == "eagle3" else demo.draft_path()
+        draft = shipped if options.draft is None else options.draft
+        options = replace(options, model=demo.target_path(), draft=draft)
+    if options.drafter is not None:
+        check_named_drafter(options.drafter, options.policy, options.assets)
+    return options
+
+
+def _check_revision(option: str, revision: str | None, source: str | Path | None) -> None:
+    if revision is not None and source is None:
+        raise ConfigError(
+            "but no hub id is given that has it", option=option, value=revision, remedy="leave it out"
+        )
+
+
 def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
-    """Resolve the target's folder and its LoRAs, fetching hub ids, and read its spec and its tokenizer.
-
-    Args:
-        options: The options of `load`.
-        weights: Fetch the weights of a hub id too.
-
-    Raises:
-        CheckpointError: The folder is not a checkpoint, its tokenizer is another model's, or a LoRA cannot be
-            used.
-        ConfigError: A revision does not apply, or the weights are quantised already.
-    """
+    """Resolve the target's folder and its LoRAs, fetching hub ids, and read its spec and its tokenizer."""
     folder = resolve(str(options.model), options.revision, options.report, weights=weights)
     assert isinstance(options.lora, tuple)  # as its declaration keeps it
     folder = with_loras(folder, options.lora, options.report)
@@ -59,18 +169,7 @@ def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
 
 
 def find_draft(options: LoadOptions, *, weights: bool = True) -> Path | None:
-    """Return the folder or the GGUF file that option `draft` names, fetching a hub id; None without one.
-
-    It may hold a whole model, or what another kind of drafter reads.
-
-    Args:
-        options: The options of `load`.
-        weights: Fetch the weights of a hub id too.
-
-    Raises:
-        CheckpointError: A hub id has no model.
-        ConfigError: A revision does not apply.
-    """
+    """Return the folder or the GGUF file that option `draft` names, fetching a hub id; None without one."""
     if options.draft is None:
         return None
     local = existing(options.draft)
@@ -80,16 +179,7 @@ def find_draft(options: LoadOptions, *, weights: bool = True) -> Path | None:
 
 
 def read_draft(options: LoadOptions, draft: Path, target: Checkpoint) -> Checkpoint:
-    """Read the spec and the tokenizer of a draft model.
-
-    Args:
-        options: The options of `load`.
-        draft: As `find_draft` returns it.
-        target: The target.
-
-    Raises:
-        CheckpointError: It is not a checkpoint, or its tokenizer is another model's.
-    """
+    """Read the spec and the tokenizer of a draft model."""
     return _read(resolve(draft), _dtype(options), like=target.tokenizer)
 
 
@@ -98,11 +188,7 @@ def _dtype(options: LoadOptions) -> torch.dtype | None:
 
 
 def _tokenizer_folder(given: str | Path | None) -> Path | None:
-    """Return the folder of the tokenizer that is given in place of the target's own.
-
-    Raises:
-        ConfigError: It holds no tokenizer.
-    """
+    """Return the folder of the tokenizer that is given in place of the target's own."""
     if given is None:
         return None
     if not (Path(given) / "tokenizer.json").is_file():
@@ -121,10 +207,7 @@ def _read(
     tokenizer_folder: Path | None = None,
     like: Tokenizer | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint; its tokenizer comes from another folder where one is given.
-
-    Where it is equal to the tokenizer `like`, its tables are not read again.
-    """
+    """Read a checkpoint; the tokenizer may come from elsewhere, and its tables from an equal `like`."""
     spec = ModelSpec.from_folder(folder)
     if spec.ignored:
         ignored = ", ".join(spec.ignored)
@@ -140,9 +223,8 @@ def _read(
 def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """Raise CheckpointError where a tokenizer cannot be the model's.
 
-    A model's vocabulary is often padded beyond its tokenizer's. The other way round, only added tokens may
-    lie beyond the model's: the text models of Gemma 3 share a tokenizer with the multimodal ones. The tokens
-    that begin and end the model's texts must exist.
+    Only added tokens may lie beyond the model's vocabulary: the text models of Gemma 3 share a tokenizer with
+    the multimodal ones. The tokens that begin and end the model's texts must exist.
     """
     found = ""
     if tokenizer.size > spec.vocab_size:
@@ -172,10 +254,7 @@ def _named(folder: Path, file: str) -> Path:
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
-    """Return the sampling parameters that the checkpoint's generation_config.json asks for.
-
-    A value that no request may have is left out with a warning, because the model can run without it.
-    """
+    """Return the sampling parameters of generation_config.json, without values that no request may have."""
     params = SamplingParams()
     for option, value in generation_defaults(checkpoint.folder, checkpoint.spec.vocab_size).items():
         try:
@@ -183,3 +262,89 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
         except RequestError as error:
             logger.warning("%s: %s; it is left out", _named(checkpoint.folder, GENERATION), error)
     return params
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDrafting:
+    """The drafters that were chosen for an engine."""
+
+    drafter: str  # the drafter for requests that do not give one
+    found: Mapping[str, Found]  # all are built, since a request may name any of them
+    missing: Mapping[str, Missing]  # what the other drafters lack
+
+    @property
+    def models(self) -> tuple[Checkpoint, ...]:
+        """The whole models that drafters run beside the target."""
+        return tuple(model for found in self.found.values() for model in found.models)
+
+    @property
+    def planned(self) -> int | None:
+        """The draft length that the default drafter's asset was made for; None where it was made for none."""
+        found = self.found.get(self.drafter)
+        return None if found is None else found.planned
+
+    @property
+    def longest(self) -> int:
+        """The longest draft of all drafters that may pay beyond a policy's own; 0 for none."""
+        return max((found.longest_draft for found in self.found.values()), default=0)
+
+
+def choose_drafting(
+    options: LoadOptions,
+    target: Checkpoint,
+    device: torch.device,
+    *,
+    fetch: bool = True,
+    weights_here: bool = True,
+) -> ChosenDrafting:
+    """Choose the default drafter, find all assets, and check that drafter, policy and models fit together."""
+    assets = {name: kind.asset() for name, kind in DRAFTERS.items() if kind.asset is not None}
+    draft = find_draft(options, weights=fetch)
+    owner = None if draft is None else _owner(draft, options, assets)
+    drafter = options.drafter or default_drafter(options.policy, options.assets)
+
+    @cache
+    def read() -> Checkpoint:
+        assert draft is not None, "no asset reads a draft model that is not there"
+        return read_draft(options, draft, target)
+
+    found: dict[str, Found] = {}
+    missing: dict[str, Missing] = {}
+    for name, asset in assets.items():
+        search = AssetSearch(
+            target=target,
+            device=device,
+            options={option: getattr(options, option) for option in asset_options()},
+            needed=name == drafter,
+            choosing=DRAFTERS[drafter].chooses,
+            kernels=options.allows_kernels,
+            weights_here=weights_here,
+            draft=draft if owner in (None, name) else None,
+            read_draft=read,
+            shipped=(demo.adapter_path(),) if base_of(target.folder) == demo.target_path() else (),
+            free_memory=partial(free_memory, device),
+            found=tuple(found.values()),
+        )
+        one = asset.find(search)
+        if isinstance(one, Found):
+            found[name] = one
+        elif search.draft != draft and DRAFTERS[name].given_by == "draft":
+            missing[name] = replace(one, unfit=f"{draft} is what drafter {owner} reads")
+        else:
+            missing[name] = one
+    if options.drafter is None:
+        drafter = default_drafter(options.policy, options.assets, missing)
+    check_fits_assets(drafter, options.policy, options.draft_sampling, found, missing)
+    return ChosenDrafting(drafter, found, missing)
+
+
+def _owner(draft: Path, options: LoadOptions, assets: Mapping[str, Asset]) -> str | None:
+    """Return the drafter whose asset option `draft` names; None for a whole model."""
+    owner = next((name for name, asset in assets.items() if asset.knows(draft)), None)
+    option = None if owner is None else DRAFTERS[owner].given_by
+    if option not in (None, "draft"):
+        raise ConfigError(
+            f"which is what drafter {owner} reads", option="draft", value=str(options.draft),
+            remedy=("give ", Option(str(option), str(options.draft)), " in its place"),
+        )  # fmt: skip
+    return owner

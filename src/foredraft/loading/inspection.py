@@ -1,9 +1,7 @@
 """Inspection: what `load` would make of a model here, found out without loading its weights.
 
-Contract: a model that `load` refuses is refused here by the same code, so with the same error. Of a hub id
-only the small files are downloaded, or the GGUF file, because its own header says what the model is. Names,
-shapes and dtypes of tensors are checked where the weights are in the cache already. Those of a local folder
-are always checked. Too little memory is no refusal but part of the answer.
+What `load` refuses is refused here by the same code. Of a hub id only the small files are downloaded, or the
+GGUF file; tensors are checked where the weights are here. Too little memory is part of the answer.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ from typing import Any
 
 import torch
 
-from foredraft.drafters.draft_checkpoint import same_vocabulary
-from foredraft.errors import ConfigError, Option, python_spelling
+from foredraft.drafters.draft_model import same_vocabulary
+from foredraft.errors import ConfigError, Option, join_text, python_spelling
+from foredraft.kernels.compilation import describe_level
 from foredraft.kinds.load_options import LoadOptions, Progress
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
@@ -29,152 +28,89 @@ from foredraft.loading.capacity import (
     longest_sequence,
     weight_memory,
 )
-from foredraft.loading.checkpoints import find_target
-from foredraft.loading.device import check_dtype, find_device
-from foredraft.loading.drafting import ChosenDrafting, choose_drafting
-from foredraft.loading.free_memory import free_memory
-from foredraft.loading.threads import choose_threads
+from foredraft.loading.checkpoints import ChosenDrafting, choose_drafting, find_target
+from foredraft.loading.machine_limits import choose_threads, free_memory
+from foredraft.loading.runners import check_dtype, describe_operators, find_device
 from foredraft.model.cache import KVCache
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.hub import weights_to_come
+from foredraft.model.lora.lora_config import loras_of
 from foredraft.model.lora.lora_tensors import Replacement
-from foredraft.model.lora.opening import open_lora
-from foredraft.model.lora.record import loras_of
+from foredraft.model.lora.merging import open_lora
+from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import BITS
-from foredraft.model.transfers import dtype_name
-from foredraft.model.unread import Checkpoint
+from foredraft.model.runner import unserved_because
 from foredraft.model.weights import load_decoder, parameter_count
-
-__all__ = [
-    "CACHED_TOKENS",
-    "Context",
-    "DrafterInfo",
-    "Inspection",
-    "LoraInfo",
-    "ModelInfo",
-    "PairInfo",
-    "ThreadsInfo",
-    "inspect_models",
-]
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
 
 
 @dataclass(frozen=True, slots=True)
 class LoraInfo:
-    """A LoRA that is merged into the target.
+    """A LoRA that is merged into the target."""
 
-    Attributes:
-        name: Its folder or hub id as given.
-        ranks: The ranks of its changes, from the least.
-        alphas: Their α, from the least.
-        scaled_by: What α is divided by: "r" or "sqrt(r)".
-        modules: How many modules it changes, by the last part of their names.
-        replaced: How many tensors it replaces.
-        base: The model that it was trained for, as it says; None where it does not.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    alphas: tuple[float, ...]
-    scaled_by: str
-    modules: Mapping[str, int]
-    replaced: int
-    base: str | None
+    name: str  # its folder or hub id as given
+    ranks: tuple[int, ...]  # the ranks of its changes, from the least
+    alphas: tuple[float, ...]  # their α, from the least
+    scaled_by: str  # what α is divided by: "r" or "sqrt(r)"
+    modules: Mapping[str, int]  # how many modules it changes, by the last part of their names
+    replaced: int  # how many tensors it replaces
+    base: str | None  # the model that it was trained for, as it says; None where it does not
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """One model.
+    """One model."""
 
-    Attributes:
-        role: "target" or "draft".
-        name: The folder or hub id as given; None for a demo model.
-        folder: Its local folder or GGUF file.
-        architecture: Its architecture, as config.json names it.
-        parameters: Number of weights; a tied head counts once.
-        layers: Number of layers.
-        hidden_size: Size of a hidden state.
-        vocab_size: Number of token ids.
-        max_positions: The model's own limit on the tokens of a sequence.
-        dtype: The dtype that it would run in.
-        quantisation: How its weights are stored: method, bits and groups; None if they are not quantised.
-        tokenizer: It has a tokenizer.
-        weights_checked: Names, shapes and dtypes of its tensors were checked; False for a hub id whose
-            weights are not downloaded.
-        weight_bytes: Bits of a weight -> bytes of all weights on this device, with the copies that the
-            products need. Of a quantised model, 32 and 16 are the bits of the dtype. Of a target that is not
-            quantised, 8 and 4 are there where option weights saves memory.
-        larger_bytes: The same for the bits with which it would save none.
-        expanded_bytes: Format -> bytes of its weights, of formats whose weights are expanded to the dtype.
-        cache_bytes: Bytes of the keys and values of `CACHED_TOKENS` tokens.
-        loras: The LoRAs that are merged into it.
-    """
-
-    role: str
-    name: str | None
-    folder: str
-    architecture: str
-    parameters: int
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int
-    dtype: str
-    quantisation: str | None
-    tokenizer: bool
-    weights_checked: bool
+    role: str  # "target" or "draft"
+    name: str | None  # the folder or hub id as given; None for a demo model
+    folder: str  # its local folder or GGUF file
+    architecture: str  # its architecture, as config.json names it
+    parameters: int  # number of weights; a tied head counts once
+    layers: int  # number of layers
+    hidden_size: int  # size of a hidden state
+    vocab_size: int  # number of token ids
+    max_positions: int  # the model's own limit on the tokens of a sequence
+    dtype: str  # the dtype that it would run in
+    quantisation: str | None  # how its weights are stored; None if they are not quantised
+    tokenizer: bool  # it has a tokenizer
+    weights_checked: bool  # its tensors; False for a hub id whose weights are not downloaded
+    # bits of a weight -> bytes of all weights on this device, with the copies that the products need. Of a
+    # quantised model, 32 and 16 are the bits of the dtype. Of a target that is not quantised, 8 and 4 are
+    # there where option weights saves memory
     weight_bytes: Mapping[int, int]
-    larger_bytes: Mapping[int, int]
-    expanded_bytes: Mapping[str, int]
-    cache_bytes: int
-    loras: tuple[LoraInfo, ...] = ()
+    larger_bytes: Mapping[int, int]  # the same for the bits with which it would save none
+    expanded_bytes: Mapping[str, int]  # of formats whose weights are expanded to the dtype
+    cache_bytes: int  # bytes of the keys and values of `CACHED_TOKENS` tokens
+    loras: tuple[LoraInfo, ...] = ()  # the LoRAs that are merged into it
 
 
 @dataclass(frozen=True, slots=True)
 class PairInfo:
-    """How a draft model fits its target.
+    """How a draft model fits its target."""
 
-    Attributes:
-        drafter: The drafter that uses it.
-        same_tokenizer: Both models have one tokenizer; vocabularies may still differ in size.
-        parameter_ratio: Parameters of the target ÷ those of the draft model.
-    """
-
-    drafter: str
-    same_tokenizer: bool
-    parameter_ratio: float
+    drafter: str  # the drafter that uses it
+    same_tokenizer: bool  # both models have one tokenizer; vocabularies may still differ in size
+    parameter_ratio: float  # parameters of the target ÷ those of the draft model
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """A drafter, and whether it is at hand.
+    """A drafter, and whether it is at hand."""
 
-    Attributes:
-        name: Its name.
-        at_hand: `load` would make it.
-        note: The plan, adapter or copy that it uses, or what it lacks; None where neither applies.
-    """
-
-    name: str
-    at_hand: bool
-    note: str | None = None
+    name: str  # its name
+    at_hand: bool  # `load` would make it
+    note: str | None = None  # the asset that it uses, or what it lacks; None where neither applies
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How long sequences may be in the memory that is free now.
+    """How long sequences may be in the memory that is free now."""
 
-    Attributes:
-        longest: Positions of the longest single sequence; None where the weights do not fit.
-        rows: Sequences of a batch that `load` makes room for by default; None where it would refuse.
-        positions: Positions of each of them.
-        refusal: Why `load` would refuse; None where it would not.
-    """
-
-    longest: int | None
-    rows: int | None = None
-    positions: int | None = None
-    refusal: str | None = None
+    longest: int | None  # positions of the longest single sequence; None where the weights do not fit
+    rows: int | None = None  # of the default batch of `load`; None where it would refuse
+    positions: int | None = None  # positions of each of them
+    refusal: str | None = None  # why `load` would refuse; None where it would not
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +123,16 @@ class ThreadsInfo:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What `load` would make of the models.
+    """What `load` would make of the models."""
 
-    Attributes:
-        device: The device that they would run on.
-        free_bytes: Its free memory.
-        models: The target and, where there is one, the draft model.
-        pair: How they fit together; None without a draft model.
-        drafters: Every drafter.
-        context: How long sequences may be.
-        threads: How many CPU threads would compute.
-    """
-
-    device: str
-    free_bytes: int
-    models: tuple[ModelInfo, ...]
-    pair: PairInfo | None
-    drafters: tuple[DrafterInfo, ...]
-    context: Context
-    threads: ThreadsInfo
+    device: str  # the device that they would run on
+    free_bytes: int  # its free memory
+    models: tuple[ModelInfo, ...]  # the target and, where there is one, the draft model
+    pair: PairInfo | None  # how they fit together; None without a draft model
+    drafters: tuple[DrafterInfo, ...]  # every drafter
+    context: Context  # how long sequences may be
+    threads: ThreadsInfo  # how many CPU threads would compute
+    kernels: str | None  # which level of the kernels would run the target, or why none would; None on a GPU
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON document."""
@@ -219,19 +146,7 @@ def inspect_models(
     spelling: Callable[[Option], str] = python_spelling,
     **options: Any,
 ) -> Inspection:
-    """Return what `load` would make of a model, without loading its weights.
-
-    Args:
-        path: As `load` takes it.
-        progress: As `load` takes it.
-        spelling: How a note spells an option; by default as the Python API does.
-        **options: Of the other arguments of `load`: draft, revision, lora, draft_revision, tokenizer, dtype,
-                device, threads.
-
-    Raises:
-        ConfigError: As of `load`, except where memory is too small.
-        CheckpointError: As of `load`.
-    """
+    """Return what `load` would make of a model, without loading its weights."""
     given = options_for(path, **options, progress=progress)
     threads = choose_threads(given.threads)
     device = find_device(given.device)
@@ -258,7 +173,14 @@ def inspect_models(
         ),
         context=_context(given, target, drafting, device, spelling),
         threads=ThreadsInfo(threads.number, threads.describe(spelling)),
+        kernels=_kernels(target, device, spelling) if device.type == "cpu" else None,
     )
+
+
+def _kernels(target: Checkpoint, device: torch.device, spelling: Callable[[Option], str]) -> str:
+    if unserved_because(target.spec, device, target.dtype) is None:
+        return f"kernels: {describe_level()}"
+    return f"no kernels: {join_text(describe_operators(target.spec, device, target.dtype), spelling)}"
 
 
 def _check(checkpoint: Checkpoint, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Runners: the models' weights on the device, ready to run."""
+"""Runners: the models' weights on the device that a name means, ready to run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,121 @@ import logging
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
-from foredraft.errors import ConfigError, Option
+from foredraft.errors import ConfigError, Option, Text
 from foredraft.kernels.compilation import library, must_compile
-from foredraft.loading.device import check_dtype
-from foredraft.loading.options import LoadOptions
+from foredraft.kinds.load_options import LoadOptions
+from foredraft.loading.capacity import DEVICES
+from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.memory import as_gib, dtype_name
 from foredraft.model.runner import Runner, cached_shapes, check_compiler, probe_shapes, unserved_because
-from foredraft.model.transfers import as_gib
-from foredraft.model.unread import Checkpoint
+from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import expanded_bytes, load_decoder
 
-__all__ = ["check_compile", "make_runner", "make_runners"]
-
 logger = logging.getLogger(__name__)
+
+
+NATIVE_BFLOAT16 = (8, 0)  # the compute capability from which GPUs compute in bfloat16 natively
+
+
+def find_device(name: str | None) -> torch.device:
+    """Return the device of a name, a GPU with its index; None is the current GPU, or else the CPU."""
+    if name is None:
+        return _indexed(torch.device("cuda")) if torch.cuda.is_available() else torch.device("cpu")
+    unknown = ConfigError(option="device", value=name, remedy="give 'cpu', 'cuda' or 'cuda:N'")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError, ValueError):  # the last for numbers that are too large
+        raise unknown from None
+    kind, _, index = str(name).partition(":")
+    if kind not in DEVICES:
+        raise unknown
+    if kind == "cpu" and index:
+        raise ConfigError("but there is one CPU", option="device", value=name, remedy="give 'cpu'")
+    if kind == "cuda":
+        _check_gpu(name, int(index or 0))
+        return _indexed(device)
+    return device
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return a GPU with its index."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _check_gpu(name: str, index: int) -> None:
+    """Raise ConfigError where there is no GPU of an index, which `torch.device` takes modulo 256."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(
+            "but this PyTorch sees no CUDA device", option="device", value=name, remedy="give 'cpu'"
+        )
+    if index >= count:
+        known = ", ".join(f"cuda:{index}" for index in range(count))
+        raise ConfigError(
+            f"but this PyTorch sees only {known}", option="device", value=name, remedy="give one of these"
+        )
+
+
+@torch.inference_mode()
+def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Run the operators of a layer in a dtype once; log a warning where a GPU emulates bfloat16."""
+    name = dtype_name(dtype)
+    try:
+        found = _layer_of_ones(device, dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        if device.type == "cuda" and (dtype == torch.float32 or not _computes(device)):
+            raise ConfigError(
+                f"on which this PyTorch cannot compute ({reason})", option="device", value=str(device),
+                remedy=("install a PyTorch that is built for this GPU, or give ", Option("device", "cpu")),
+            ) from None  # fmt: skip
+        raise ConfigError(
+            f"which {device} cannot compute in ({reason})",
+            option="dtype",
+            value=name,
+            remedy=_other_dtypes(name),
+        ) from None
+    if not torch.allclose(found, F.silu(torch.ones(8, 8)), atol=0.01):
+        raise ConfigError(
+            f"in which {device} computes wrong values", option="dtype", value=name, remedy=_other_dtypes(name)
+        )
+    if device.type == "cuda":
+        _warn_of_emulation(device, dtype)
+
+
+def _layer_of_ones(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return what the operators of a layer make of ones, on the CPU."""
+    x = torch.ones(1, 1, 8, 64, device=device, dtype=dtype)
+    mask = torch.zeros(1, 1, 8, 8, device=device, dtype=dtype)
+    x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    return F.silu(F.rms_norm(F.linear(x[0, 0], x[0, 0]), (8,))).float().cpu()
+
+
+def _computes(device: torch.device) -> bool:
+    """Return whether a device computes in float32, which every GPU can."""
+    try:
+        _layer_of_ones(device, torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _warn_of_emulation(device: torch.device, dtype: torch.dtype) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if dtype == torch.bfloat16 and capability < NATIVE_BFLOAT16:
+        logger.warning(
+            "%s (compute capability %d.%d) emulates bfloat16, slowly; float16 is faster there",
+            torch.cuda.get_device_name(device),
+            *capability,
+        )
+
+
+def _other_dtypes(name: str) -> tuple[str | Option, ...]:
+    """Return the remedy that names the dtypes other than `name`."""
+    first, second = (other for other in ("float32", "bfloat16", "float16") if other != name)
+    return "give ", Option("dtype", first), " or ", Option("dtype", second)
 
 
 def check_compile(options: LoadOptions, device: torch.device) -> None:
@@ -32,12 +134,7 @@ def check_compile(options: LoadOptions, device: torch.device) -> None:
 
 
 def make_runners(options: LoadOptions, models: Sequence[Checkpoint], device: torch.device) -> list[Runner]:
-    """Load the weights of whole models, the target's first.
-
-    Raises:
-        ConfigError: The device cannot compute in a dtype, or the kernels cannot run a model.
-        CheckpointError: The weights are not those of the config.
-    """
+    """Load the weights of whole models, the target's first."""
     for dtype in dict.fromkeys(checkpoint.dtype for checkpoint in models):
         check_dtype(device, dtype)
     if options.allows_kernels and device.type == "cpu" and must_compile():
@@ -54,7 +151,23 @@ def make_runners(options: LoadOptions, models: Sequence[Checkpoint], device: tor
             )
         )
     options.report("load", len(made), len(made))
+    slow = [checkpoint for checkpoint, runner in zip(models, made, strict=True) if not runner.by_kernels]
+    if slow and options.allows_kernels and device.type == "cpu":
+        told = describe_operators(slow[0].spec, device, slow[0].dtype)
+        logger.warning("%s: " + "%s" * len(told), slow[0].folder, *told)
     return made
+
+
+def describe_operators(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Text:
+    """Return why PyTorch's operators run a model on a CPU, what that costs, and the remedy."""
+    reason = unserved_because(spec, device, dtype)
+    told = f"PyTorch's operators run instead of the kernels and take several times as long, because {reason}"
+    if library() is None:
+        return (f"{told}; install a C compiler, or the wheel for this CPU",)
+    for other in (torch.bfloat16, torch.float32):
+        if unserved_because(spec, device, other) is None:
+            return f"{told}; give ", Option("dtype", dtype_name(other))
+    return (f"{told}; no other dtype changes that",)
 
 
 def make_runner(
@@ -65,11 +178,7 @@ def make_runner(
     compile: bool = False,
     kernels: bool | None = None,
 ) -> Runner:
-    """Load the weights of one model.
-
-    The probes for batch-invariant shapes end before the weights are read, so their memory is never held at
-    once.
-    """
+    """Load the weights of one model, after the probes for batch-invariant shapes, to save memory."""
     folder, dtype = checkpoint.folder, checkpoint.dtype
     length = checkpoint.length
     outline = load_decoder(folder, "meta", dtype, length=length)  # checks names and shapes, reads no value

@@ -1,35 +1,75 @@
-"""ByteCodec: the bytes that token ids stand for, and token ids for exactly given bytes.
+"""`ByteCodec`: the bytes that token ids stand for, kept in the user's cache folder, and ids for given bytes.
 
-Two tokenizers share nothing but the text. A token id adds a string of bytes to it, in byte-level vocabularies
-often a part of a character. Decoding hides that (a cut character reads U+FFFD), and encoding may change a
-text (a space in front, another Unicode form). A drafter that carries text from one tokenizer to another
-therefore uses this codec, which gives the exact bytes or nothing.
+Two tokenizers share nothing but the text, which decoding and encoding may change. A drafter that carries text
+from one to another uses this codec, which gives the exact bytes or nothing. A file holds the length of each
+id's bytes, as int32 in little-endian order, and then the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
+import numpy as np
 import tokenizers
 
-from foredraft.model.kept_bytes import kept_bytes
+from foredraft import user_cache
 from foredraft.model.tokenizer import Tokenizer, token_bytes
 
-__all__ = ["ByteCodec", "characters"]
+KIND, SUFFIX = "vocabularies", ".bytes"  # of the user's cache
+RULE = 1  # raised when `ByteCodec` finds other bytes
+MIN_IDS = 2**14  # of a table that is kept: as many are looked up in some 30 ms
+MAX_TABLES = 16  # of 3 MB for 262,144 ids
+NO_BYTES = -1  # the length of an id that adds nothing to a text
 
-# Texts that few tokenizers merge with the letters behind them: a line break, and a character that hardly any
-# text contains. A text encoded behind one of them gets no space in front.
+Bytes = Sequence["bytes | None"]
+
+
+def kept_bytes(tokenizer: Tokenizer, size: int, make: Callable[[], Iterable[bytes | None]]) -> Bytes:
+    """Return the bytes of the ids below `size`, from the cache where it holds them."""
+    if size < MIN_IDS:
+        return [*make()]
+    key = {
+        "rule": RULE,
+        "tokenizers": tokenizers.__version__,
+        "tokenizer": tokenizer.digest,
+        "ids": tokenizer.model_vocab_size,
+        "size": size,
+    }
+    content = user_cache.read_bytes(KIND, key, SUFFIX)
+    if content is not None and (kept := _unpacked(content, size)) is not None:
+        return kept
+    made = [*make()]
+    user_cache.write_bytes(KIND, key, SUFFIX, _packed(made))
+    user_cache.keep_newest(KIND, SUFFIX, MAX_TABLES)
+    return made
+
+
+def _packed(table: Bytes) -> bytes:
+    lengths = np.array([NO_BYTES if each is None else len(each) for each in table], dtype="<i4")
+    return lengths.tobytes() + b"".join(each for each in table if each is not None)
+
+
+def _unpacked(content: bytes, size: int) -> Bytes | None:
+    """Return the table in a file; None where `_packed` cannot have written it."""
+    if len(content) < 4 * size:
+        return None
+    lengths, data = np.frombuffer(content, dtype="<i4", count=size), content[4 * size :]
+    ends = np.cumsum(np.maximum(lengths, 0), dtype=np.int64)
+    if int(lengths.min()) < NO_BYTES or int(ends[-1]) != len(data):
+        return None
+    table: list[bytes | None] = [data[start:end] for start, end in pairwise([0, *ends.tolist()])]
+    for id in np.flatnonzero(lengths == NO_BYTES).tolist():
+        table[id] = None
+    return table
+
+
+# Texts that few tokenizers merge with the letters behind them, in front of which they put no space.
 ANCHORS = ("\n", "\N{OBJECT REPLACEMENT CHARACTER}")
 
 
 class ByteCodec:
-    """Maps one tokenizer's ids to bytes and back. All ids are within the vocabulary of the tokenizer's model.
-
-    Attributes:
-        prefix: Ids that the tokenizer puts before every text (BOS).
-        pads: Whether the tokenizer puts a space before the first word of a text.
-        specials: Special tokens: content -> id.
-    """
+    """Maps one tokenizer's ids to bytes and back. All ids are within the model's vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         within = range(tokenizer.model_vocab_size)
@@ -40,8 +80,8 @@ class ByteCodec:
         self._before = tokenizer.text_of(self._tokens_before)
         self._bytes: dict[int, bytes | None] = {}
         self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
-        self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]
-        self.pads = self.join(self._context) == b" a"
+        self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]  # (BOS)
+        self.pads = self.join(self._context) == b" a"  # a space in front
 
     def of(self, id: int) -> bytes | None:
         """Return the bytes that an id adds to a text; None for special tokens and for ids without a token."""
@@ -72,10 +112,7 @@ class ByteCodec:
         return ids
 
     def spell(self, text: str) -> list[int]:
-        """Return ids of a text that continues another one.
-
-        Their bytes are exactly the text's, to its end or as far as the tokenizer can express it.
-        """
+        """Return ids of a text that continues another one, as far as ids can express exactly its bytes."""
         data = text.encode()
         best: list[int] = []
         reached = -1  # bytes of the text that `best` covers
@@ -88,10 +125,7 @@ class ByteCodec:
         return best
 
     def _attempts(self, text: str) -> Iterator[list[int]]:
-        """Yield encodings of a text: as it is, without its first space, and behind an anchor.
-
-        The later ones are for tokenizers that put a space before every text that they encode.
-        """
+        """Yield encodings of a text: as it is, and for tokenizers that put a space before every text."""
         yield self.encode(text)
         if text.startswith(" "):
             yield self.encode(text[1:])
@@ -101,7 +135,6 @@ class ByteCodec:
             yield ids[next(ends, len(ids)) :]
 
     def _agreeing(self, ids: list[int], data: bytes) -> list[int]:
-        """Return the leading ids whose bytes are those of `data`."""
         place = 0
         for count, id in enumerate(ids):
             part = self.of(id)
@@ -111,7 +144,6 @@ class ByteCodec:
         return ids
 
     def _look_up(self, id: int) -> bytes | None:
-        """Return the bytes of an id, as `of` does."""
         token = self._tokenizer.inner.id_to_token(id)
         if token is None or id in self._tokenizer.special:
             return None
@@ -133,10 +165,7 @@ def characters(data: bytes) -> str:
 
 
 def _literal(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """Return a tokenizer that reads names of special tokens, and of tokens beyond the model's, as plain text.
-
-    It shares the tables of the given one, which would take seconds to copy.
-    """
+    """Return a tokenizer of the same tables to which special tokens, and any beyond the model's, are text."""
     inner, added = tokenizer.inner, tokenizer.inner.get_added_tokens_decoder()
     literal = tokenizers.Tokenizer(inner.model)
     for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
@@ -148,7 +177,6 @@ def _literal(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _before(ids: list[int], text: list[int]) -> list[int]:
-    """Return the ids of an encoding before the text's own ids."""
     for at in range(len(ids) - len(text) + 1):
         if ids[at : at + len(text)] == text:
             return ids[:at]

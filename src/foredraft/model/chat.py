@@ -1,28 +1,52 @@
 """Turn a conversation into the prompt text, by the checkpoint's chat template.
 
 Contract: the text equals that of transformers' `apply_chat_template` for the same messages, and is cut in the
-same place where the last message is to be continued. It already holds
-the special tokens, so it is encoded without adding any. A template (`template.py`) receives copies of plain
-values only (text, numbers, lists, objects), and decides itself which keys a message must have. A message that
-spells out a special token contains that token. A template that reads texts as lists of parts alone gets them
-so (`chat_parts.py`).
+same place where the last message is to be continued. It already holds the special tokens, so it is encoded
+without adding any. A template (`template.py`) receives copies of plain values only (text, numbers, lists,
+objects), and decides itself which keys a message must have. A message that spells out a special token
+contains that token. Templates of multimodal checkpoints read parts such as {"type": "text", "text": ...}. One
+that would leave a plain text out without a word gets texts as lists of parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean
-from foredraft.model.chat_parts import as_parts, takes_parts_alone
+from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean, invalid_at
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
-from foredraft.model.template import Refusal, render, variables_of
-from foredraft.unicode import invalid_at
 
-__all__ = ["ChatTemplate", "Message"]
+PROBE = "foredraftprobe"  # a word that survives what templates do to a message
+
+
+def takes_parts_alone(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Return whether a template shows a message's text only where it is given as a part."""
+
+    def shows(content: Any) -> bool:
+        try:
+            return PROBE in render([{"role": "user", "content": content}])
+        except Exception:  # the expressions of a template may raise anything
+            return False
+
+    return not shows(PROBE) and shows(_parts(PROBE))
+
+
+def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts."""
+    return [
+        {**message, "content": _parts(message["content"])}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def _parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
+
 
 Message = Mapping[str, Any]  # one message: "role", and the other keys that the template reads
 
@@ -58,27 +82,17 @@ class ChatTemplate:
     """The chat templates of a tokenizer.
 
     The template named "default" is used; messages with tools use the one named "tool_use" if there is one.
-
-    Attributes:
-        templates: Jinja sources by name.
-        special_tokens: Texts of the special tokens, by the names that templates use, as in "bos_token".
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
-        self.templates = dict(templates)
+        self.templates = dict(templates)  # Jinja sources by name
+        # texts of the special tokens, by the names that templates use, as in "bos_token"
         self.special_tokens = dict(special_tokens or {})
         self._in_parts: dict[str, bool] = {}  # template -> whether it takes texts as parts alone
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """Return the templates of a checkpoint: from their own files, or else from tokenizer_config.json.
-
-        Returns:
-            The templates; None if the checkpoint has none.
-
-        Raises:
-            CheckpointError: A file cannot be read, or holds something else.
-        """
+        """Return the templates of a checkpoint: from their own files, or else from tokenizer_config.json."""
         file = folder / CONFIG
         config = read_json(file) if file.is_file() else {}
         templates = _from_files(folder) or _from_config(config.get("chat_template"), file)
@@ -94,23 +108,10 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt text of a conversation.
+        """Return the prompt text of a conversation."""
+        # Here and below, not above: Jinja takes a while to import, and most runs need none.
+        from foredraft.model.template import Refusal, render, variables_of
 
-        Args:
-            messages: Mappings with "role" and the other keys that the template reads, such as "content". A
-                key whose value is None counts as absent.
-            add_generation_prompt: Append the beginning of the assistant's reply.
-            continue_final_message: End the text where the content of the last message ends, so that the reply
-                goes on from there; then nothing is appended.
-            tools: Descriptions of tools, for templates that read them.
-            documents: Documents, for templates that read them.
-            **variables: Further variables; the template must read each of them.
-
-        Raises:
-            RequestError: A message or a variable is not plain, the template does not read a variable (tools
-                and documents included, where there are any), refuses the messages, or fails; or the last
-                message cannot be continued.
-        """
         for name in variables.keys() & NOT_VARIABLES.keys():
             raise RequestError(f"{name} is not a variable of a chat template", remedy=NOT_VARIABLES[name])
         given = variables | {"tools": tools, "documents": documents}
@@ -148,6 +149,8 @@ class ChatTemplate:
         if "text" not in source:  # the key of a part
             return False
         if source not in self._in_parts:
+            from foredraft.model.template import render
+
             values = self.special_tokens | {"add_generation_prompt": True, "tools": None, "documents": None}
             self._in_parts[source] = takes_parts_alone(
                 lambda messages: render(source, values | {"messages": messages})
@@ -161,6 +164,8 @@ class ChatTemplate:
 
     def variables(self, *, with_tools: bool) -> frozenset[str]:
         """Return the variables that the template for messages with or without tools reads."""
+        from foredraft.model.template import variables_of
+
         try:
             return variables_of(self.source(with_tools=with_tools))
         except Exception:  # a malformed template; `render` says so
@@ -172,11 +177,7 @@ class ChatTemplate:
         return [name for name in names if name not in known]
 
     def source(self, *, with_tools: bool) -> str:
-        """Return the template for messages with or without tools.
-
-        Raises:
-            RequestError: There is none of these names.
-        """
+        """Return the template for messages with or without tools."""
         if with_tools and TOOL_USE in self.templates:
             return self.templates[TOOL_USE]
         if DEFAULT not in self.templates:
@@ -304,12 +305,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a copy made of JSON's types and tuples, so that a template cannot call other methods.
-
-    Args:
-        value: The value that a caller passed.
-        name: Its name in error messages.
-    """
+    """Return a copy made of JSON's types and tuples, so that a template cannot call other methods."""
     try:
         return _copied(value, name)
     except RecursionError:

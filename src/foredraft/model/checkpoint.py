@@ -1,14 +1,13 @@
-"""The tensors of a checkpoint by name: safetensors files of a folder, or a GGUF file.
+"""A checkpoint before its weights are read, and its tensors by name, of safetensors files or a GGUF file.
 
-The folder of a GGUF file (`model.gguf`) gives its tensors under Hugging Face's names. A family that names or
-arranges its tensors unlike Llama has a layout (`tensor_layouts.py`), which is undone here.
+Row i of the product, and value i of its bias, is row `order[i]` of the stored ones. The decoder computes
+whole queries, then keys, then values, and rotates the halves of a head's first channels together.
 
-Contract: reading is strict. A tensor must be present in the wanted shape and dtype, and `reject_unused`
-allows no others, except a few that are known to carry no information. An error names the tensor or the file.
-
-A tensor's range of its file is memory-mapped while it is read; what outlives it is copied. On the device
-"meta" the headers alone are read, and of quantised weights what their checks need. A quantised weight is read
-as codes where the kernels keep it so (`coding_of`), and otherwise expanded, one module at a time.
+Reading is strict: a tensor must be present in the wanted shape and dtype, and `reject_unused` allows no
+others, except a few that carry no information. A tensor's range of its file is mapped while it is read; what
+outlives it is copied. On the device "meta" the headers alone are read, and of quantised weights what their
+checks need. A quantised weight is read as codes where the kernels keep it so (`code_format_of`), and
+otherwise expanded, one module at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,36 +26,72 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
-from foredraft.model.further_tokens import predicts_further
+from foredraft.model.config import broken, is_file_name, mismatch, read_json
 from foredraft.model.gguf.tensors import RECORD, open_tensors, source_of
-from foredraft.model.lora.opening import merge_loras
-from foredraft.model.lora.record import RECORD as LORAS
-from foredraft.model.lora.record import base_of
-from foredraft.model.quantisation import ActivationFormat, Codes, Coding, Quantisation, WeightFormat, pieces
+from foredraft.model.lora.lora_config import RECORD as LORAS
+from foredraft.model.lora.lora_config import base_of, lora_digests, loras_of
+from foredraft.model.lora.merging import merge_loras
+from foredraft.model.memory import dtype_name
+from foredraft.model.quantisation import (
+    BITS,
+    ActivationFormat,
+    CodeFormat,
+    Codes,
+    Quantisation,
+    WeightFormat,
+    pieces,
+)
 from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_layouts import EMBEDDING, HEAD, POSITIONS
-from foredraft.model.tensor_names import AS_STORED, LINEAR, Naming
-from foredraft.model.transfers import dtype_name
-
-__all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "IGNORED",
-    "INDEX",
-    "SINGLE",
-    "CheckpointTensors",
-    "Shapes",
-    "coding_of",
-    "first_values",
-    "format_of",
-    "inputs_of",
-    "joined_shape",
-    "weight_headers",
-]
+from foredraft.model.tensor_names import (
+    AS_STORED,
+    EMBEDDING,
+    HEAD,
+    LINEAR,
+    POSITIONS,
+    Naming,
+    predicts_further,
+)
+from foredraft.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def qkv_order(spec: ModelSpec) -> Tensor | None:
+    """Return the order of queries, keys and values side by side; None: they are stored in it."""
+    heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
+    rows = torch.arange((heads + 2 * kv_heads) * dim)
+    if spec.grouped_qkv:
+        rows = grouped_rows(heads, kv_heads, dim)
+    channels = channel_order(spec)
+    if channels is not None:
+        by_head = rows.view(-1, dim)
+        rotated = heads + kv_heads
+        rows = torch.cat([by_head[:rotated, channels], by_head[rotated:]]).flatten()
+    return rows if spec.grouped_qkv or channels is not None else None
+
+
+def grouped_rows(heads: int, kv_heads: int, head_dim: int) -> Tensor:
+    """Return the order of a weight that stores the queries, the key and the value of each key head together.
+
+    Examples:
+        >>> grouped_rows(heads=4, kv_heads=2, head_dim=1).tolist()  # stored: q0 q1 k0 v0 q2 q3 k1 v1
+        [0, 1, 4, 5, 2, 6, 3, 7]
+    """
+    groups = heads // kv_heads
+    stored = torch.arange((heads + 2 * kv_heads) * head_dim).view(kv_heads, groups + 2, head_dim)
+    parts = stored[:, :groups], stored[:, groups], stored[:, groups + 1]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def channel_order(spec: ModelSpec) -> Tensor | None:
+    """Return the order of a head's channels, the even ones first where neighbours rotate together."""
+    if not spec.interleaved:
+        return None
+    rotated = spec.rope.rotated(spec.head_dim)
+    pairs = torch.arange(rotated).view(-1, 2)
+    return torch.cat([pairs.T.flatten(), torch.arange(rotated, spec.head_dim)])
+
 
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
 TABLES = (EMBEDDING, POSITIONS)  # no linear layers, which the rules of most schemes are about
@@ -66,15 +102,7 @@ IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 
 
 def weight_headers(folder: Path, naming: Naming | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values.
-
-    Args:
-        folder: The folder of the checkpoint.
-        naming: How its tensors are named; None: as its config says, which is a supported model's.
-
-    Raises:
-        CheckpointError: The files of the checkpoint are broken or incomplete.
-    """
+    """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values."""
     with ExitStack() as stack:
         files = _named_tensors(folder, stack, naming)
         slices = {name: file.get_slice(name) for name, file in files.items()}
@@ -82,17 +110,12 @@ def weight_headers(folder: Path, naming: Naming | None = None) -> dict[str, tupl
 
 
 def _named_tensors(folder: Path, stack: ExitStack, naming: Naming | None = None) -> dict[str, Any]:
-    """Return the open files of a model's tensors by the decoder's names."""
     naming = naming or ModelSpec.from_folder(folder).naming
     return CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32, naming=naming).files
 
 
 def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the first row of every tensor of a checkpoint, as stored, in the order of names.
-
-    Raises:
-        CheckpointError: The files of the checkpoint are broken or incomplete.
-    """
+    """Yield the name and the first row of every tensor of a checkpoint, as stored, in the order of names."""
     with ExitStack() as stack:
         files = _named_tensors(folder, stack)
         for name in sorted(files):
@@ -130,16 +153,13 @@ class CheckpointTensors:
         self._rename(AS_STORED if in_gguf else naming)  # a GGUF file's tensors have the decoder's names
 
     def _rename(self, naming: Naming) -> None:
-        """Give the open tensors the decoder's names."""
         self.naming = naming
         files, shards, plain = self.files, self.shards, naming.plain(self.files)
-        self.files = naming.combined(
-            {name: naming.opened(files[stored], stored, name) for stored, name in plain.items()}
-        )
+        opened = {name: naming.opened(files[stored], stored, name) for stored, name in plain.items()}
+        self.files = naming.combined(opened)
         self.shards = {name: shards[stored] for stored, name in plain.items()}
 
     def _open(self, folder: Path, stack: ExitStack) -> None:
-        """Open the files of a folder."""
         index = folder / INDEX
         if (folder / SINGLE).is_file():
             file = stack.enter_context(SafetensorsFile(folder / SINGLE))
@@ -152,40 +172,27 @@ class CheckpointTensors:
             for name, info in source.infos.items():
                 self.files[name], self.shards[name] = source, source.model.holder(info).path.name
         else:
-            raise CheckpointError(
-                f"{folder} has neither {SINGLE} nor {INDEX}", remedy="give a checkpoint in safetensors format"
-            )
+            problem = f"{folder} has neither {SINGLE} nor {INDEX}"
+            raise CheckpointError(problem, remedy="give a checkpoint in safetensors format")
 
     def _open_shards(self, folder: Path, index: Path, stack: ExitStack) -> None:
         """Open the files that the index lists, and check that they hold exactly the tensors it lists."""
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(
-                f"{index} has no weight_map from tensor names to files", remedy=DOWNLOAD_AGAIN
-            )
+            raise broken(f"{index} has no weight_map from tensor names to files")
         for shard in sorted(set(weight_map.values())):
             if not is_file_name(shard):
-                raise CheckpointError(
-                    f"{index} lists {shortened(shard)}, which is not a file in its folder",
-                    remedy=DOWNLOAD_AGAIN,
-                )
+                raise broken(f"{index} lists {shortened(shard)}, which is not a file in its folder")
             if not (folder / shard).is_file():
-                raise CheckpointError(
-                    f"{folder / shard} is missing, though {INDEX} lists it", remedy=DOWNLOAD_AGAIN
-                )
+                raise broken(f"{folder / shard} is missing, though {INDEX} lists it")
             file = stack.enter_context(SafetensorsFile(folder / shard))
             for name in file.keys():  # noqa: SIM118 - no mapping
                 if weight_map.get(name) != shard:
-                    raise CheckpointError(
-                        f"{folder / shard} holds {name}, which {INDEX} does not list there",
-                        remedy=DOWNLOAD_AGAIN,
-                    )
+                    raise broken(f"{folder / shard} holds {name}, which {INDEX} does not list there")
                 self.files[name], self.shards[name] = file, shard
         for name, shard in weight_map.items():
             if name not in self.files:
-                raise CheckpointError(
-                    f"{folder / shard} lacks {name}, which {INDEX} lists there", remedy=DOWNLOAD_AGAIN
-                )
+                raise broken(f"{folder / shard} lacks {name}, which {INDEX} lists there")
 
     def load(self, shapes: Shapes) -> Tensor:
         return self._fill(shapes, torch.empty(joined_shape(shapes), device=self.device, dtype=self.dtype))
@@ -204,12 +211,8 @@ class CheckpointTensors:
         return self._fill(shapes, self.buffer[:values].view(-1, *columns))
 
     def codes(self, shapes: Shapes) -> Iterator[Codes] | None:
-        """Return the joined weights as the kernels keep them coded; None where they are to be expanded.
-
-        A weight by itself comes in pieces (`quantisation.pieces`), which bounds the memory that a head takes.
-        Weights are expanded that order their columns differently: they share their inputs.
-        """
-        if coding_of(shapes, self.quantisation) is None or self.device.type == "meta":
+        """Return the joined weights coded, in pieces; None to expand them, as parts of unlike orders are."""
+        if code_format_of(shapes, self.quantisation) is None or self.device.type == "meta":
             return None
         parts = [self._pieces(name, (shape[0], shape[1])) for name, shape in shapes.items()]
         if len(parts) == 1:
@@ -224,28 +227,23 @@ class CheckpointTensors:
         return (Codes.joined(each) for each in chain([first], joins))
 
     def report(self) -> None:
-        """Say in a line each which weights are expanded though they have a coding, and what stays unread."""
+        """Say in a line each which weights are expanded though they have a format, and what stays unread."""
         if self.further and self.device.type != "meta":
-            logger.info(
-                "%d tensors that predict further tokens stay unread (the first: %s)",
-                len(self.further), self.further[0],
-            )  # fmt: skip
+            shown = len(self.further), self.further[0]
+            logger.info("%d tensors that predict further tokens stay unread (the first: %s)", *shown)
         if self.disordered:
-            values = sum(math.prod(joined_shape(shapes)) for shapes in self.disordered)
+            size = self.dtype.itemsize * sum(math.prod(joined_shape(shapes)) for shapes in self.disordered)
+            first = ", ".join(name.removesuffix(".weight") for name in self.disordered[0])
             logger.warning(
                 "%d linear layers are expanded to %s, %.3f GB: their parts share inputs and order them"
                 " differently (the first: %s)",
-                len(self.disordered),
-                dtype_name(self.dtype),
-                values * self.dtype.itemsize / 1e9,
-                ", ".join(name.removesuffix(".weight") for name in self.disordered[0]),
-            )
+                len(self.disordered), dtype_name(self.dtype), size / 1e9, first,
+            )  # fmt: skip
 
     def free_temporary(self) -> None:
         self.buffer = torch.empty(0)
 
     def _fill(self, shapes: Shapes, joined: Tensor) -> Tensor:
-        """Copy the tensors into `joined`, one after the other."""
         row = 0
         for name, shape in shapes.items():
             joined[row : row + shape[0]].copy_(self.tensor(name, shape))
@@ -273,11 +271,10 @@ class CheckpointTensors:
         assert format is not None
         parts = format.parts(module, shape)
         if "weight" in parts and self.naming.layer_class(module) != LINEAR:
-            raise CheckpointError(
-                f"{self.naming.stored_module(module)} is stored transposed, and no program defines"
-                f" {format} of such a weight",
-                remedy="give the 16-bit model that it was made from, or a checkpoint in GPTQ's format",
-            )
+            stored = self.naming.stored_module(module)
+            problem = f"{stored} is stored transposed, and no program defines {format} of such a weight"
+            remedy = "give the 16-bit model that it was made from, or a checkpoint in GPTQ's format"
+            raise CheckpointError(problem, remedy=remedy)
         for suffix, part in parts.items():
             if not part.optional or f"{module}.{suffix}" in self.files:
                 tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
@@ -296,20 +293,13 @@ class CheckpointTensors:
     def _checked(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Any:
         """Return a tensor whose values are not read yet, after checking its shape and its stored dtype."""
         if name not in self.files:
-            stored = self.naming.stored_name(name)
-            raise CheckpointError(f"tensor {stored} is missing from the checkpoint", remedy=DOWNLOAD_AGAIN)
+            raise broken(f"tensor {self.naming.stored_name(name)} is missing from the checkpoint")
         found = self.files[name].get_slice(name)
-        if tuple(found.get_shape()) != shape:
-            raise CheckpointError(
-                f"tensor {name} has shape {list(found.get_shape())}, but config.json implies {list(shape)}",
-                remedy="take both files from one checkpoint",
-            )
-        if found.get_dtype() not in dtypes:
-            raise CheckpointError(
-                f"tensor {name} is stored as {found.get_dtype()}, but config.json implies"
-                f" {' or '.join(dtypes)}",
-                remedy="take both files from one checkpoint",
-            )
+        if (stored := [*found.get_shape()]) != [*shape]:
+            raise mismatch(f"tensor {name} has shape {stored}, but config.json implies {[*shape]}")
+        if (dtype := found.get_dtype()) not in dtypes:
+            wanted = " or ".join(dtypes)
+            raise mismatch(f"tensor {name} is stored as {dtype}, but config.json implies {wanted}")
         self.used.add(name)
         return found
 
@@ -320,11 +310,6 @@ class CheckpointTensors:
         return not self.files[name].get_tensor(name).float().any()
 
     def reject_unused(self, spec: ModelSpec) -> None:
-        """Check that every tensor was used, or is known to carry no information.
-
-        Raises:
-            CheckpointError: A tensor is not part of the model, or differs from the one it duplicates.
-        """
         for name in sorted(set(self.files) - self.used):
             if IGNORED.fullmatch(name) or self._is_zero_bias(name):
                 continue
@@ -334,15 +319,11 @@ class CheckpointTensors:
                 continue
             if name != f"{HEAD}.weight" or not spec.tied:
                 stored, model = getattr(self.files[name], "stored", name), spec.wrapper or spec.architecture
-                raise CheckpointError(
-                    f"tensor {stored} in {self.shards[name]} is not part of a {model}",
-                    remedy="use a checkpoint without it",
-                )
+                problem = f"tensor {stored} in {self.shards[name]} is not part of a {model}"
+                raise CheckpointError(problem, remedy="use a checkpoint without it")
             if not self._equals_embedding(name, (spec.vocab_size, spec.hidden_size)):
-                raise CheckpointError(
-                    f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them",
-                    remedy="correct tie_word_embeddings",
-                )
+                problem = f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them"
+                raise CheckpointError(problem, remedy="correct tie_word_embeddings")
 
     def _equals_embedding(self, name: str, shape: tuple[int, int]) -> bool:
         """Return whether a tensor has the values of the embedding; a piece of both is in memory at a time."""
@@ -353,7 +334,6 @@ class CheckpointTensors:
 
 
 def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
-    """Return the format of the weight of a tensor's module; None if it is not quantised."""
     module = name.rpartition(".")[0]
     if quantisation is None or (module in TABLES and not quantisation.embedding):
         return None
@@ -363,44 +343,72 @@ def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | No
 def inputs_of(
     names: Collection[str], columns: int, quantisation: Quantisation | None
 ) -> ActivationFormat | None:
-    """Return the format of the inputs that the named linear layers share; None if they stay as they are.
-
-    Args:
-        names: The layers.
-        columns: Of their inputs.
-        quantisation: The scheme of the checkpoint.
-
-    Raises:
-        CheckpointError: They have several, or it does not fit the columns.
-    """
+    """Return the format of the inputs that the named linear layers share; None if they stay as they are."""
     if quantisation is None:
         return None
     formats = {name: None if name == EMBEDDING else quantisation.inputs_of(name) for name in names}
     found = set(formats.values())
     if len(found) > 1:
         shown = ", ".join(f"{name}: {format or 'none'}" for name, format in formats.items())
-        raise CheckpointError(
-            f"layers that share their inputs quantise them differently ({shown})",
-            remedy="use a checkpoint that quantises them alike",
-        )
+        problem = f"layers that share their inputs quantise them differently ({shown})"
+        raise CheckpointError(problem, remedy="use a checkpoint that quantises them alike")
     shared = found.pop()
     if shared is not None and not shared.holds(columns):
-        raise CheckpointError(
-            f"{', '.join(names)}: inputs of {columns} columns have no whole groups ({shared})",
-            remedy="use a checkpoint that leaves these layers unquantised",
-        )
+        problem = f"{', '.join(names)}: inputs of {columns} columns have no whole groups ({shared})"
+        raise CheckpointError(problem, remedy="use a checkpoint that leaves these layers unquantised")
     return shared
 
 
-def coding_of(shapes: Shapes, quantisation: Quantisation | None) -> Coding | None:
-    """Return how the kernels keep the joined weights coded; None where they do not."""
+def code_format_of(shapes: Shapes, quantisation: Quantisation | None) -> CodeFormat | None:
     formats = [format_of(name, quantisation) for name in shapes]
-    coding = Coding.of_all(None if format is None else format.coding for format in formats)
+    code_format = CodeFormat.of_all(None if format is None else format.code_format for format in formats)
     [columns] = {shape[1] for shape in shapes.values()}
-    return coding if coding is not None and coding.holds(columns) else None
+    return code_format if code_format is not None and code_format.holds(columns) else None
 
 
 def joined_shape(shapes: Shapes) -> tuple[int, ...]:
-    """Return the shape of the tensors joined along their first dimension."""
     parts = list(shapes.values())
     return sum(shape[0] for shape in parts), *parts[0][1:]
+
+
+def identity(folder: Path) -> dict[str, Any]:
+    """Return a model's config.json, the names, dtypes and shapes of its tensors, and its LoRAs' digests."""
+    base, loras = base_of(folder), lora_digests(folder)
+    known = {"config": read_json(base / "config.json"), "tensors": weight_headers(base)}
+    return known | ({"loras": loras} if loras else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: Path  # the local folder; of a GGUF file or a model with LoRAs, the one that was made from it
+    spec: ModelSpec  # the model's shape, from config.json
+    tokenizer: Tokenizer | None  # None where the folder has none
+    dtype: torch.dtype  # the dtype to run it in
+    bits: int | None = None  # of the codes that its weights are quantised to; None leaves them as they are
+    length: int | None = None  # the positions of the longest text to come; None: as many as the model takes
+
+    @property
+    def coded_bits(self) -> int | None:
+        """Bits of the codes that its weights have in memory; None where they are not codes."""
+        stored = self.spec.quantisation
+        return stored.bits if self.bits is None and stored is not None else self.bits
+
+    @property
+    def weights(self) -> str | None:
+        """How its weights are quantised, as people say it: "int4", or "gptq, 4 bits in groups of 128"."""
+        if self.bits is not None:
+            return next(name for name, bits in BITS.items() if bits == self.bits)
+        return None if self.spec.quantisation is None else self.spec.quantisation.described
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in loras_of(self.folder))
+
+    @property
+    def shown(self) -> str:
+        """What messages call it: its folder or GGUF file, and its LoRAs."""
+        return " + ".join([str(self.source), *self.loras])
+
+    @property
+    def source(self) -> Path:
+        return source_of(self.folder)

@@ -1,20 +1,33 @@
-"""Read a JSON object of a checkpoint strictly: no key is overlooked.
+"""Read the JSON objects of a checkpoint strictly: no key is overlooked.
 
-Contract: `ConfigReader` records the keys that its caller reads, and gives the others. `reject_unknown_keys`
-refuses them by name and value; for a `config.json`, `reference.py` decides. Only `spec.py`, `families/`,
-`rope_config.py` and the files of `quantisation` know what a key means.
+`ConfigReader` records the keys that its caller reads. `reject_unknown_keys` refuses the others by name and
+value; for a `config.json`, `unsupported.check_unread` decides. Of `generation_config.json`, a key that is
+also an option of a request becomes that option's default; any other key that `transformers` reads changes
+nothing here, or is named in a warning; an absent key sets nothing. `python -m recipes.reference_keys` makes
+`reference_keys.json`, the keys that transformers reads, and says what reading means.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.files import NO_FILE, is_no_file
+
+logger = logging.getLogger(__name__)
+
+_TABLE = json.loads(files("foredraft.model").joinpath("reference_keys.json").read_text(encoding="utf-8"))
+SHARED_KEYS = frozenset(_TABLE["shared"])  # of every supported model type
+# Model type -> its keys, and type of rotary parameters -> theirs.
+CONFIG_KEYS = {name: SHARED_KEYS | frozenset(keys) for name, keys in _TABLE["config"].items()}
+KEYS_BY_ROPE = {kind: frozenset(keys) for kind, keys in _TABLE["rope"].items()}
+GENERATION_KEYS = frozenset(_TABLE["generation"])  # of generation_config.json
 
 DOWNLOAD_AGAIN = "download it again"  # the remedy for a broken or incomplete file
 MAX_FLOAT = sys.float_info.max
@@ -23,20 +36,23 @@ MAX_FILE_NAME = 255  # bytes, on all common file systems
 NO_DEFAULT = object()  # of a key that must be there
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a checkpoint.
+def broken(problem: str) -> CheckpointError:
+    return CheckpointError(problem, remedy=DOWNLOAD_AGAIN)
 
-    Raises:
-        CheckpointError: The file cannot be read, or does not hold a JSON object.
-    """
+
+def mismatch(problem: str) -> CheckpointError:
+    return CheckpointError(problem, remedy="take both files from one checkpoint")
+
+
+def read_json(path: Path) -> dict[str, Any]:
     try:
         if is_no_file(path):
             raise OSError(NO_FILE)
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error})", remedy=DOWNLOAD_AGAIN) from error
+        raise broken(f"{path} is not readable JSON ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", remedy=DOWNLOAD_AGAIN)
+        raise broken(f"{path} does not hold a JSON object")
     return content
 
 
@@ -55,12 +71,6 @@ MAX_KEY_WIDTH = 2**15  # of all key heads together
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: The text is not JSON, or nests lists and objects more than MAX_DEPTH deep. Deeper values
-            could be parsed, but not printed, compared or copied.
-    """
     too_deep = ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
     try:
         value = json.loads(text)
@@ -76,7 +86,6 @@ def parse_json(text: str) -> Any:
 
 
 def is_file_name(text: str) -> bool:
-    """Return whether a text can be the name of a file within a folder."""
     return Path(text).name == text and len(text.encode("utf-8", "replace")) <= MAX_FILE_NAME
 
 
@@ -85,18 +94,9 @@ def _as_json(value: Any) -> str:
 
 
 class ConfigReader:
-    """Read the keys of a JSON object, check their values, and record which keys were read.
+    """Reads the keys of a JSON object, checks their values, and records which keys were read.
 
-    A default replaces a key that is absent, not a key that is null: null is a value like any other, and most
-    keys refuse it. A null key that is never read counts as absent.
-
-    Attributes:
-        config: The JSON object.
-        where: Its name in error messages.
-        harmless: Keys that need not be read.
-        spelled: Keys that the object may spell otherwise, as `transformers` reads it too -> that spelling.
-        seen: Keys that were read.
-        ignored: Keys that were found to change nothing, with their values.
+    A default replaces a key that is absent, not a key that is null, which most keys refuse.
     """
 
     def __init__(
@@ -106,31 +106,27 @@ class ConfigReader:
         harmless: frozenset[str] = frozenset(),
         spelled: Mapping[str, str] | None = None,
     ) -> None:
-        self.config = config
-        self.where = where
-        self.harmless = harmless
-        self.spelled = spelled or {}
-        self.seen: set[str] = set()
-        self.ignored: dict[str, object] = {}
+        self.config = config  # the JSON object
+        self.where = where  # its name in error messages
+        self.harmless = harmless  # keys that need not be read
+        self.spelled = spelled or {}  # keys that may be spelled otherwise -> that spelling
+        self.seen: set[str] = set()  # keys that were read
+        self.ignored: dict[str, object] = {}  # keys that were found to change nothing, with their values
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, unchecked, and record the key as read."""
         own = self.key(key)
         self.seen |= {key, own}
         if own != key and key in self.config and self.config[key] != self.config[own]:
-            raise CheckpointError(
-                f"{self.where}: {key} is {shortened(self.config[key])}",
-                remedy=f"{own} is {shortened(self.config[own])}; keep one of them",
-            )
+            problem = f"{self.where}: {key} is {shortened(self.config[key])}"
+            raise CheckpointError(problem, remedy=f"{own} is {shortened(self.config[own])}; keep one of them")
         return self.config.get(own, default)
 
     def key(self, key: str) -> str:
-        """Return a key as the object spells it."""
         own = self.spelled.get(key, key)
         return own if own in self.config else key
 
     def set_default(self, key: str, default: Any) -> None:
-        """Give a key a value if it is absent, in both spellings."""
         if self.key(key) not in self.config:
             self.config = {**self.config, key: default}
 
@@ -151,14 +147,7 @@ class ConfigReader:
     def count(
         self, key: str, default: int | None = None, *, if_null: int | None = None, allow_zero: bool = False
     ) -> int:
-        """Return a whole number above 0.
-
-        Args:
-            key: The key.
-            default: The value of an absent key.
-            if_null: The value of a null key; None refuses null.
-            allow_zero: Accept 0 too.
-        """
+        """Return a whole number above 0."""
         value = self.take(key, default)
         if value is None and if_null is not None:
             return if_null
@@ -208,14 +197,68 @@ class ConfigReader:
         return ".".join([*self.where.split(", ")[1:], key])
 
     def reject_unknown_keys(self) -> None:
-        """Check that every key was read or is harmless.
-
-        Raises:
-            CheckpointError: A key might change the model's output; the message names it.
-        """
         for key, value in self.unread().items():
             raise CheckpointError(
                 f"{self.where}: {key} = {shortened(value)} is not known, and ignoring it could change the"
                 " model's output",
                 remedy="use a checkpoint without it, or remove the key if it does not affect the model",
             )
+
+
+GENERATION = "generation_config.json"
+# Keys that are options of a request of the same name: those that greedy decoding reads too, and the others.
+ALWAYS = "max_new_tokens min_new_tokens repetition_penalty".split()
+SAMPLING = "min_p temperature top_k top_p typical_p".split()
+COUNTS = {"max_new_tokens", "min_new_tokens", "top_k"}
+# Keys that do not affect the text here: ids, output formats, caches, assistants, limits that requests have.
+HARMLESS = frozenset(
+    """
+    _from_model_config _commit_hash assistant_confidence_threshold assistant_early_exit assistant_lookbehind
+    bos_token_id cache_config cache_implementation compile_config continuous_batching_config
+    decoder_start_token_id disable_compile do_sample eos_token_id is_assistant max_length
+    max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule output_attentions
+    output_hidden_states output_logits output_scores pad_token_id prefill_chunk_size
+    prompt_lookup_num_tokens return_dict_in_generate stop_strings target_lookbehind transformers_version
+    trust_remote_code use_cache
+    """.split()
+)
+# values that switch a feature off, besides null; 0 is also 0.0 and False
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys("diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff".split(), (0,)),
+    **dict.fromkeys("early_stopping low_memory min_length no_repeat_ngram_size".split(), (0,)),
+    **dict.fromkeys("remove_invalid_values renormalize_logits token_healing".split(), (0,)),
+    **dict.fromkeys("encoder_repetition_penalty guidance_scale length_penalty num_beam_groups".split(), (1,)),
+    **dict.fromkeys("num_beams num_return_sequences top_h".split(), (1,)),
+}
+
+
+def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
+    file = folder / GENERATION
+    if not file.is_file():
+        return {}
+    config = {key: value for key, value in read_json(file).items() if value is not None}
+    unread = []
+    for key in sorted(config.keys() - {*ALWAYS, *SAMPLING} - HARMLESS):
+        name, value = shortened(key)[1:-1], shortened(config[key])  # a key is any string: without quotes
+        if key not in GENERATION_KEYS:
+            unread.append(f"{name} = {value}")
+        elif config[key] not in NEUTRAL.get(key, ()):
+            logger.warning("%s asks for %s = %s, which is not supported; it is left out", file, name, value)
+    if unread:
+        logger.info("%s: ignored, because transformers does not read it: %s", file, ", ".join(unread))
+    for key in ("bos_token_id", "eos_token_id"):
+        for id in config[key] if isinstance(config.get(key), list) else [config.get(key)]:
+            if isinstance(id, int) and id >= vocab_size:
+                message = "%s asks for %s = %s, but the model's vocabulary ends at %d; it is left out"
+                logger.warning(message, file, key, shortened(id), vocab_size - 1)
+    greedy = config.get("do_sample") is False
+    options = {"temperature": 0.0} if greedy else {key: config[key] for key in SAMPLING if key in config}
+    options |= {key: config[key] for key in ALWAYS if key in config}
+    if "stop_strings" in config:
+        options["stop"] = config["stop_strings"]
+    return {key: _integral(value) if key in COUNTS else value for key, value in options.items()}
+
+
+def _integral(value: Any) -> Any:
+    """Return 20 for 20.0: some checkpoints write whole numbers as floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,9 +1,9 @@
 """The decoder: embedding, any range of layers with any subset of sub-layers, and the head.
 
-Contract: a `Decoder` is weights and their arithmetic. It holds no cache, no mode and no state of a pass: the
-`ForwardContext` argument says which sub-layers run and what they attend to. The same object with skipped
-sub-layers is the self-drafter of Draft & Verify (arXiv:2309.08168); run in two ranges of layers, it
-gives the early exits of LayerSkip (arXiv:2404.16710) and Kangaroo (arXiv:2404.18911).
+A `Decoder` is weights and their arithmetic, without cache, mode or state of a pass: the `ForwardContext` says
+which sub-layers run and what they attend to. With skipped sub-layers it is the self-drafter of Draft & Verify
+(arXiv:2309.08168); run in two ranges of layers, it gives the early exits of LayerSkip (arXiv:2404.16710) and
+Kangaroo (arXiv:2404.18911).
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.attention import attend
-from foredraft.model.forward_context import ForwardContext
-from foredraft.model.layer_inputs import LayerInput, LayerInputs
-from foredraft.model.layers import Norm, Product, RowSource, RowSpan, activate, gate, product, soft_cap
+from foredraft.model.attention import ForwardContext, attend
+from foredraft.model.layers import (
+    LayerInput,
+    LayerInputs,
+    Norm,
+    Product,
+    RowSource,
+    RowSpan,
+    activate,
+    gate,
+    product,
+    soft_cap,
+)
 from foredraft.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The weights of one attention sub-layer."""
-
     norm: Norm | None
     qkv: Product  # queries, keys and values fused; without what the layer takes from elsewhere
     output: Product
@@ -38,8 +45,6 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """The weights of one MLP sub-layer."""
-
     norm: Norm | None
     gate_up: Product  # gate and up projections fused; the up projection alone in an MLP without a gate
     down: Product
@@ -57,13 +62,11 @@ class Layer:
 
     @property
     def products(self) -> list[Product]:
-        """Its linear layers, in the order in which they run."""
         mlp = [] if self.mlp is None else [self.mlp.gate_up, self.mlp.down]
         inputs = [] if self.input is None else [self.input.gate, self.input.output]
         return [self.attention.qkv, self.attention.output, *mlp, *inputs]
 
     def changed(self, change: Callable[[Product], Product]) -> Layer:
-        """Return the layer with other linear layers."""
         attention, mlp, own = self.attention, self.mlp, self.input
         attention = replace(attention, qkv=change(attention.qkv), output=change(attention.output))
         if mlp is not None:
@@ -74,18 +77,7 @@ class Layer:
 
 
 def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None) -> Tensor:
-    """Return the queries, keys and values of every hidden state, before rotation.
-
-    Args:
-        spec: The model.
-        weights: The attention sub-layer.
-        x: The hidden states that enter the layer, [N, hidden].
-        span: The row counts at which products are batch-invariant.
-
-    Returns:
-        Queries, keys and values side by side, [N, H + 2 * Hk, D]; queries alone, [N, H, D], where the layer
-        reads the keys and values of another.
-    """
+    """Return the queries, keys and values of hidden states [N, hidden], before rotation: [N, heads, D]."""
     window, heads = weights.window, spec.heads
     qkv = product(weights.qkv, x if weights.norm is None else weights.norm(x), span)
     qkv = qkv.view(x.shape[0], -1, spec.head_dim_of(window))
@@ -111,20 +103,7 @@ def finish(
     span: RowSpan | None,
     given: Tensor | None = None,
 ) -> Tensor:
-    """Return the hidden states that leave a layer: the rest of its work after attention.
-
-    Args:
-        spec: The model.
-        layer: The layer.
-        x: The hidden states that enter the layer, [N, hidden].
-        attended: The output of the attention heads, [N, H * D]; None skips the attention sub-layer.
-        mlp: Whether the MLP sub-layer runs.
-        span: The row counts at which products are batch-invariant.
-        given: What the layer takes of the tokens themselves, [N, I]; None in models without.
-
-    Returns:
-        Hidden states, [N, hidden].
-    """
+    """Return the states [N, hidden] that leave a layer: its work after attention, `attended` [N, H * D]."""
     entering = x
     if attended is not None:
         y = product(layer.attention.output, attended, span)
@@ -140,7 +119,6 @@ def finish(
 
 
 def _added(spec: ModelSpec, x: Tensor, y: Tensor, post_norm: Norm | None) -> Tensor:
-    """Return hidden states x plus the output y of a sub-layer."""
     if spec.sum_norms:
         return x + y if post_norm is None else post_norm(x + y)
     y = y if post_norm is None else post_norm(y)
@@ -162,18 +140,7 @@ RunLayers = Callable[[Tensor, ForwardContext, int, int], Tensor]  # the signatur
 
 
 class Decoder:
-    """The weights of a model and their arithmetic; runners, drafters and threads may share one.
-
-    Attributes:
-        spec: The model in numbers.
-        embedding: Token embeddings, [V, hidden], or the product whose rows they are.
-        layers: The weights of the layers.
-        norm: The final norm.
-        output: The linear layer of the head.
-        embedding_scale: The factor on embeddings, rounded to `dtype`; None for no factor.
-        learned_positions: What each position adds to its embedding, [positions, hidden]; None for nothing.
-        inputs: Makes what layers take of the tokens themselves; None in models without.
-    """
+    """The weights of a model and their arithmetic; runners, drafters and threads may share one."""
 
     def __init__(
         self,
@@ -185,13 +152,13 @@ class Decoder:
         learned_positions: Tensor | None = None,
         inputs: LayerInputs | None = None,
     ) -> None:
-        self.spec = spec
-        self.embedding = embedding
-        self.layers = layers
-        self.norm = norm
-        self.output = head
-        self.learned_positions = learned_positions
-        self.inputs = inputs
+        self.spec = spec  # the model in numbers
+        self.embedding = embedding  # token embeddings, [V, hidden], or the product whose rows they are
+        self.layers = layers  # the weights of the layers
+        self.norm = norm  # the final norm
+        self.output = head  # the linear layer of the head
+        self.learned_positions = learned_positions  # [positions, hidden]; added to embeddings
+        self.inputs = inputs  # makes what layers take of the tokens themselves; None in models without
         self.device = norm.weight.device
         self.dtype = embedding.dtype
         # transformers rounds the factor to the model's dtype before it multiplies
@@ -201,7 +168,6 @@ class Decoder:
 
     @property
     def products(self) -> list[Product]:
-        """Its linear layers, the head last."""
         inputs = [] if self.inputs is None else [self.inputs.projection]
         return [*inputs, *(product for layer in self.layers for product in layer.products), self.output]
 
@@ -211,15 +177,6 @@ class Decoder:
         return F.embedding(tokens, rows) if isinstance(rows, Tensor) else rows.rows(tokens)
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the hidden states that enter layer 0.
-
-        Args:
-            tokens: Token ids, [...].
-            positions: Their positions, [...]; None where the model has no learned positions.
-
-        Returns:
-            Hidden states, [..., hidden].
-        """
         hidden = self.embedding_rows(tokens)
         if self._scale is not None:
             hidden = hidden.mul_(self._scale)
@@ -238,25 +195,9 @@ class Decoder:
         return self.inputs.of(flat, self.embed(flat), span)
 
     def run(
-        self,
-        hidden: Tensor,
-        context: ForwardContext,
-        start: int,
-        stop: int,
-        parts: LayerParts = EAGER_PARTS,
+        self, hidden: Tensor, context: ForwardContext, start: int, stop: int, parts: LayerParts = EAGER_PARTS
     ) -> Tensor:
-        """Run the layers `start` up to, not including, `stop`, of the sub-layers in the plan of the pass.
-
-        Args:
-            hidden: The hidden states that enter layer `start`, [B, T, hidden] or [N, hidden].
-            context: What all layers of the pass share.
-            start: The first layer.
-            stop: The layer after the last.
-            parts: The implementation of the position-wise parts.
-
-        Returns:
-            The hidden states that enter layer `stop`, in the shape of `hidden`.
-        """
+        """Run the layers `start` to `stop` - 1 on `hidden` [B, T, hidden], the plan's sub-layers of them."""
         spec, span, plan = self.spec, context.shape.span, context.shape.plan
         x = hidden.reshape(-1, hidden.shape[-1])  # [N, hidden]
         for index in range(start, stop):
@@ -271,15 +212,6 @@ class Decoder:
         return x.view(hidden.shape)
 
     def head(self, hidden: Tensor, span: RowSpan | None = None) -> Tensor:
-        """Return the logits of hidden states.
-
-        Args:
-            hidden: The hidden states that leave the last layer, [..., hidden].
-            span: The row counts at which products are batch-invariant.
-
-        Returns:
-            Logits [..., V] in float32, scaled and soft-capped where the model's are.
-        """
         x = self.norm(hidden.reshape(-1, hidden.shape[-1]))  # [N, hidden]
         logits = product(self.output, x, span).float()  # [N, V]
         if self.spec.logit_scale is not None:
@@ -290,6 +222,5 @@ class Decoder:
 
 
 def _input_of(context: ForwardContext, layer: int) -> Tensor:
-    """Return what a layer takes of the tokens themselves, [N, I]."""
     assert context.layer_inputs is not None, "the pass has its tokens"
     return context.layer_inputs[:, layer]

@@ -1,15 +1,9 @@
 """Turn the name of a model into a local folder; `owner/name` is downloaded from the Hugging Face hub.
 
-A GGUF file is turned into a folder, too (`model.gguf`): a local one, the only one of a local folder, or one
-of a repository: of a type of weights, as llama.cpp and Ollama spell it (`owner/name:Q4_K_M`,
-`hf.co/owner/name:Q4_K_M`), or of a repository without safetensors.
-
-Contract: `huggingface_hub` manages the cache, so its environment variables apply (HF_HOME, HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE). Cached files are not downloaded again, and an interrupted download resumes. Only
-the files that a model is loaded from are downloaded: first the small ones, then the weights, which are one
-safetensors file or the shards that the index lists, or one GGUF file with all its parts. Other files of the
-repository (pickles, further precisions, subfolders) are left out. Nothing is printed; a callback receives the
-progress, and a warning tells which of several GGUF files was taken where the name does not say it.
+A GGUF file is turned into a folder, too: a local one, or one of a repository, of a type of weights that a
+name may have as llama.cpp and Ollama spell it (`owner/name:Q4_K_M`, `hf.co/owner/name:Q4_K_M`).
+`huggingface_hub` manages the cache, so its environment variables apply (HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE). Only the files that a model is loaded from are downloaded.
 """
 
 from __future__ import annotations
@@ -24,13 +18,10 @@ from typing import Any
 
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.model.config import is_file_name, read_json
-from foredraft.model.gguf.choice import choose, models_among, shown_types
 from foredraft.model.gguf.file import is_gguf
 from foredraft.model.gguf.folder import checkpoint_folder
-from foredraft.model.gguf.parts import part_names
-from foredraft.model.lora.record import base_of
-
-__all__ = ["REPOSITORY", "Download", "existing", "resolve", "weights_to_come"]
+from foredraft.model.gguf.tensors import choose, models_among, part_names, shown_types
+from foredraft.model.lora.lora_config import base_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,42 +54,21 @@ def resolve(
     weights: bool = True,
     drafter: bool = False,
 ) -> Path:
-    """Return the local folder of a model, downloading it if necessary.
-
-    Args:
-        name_or_path: A folder, a GGUF file or one of its parts, `owner/name`, or `owner/name@revision`; with
-            `owner/name:TYPE`, the repository's GGUF file with weights of that type.
-        revision: A branch, a tag or a commit of the hub repository; None is its main branch.
-        report: Progress callback, called as ("download", done, total) in megabytes.
-        weights: Download the weights too. Otherwise the hub is only asked whether it has them; a GGUF file is
-            downloaded all the same, because all that is known of its model lies in it.
-        drafter: It may be a head, too, whose only safetensors file has any name. Of a GGUF file on the hub
-            the file itself is returned.
-
-    Raises:
-        ConfigError: A local folder is given with a revision, or two different revisions are given.
-        CheckpointError: The model does not exist, cannot be downloaded, or is a broken GGUF file.
-    """
     folder = existing(name_or_path)
     name = str(name_or_path)
     if folder is not None and (folder.is_dir() or is_gguf(folder)):
         kind = "folder" if folder.is_dir() else "file"
         if revision is not None:
-            raise ConfigError(
-                f"{name} is a local {kind}, which has no revision {revision!r}",
-                remedy="leave the revision out",
-            )
+            problem = f"{name} is a local {kind}, which has no revision {revision!r}"
+            raise ConfigError(problem, remedy="leave the revision out")
         return _local(folder) if folder.is_dir() else checkpoint_folder(folder)
     if folder is not None:
-        raise CheckpointError(
-            f"{name} is a file, but not a GGUF file", remedy="give the folder of a checkpoint, or a GGUF file"
-        )
+        problem = f"{name} is a file, but not a GGUF file"
+        raise CheckpointError(problem, remedy="give the folder of a checkpoint, or a GGUF file")
     match = REPOSITORY.fullmatch(HOST.sub("", name, count=1) if HOST.match(name) else name)
     if match is None:
-        raise CheckpointError(
-            f"{shortened(name)} is neither a folder nor a hub name of the form owner/name",
-            remedy="check its spelling",
-        )
+        problem = f"{shortened(name)} is neither a folder nor a hub name of the form owner/name"
+        raise CheckpointError(problem, remedy="check its spelling")
     repository, type, named = match.groups()
     if named is not None and revision not in (None, named):
         raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
@@ -123,11 +93,7 @@ def existing(name: str | Path) -> Path | None:
 
 
 def _local(folder: Path) -> Path:
-    """Return a folder, or the folder that is made from the only GGUF file in it.
-
-    Raises:
-        CheckpointError: It has several GGUF files and no other weights.
-    """
+    """Return a folder, or the folder that is made from the only GGUF file in it."""
     if any((folder / file).is_file() for file in (SINGLE, INDEX)):
         return folder
     try:
@@ -145,8 +111,6 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 class Download:
-    """The download of one repository at one revision."""
-
     def __init__(
         self,
         repository: str,
@@ -161,7 +125,6 @@ class Download:
         self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
     def run(self, weights: bool) -> Path:
-        """Download the files of a model, with or without its weights, and return their folder."""
         folder = self._fetch(self.revision, SMALL)
         missing = _missing(folder)
         if not missing and self.type is None:
@@ -197,28 +160,17 @@ class Download:
         return files[0] if other else None
 
     def run_files(self, names: Sequence[str]) -> Path:
-        """Download files that must be there, and return their folder."""
         folder = self._fetch(self.revision, (*map(glob.escape, names), ".gitattributes"))
         for name in names:
             if not (folder / name).is_file():
                 present = self._files_of(folder.name)
                 if present is None or name in present:
                     raise self._incomplete_error(name)
-                raise CheckpointError(
-                    f"{self.name} has no {name} on the hub", remedy="choose a repository that has it"
-                )
+                problem = f"{self.name} has no {name} on the hub"
+                raise CheckpointError(problem, remedy="choose a repository that has it")
         return folder
 
     def _gguf_file(self, folder: Path, present: set[str] | None) -> str | None:
-        """Download the GGUF file that is meant, with its parts.
-
-        Args:
-            folder: The repository's folder in the cache.
-            present: The files on the hub; None where it does not answer, and the cached ones count.
-
-        Returns:
-            Its name in the folder; None where no type is wanted, and the repository has other weights.
-        """
         kept = {file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf") if file.is_file()}
         names = kept if present is None else present
         if self.type is None and ({SINGLE, INDEX} & names or (folder / INDEX).is_file()):
@@ -248,7 +200,6 @@ class Download:
         return chosen
 
     def _type_error(self, models: Sequence[str], present: set[str] | None) -> CheckpointError:
-        """Return the error of a type of weights that none of the GGUF files has."""
         if present is None:
             return self._incomplete_error(f"a GGUF file of type {self.type}")
         if not models:
@@ -258,7 +209,6 @@ class Download:
         return CheckpointError(problem, remedy=f"take one of {shown_types(models)}")
 
     def _fetch(self, revision: str | None, patterns: Iterable[str]) -> Path:
-        """Download the files that match one of the patterns."""
         from huggingface_hub import snapshot_download
 
         progress = _progress_class(self.report)
@@ -274,8 +224,7 @@ class Download:
     def _files_of(self, commit: str) -> set[str] | None:
         """Return the names of the files that the hub has at a commit; None where it does not answer.
 
-        `snapshot_download` does not tell whether it asked the hub or fell back to the cache. If the hub does
-        not answer here, a missing file is missing in the cache, not necessarily on the hub.
+        `snapshot_download` does not tell whether it asked the hub or fell back to the cache.
         """
         from huggingface_hub import model_info
         from huggingface_hub.errors import HfHubHTTPError
@@ -289,70 +238,52 @@ class Download:
             return None
 
     def _file_error(self, file: str) -> CheckpointError:
-        """Return the error of a file that the hub does not have."""
         problem = f"{self.name} has no {file} on the hub"
         if file == CONFIG:
             return CheckpointError(problem, remedy="choose a checkpoint for transformers")
         if file == SINGLE:
-            return CheckpointError(
-                problem, remedy="choose a repository or a revision with safetensors or GGUF files"
-            )
+            remedy = "choose a repository or a revision with safetensors or GGUF files"
+            return CheckpointError(problem, remedy=remedy)
         source = "the name of its first part" if file.endswith(".gguf") else INDEX
         return CheckpointError(f"{problem}, though {source} names it", remedy="choose another revision")
 
     def _incomplete_error(self, file: str) -> CheckpointError:
-        """Return the error of a file that the cache does not have and the hub cannot give."""
         reason, remedy = _why_unreachable()
-        return CheckpointError(
-            f"not all of {self.name} is in the local hub cache ({file} is missing), and {reason}",
-            remedy=remedy,
-        )
+        problem = f"not all of {self.name} is in the local hub cache ({file} is missing), and {reason}"
+        return CheckpointError(problem, remedy=remedy)
 
     def _hub_error(self, error: Exception, revision: str | None) -> CheckpointError:
-        """Return the CheckpointError for an error of the hub or its client."""
         from huggingface_hub import errors as hub
 
         repository, name = self.repository, self.name
         login = "log in (`hf auth login`, or HF_TOKEN)"
         if isinstance(error, hub.GatedRepoError):
-            return CheckpointError(
-                f"{repository} is gated on the hub", remedy=f"accept its terms there and {login}"
-            )
+            problem = f"{repository} is gated on the hub"
+            return CheckpointError(problem, remedy=f"accept its terms there and {login}")
         if isinstance(error, hub.RepositoryNotFoundError):
-            return CheckpointError(
-                f"{repository} is neither a local folder nor a model on the hub",
-                remedy=f"check its spelling, or {login} if it is private",
-            )
+            problem = f"{repository} is neither a local folder nor a model on the hub"
+            return CheckpointError(problem, remedy=f"check its spelling, or {login} if it is private")
         if isinstance(error, hub.RevisionNotFoundError):
-            return CheckpointError(
-                f"{repository} has no revision {revision or 'main'!r} on the hub",
-                remedy="give one of its branches, tags or full commit hashes",
-            )
+            problem = f"{repository} has no revision {revision or 'main'!r} on the hub"
+            return CheckpointError(problem, remedy="give one of its branches, tags or full commit hashes")
         if isinstance(error, hub.HFValidationError):
-            return CheckpointError(
-                f"{shortened(name)} is neither a folder nor a name that the hub allows",
-                remedy="check its spelling",
-            )
+            problem = f"{shortened(name)} is neither a folder nor a name that the hub allows"
+            return CheckpointError(problem, remedy="check its spelling")
         cached_only = isinstance(error, hub.LocalEntryNotFoundError)
         answer = error.__cause__ if cached_only else error  # a refusal hides behind the fallback to the cache
         if isinstance(answer, hub.HfHubHTTPError) and answer.response.status_code == 401:
-            return CheckpointError(
-                f"the hub rejects the token sent for {name}", remedy=f"{login} with another one"
-            )
+            problem = f"the hub rejects the token sent for {name}"
+            return CheckpointError(problem, remedy=f"{login} with another one")
         if cached_only and not isinstance(answer, hub.HfHubHTTPError):
             reason, remedy = _why_unreachable()
-            return CheckpointError(
-                f"{name} is not in the local hub cache, or not all of it, and {reason}", remedy=remedy
-            )
+            problem = f"{name} is not in the local hub cache, or not all of it, and {reason}"
+            return CheckpointError(problem, remedy=remedy)
         line = next(iter(str(answer).strip().splitlines()), "") or type(answer).__name__
-        return CheckpointError(
-            f"{name} could not be downloaded from the hub ({line})",
-            remedy="try again, or give a local folder",
-        )
+        problem = f"{name} could not be downloaded from the hub ({line})"
+        return CheckpointError(problem, remedy="try again, or give a local folder")
 
 
 def _why_unreachable() -> tuple[str, str]:
-    """Return why the hub cannot be asked, and the remedy."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -361,7 +292,6 @@ def _why_unreachable() -> tuple[str, str]:
 
 
 def _missing(folder: Path) -> list[str]:
-    """Return the required files that are not in the folder."""
     weights = _shards(folder) if (folder / INDEX).is_file() else [SINGLE]
     if (folder / SINGLE).is_file():
         weights = []
@@ -376,7 +306,6 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _progress_class(report: OnProgress) -> type[Any]:
-    """Return a progress bar class for the hub that shows nothing and reports downloaded bytes."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
     class DownloadProgress(tqdm):  # type: ignore[misc]

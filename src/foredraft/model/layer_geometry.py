@@ -1,15 +1,38 @@
-"""The geometry of layers: the heads that each one has, and whose keys and values it reads.
+"""The geometry of layers: the heads that each one has, whose keys and values it reads; the sub-layers of a
+pass.
 
-Contract: layers with one window have heads of one number and one size, so that a window stands for its kind.
+Layers with one window have heads of one number and one size, so a window stands for its kind. Every pass has
+a plan: a draft of Draft & Verify (arXiv:2309.08168) leaves some sub-layers out, and an early exit
+(arXiv:2404.16710) all from one layer on.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
-__all__ = ["OUTSIDE", "LayerGeometry"]
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    attention: tuple[bool, ...]  # whether each layer's attention runs
+    mlp: tuple[bool, ...]  # whether each layer's MLP runs
+
+    @classmethod
+    def full(cls, layers: int) -> Plan:
+        return cls((True,) * layers, (True,) * layers)
+
+    def without(self, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> Plan:
+        return Plan(_cleared(self.attention, attention), _cleared(self.mlp, mlp))
+
+
+def _cleared(runs: tuple[bool, ...], skip: Iterable[int]) -> tuple[bool, ...]:
+    skipped = frozenset(skip)
+    if not skipped <= frozenset(range(len(runs))):
+        raise ValueError(f"cannot skip layers {sorted(skipped)}: the model has layers 0 to {len(runs) - 1}")
+    return tuple(run and layer not in skipped for layer, run in enumerate(runs))
+
 
 OUTSIDE = -1  # the source of keys and values that are another model's
 OF_KEYS = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.\w+")
@@ -39,32 +62,25 @@ class LayerGeometry:
         return self.heads // self.kv_heads
 
     def kv_heads_of(self, window: int | None) -> int:
-        """Return Hk of layers with the given window."""
         return self.kv_heads if window is not None else self.full_kv_heads or self.kv_heads
 
     def head_dim_of(self, window: int | None) -> int:
-        """Return D of layers with the given window."""
         return self.head_dim if window is not None else self.full_head_dim or self.head_dim
 
     def groups_of(self, window: int | None) -> int:
-        """Return G, the query heads that share one key head, of layers with the given window."""
         return self.heads // self.kv_heads_of(window)
 
     def joins_values(self, window: int | None) -> bool:
-        """Return whether layers with the given window take their keys, as projected, for values."""
         return self.keys_are_values and window is None
 
     def inner_of(self, layer: int) -> int:
-        """Return the size within the MLP of a layer."""
         own = self.stores(layer) or self.shared_intermediate_size is None
         return self.intermediate_size if own else self.shared_intermediate_size or 0
 
     def source_of(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads."""
         return self.sources[layer] if self.sources else layer
 
     def stores(self, layer: int) -> bool:
-        """Return whether a layer has keys and values of its own."""
         return self.source_of(layer) == layer
 
     @property
@@ -86,7 +102,6 @@ class LayerGeometry:
         return 2 * sum(self.kv_heads_of(window) * self.head_dim_of(window) for window in own)
 
     def first(self, layers: int) -> Self:
-        """Return the spec of the first layers alone."""
         unrotated = tuple(layer for layer in self.unrotated if layer < layers)
         made: Self = replace(
             cast("Any", self), layers=layers, windows=self.windows[:layers], sources=self.sources[:layers],
@@ -95,10 +110,7 @@ class LayerGeometry:
         return made
 
     def plain_layer(self, window: int | None = None) -> Self:
-        """Return the spec of one layer with full attention, in the form of those with the given window.
-
-        It has keys and values of its own, is rotated, and has no part that belongs to its place in a model.
-        """
+        """Return the spec of one rotated layer with full attention, own keys, and this window's heads."""
         made: Self = replace(
             cast("Any", self), layers=1, windows=(None,), kv_heads=self.kv_heads_of(window),
             head_dim=self.head_dim_of(window), full_kv_heads=None, full_head_dim=None, sources=(),
@@ -107,6 +119,5 @@ class LayerGeometry:
         return made
 
     def makes_unread_keys(self, name: str) -> bool:
-        """Return whether a tensor would make keys or values in a layer that reads those of another."""
         found = OF_KEYS.fullmatch(name)
         return found is not None and (layer := int(found[1])) < self.layers and not self.stores(layer)

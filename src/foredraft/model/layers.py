@@ -1,29 +1,35 @@
-"""The parts of a decoder that work on one position at a time: products, norms, activations.
+"""The parts of a decoder that work on one position at a time: products, norms, activations, inputs of the
+tokens.
 
-Contract: weights only, no run state. The number of rows in a product changes the bits of its result, not its
+They hold weights only, no run state. The number of rows in a product changes the bits of its result, not its
 meaning; the `RowSpan` argument restricts that number.
+
+OPT 350M (arXiv:2205.01068) has projections behind its embedding and before its head. Two products without
+anything between them are one, so the decoder has both as [V, hidden], computed in float32 and rounded once.
+In Gemma 4, a token's embedding in every layer and a projection of the one that enters layer 0 enter each
+layer through a gate, so a pass from above layer 0 needs its tokens, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.quantisation.activations import ActivationFormat
+from foredraft.errors import CheckpointError
+from foredraft.model.config import broken
+from foredraft.model.quantisation.scheme import ActivationFormat
+from foredraft.model.tensor_names import EMBEDDING, HEAD, TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """The row counts at which a product is batch-invariant: multiples of `step` in [low, high].
-
-    BLAS chooses its kernel by the number of rows, so a row alone and the same row in a batch may differ in
-    bits. Within a span they do not.
-    """
+    """The row counts at which a product is batch-invariant: multiples of `step` in [low, high]."""
 
     low: int
     high: int
@@ -38,41 +44,23 @@ class RowSource(Protocol):
     """A product that gives rows of its weight, so that an embedding which is tied to a head needs no copy."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its rows."""
-        ...
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows [..., K] of the weight [M, K], of ids [...]."""
-        ...
+    def dtype(self) -> torch.dtype: ...
+    def rows(self, ids: Tensor) -> Tensor: ...  # rows [..., K] of the weight [M, K], of ids [...]
 
 
 class Product(Protocol):
     """A linear layer: x [N, K] times a weight [M, K], plus its bias."""
 
     @property
-    def bias(self) -> Tensor | None:
-        """Its bias, in the product's own layout; None if it has none."""
-        ...
-
+    def bias(self) -> Tensor | None: ...  # in the product's own layout
     @property
-    def shape(self) -> tuple[int, int]:
-        """(M, K) of the weight."""
-        ...
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the product [N, M]."""
-        ...
-
-    def dense(self) -> Tensor:
-        """Return the weight as an ordinary [M, K] tensor, copied if it is stored in another layout."""
-        ...
+    def shape(self) -> tuple[int, int]: ...  # (M, K) of the weight
+    def __call__(self, x: Tensor) -> Tensor: ...  # [N, M]
+    def dense(self) -> Tensor: ...  # the weight [M, K], copied if it is stored in another layout
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer whose weight is an ordinary tensor."""
-
     weight: Tensor  # [M, K]
     bias: Tensor | None = None  # [M]
 
@@ -90,8 +78,6 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedInputs:
-    """A linear layer that rounds its inputs first."""
-
     linear: Product
     format: ActivationFormat
 
@@ -111,17 +97,7 @@ class QuantisedInputs:
 
 
 def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:
-    """Return `linear(x)`, computed only at row counts of the span.
-
-    Args:
-        linear: The linear layer.
-        x: The input rows, [N, K].
-        span: The row counts at which the product is batch-invariant: too few rows are padded, too many are
-            split. None allows any.
-
-    Returns:
-        The product, [N, M].
-    """
+    """Return `linear(x)` of x [N, K], computed only at row counts of the span."""
     rows = x.shape[0]
     if span is None:
         return linear(x)
@@ -173,12 +149,6 @@ Norm: TypeAlias = RMSNorm | LayerNorm
 
 
 def activate(activation: str, x: Tensor) -> Tensor:
-    """Return the activation of every value.
-
-    Args:
-        activation: "silu", "relu", "gelu", or "gelu_tanh", GELU in its tanh approximation.
-        x: The values.
-    """
     if activation == "silu":
         return F.silu(x)
     if activation == "relu":
@@ -195,10 +165,119 @@ def gate(activation: str, gate_up: Tensor) -> Tensor:
 
 
 def soft_cap(x: Tensor, cap: float, scale: float = 1.0) -> Tensor:
-    """Replace x by cap * tanh(scale * x / cap), in place, so that values stay within (-cap, cap).
-
-    Where x is trained through, it stays, because its gradient needs it.
-    """
+    """Replace x by cap * tanh(scale * x / cap), in place unless x is trained through, for its gradient."""
     if x.requires_grad and torch.is_grad_enabled():
         return torch.tanh(x * (scale / cap)) * cap
     return x.mul_(scale / cap).tanh_().mul_(cap)
+
+
+@dataclass(frozen=True, slots=True)
+class PairInputs:
+    """How pairs enter the first layer of a head; nothing attends to the pair at position 0."""
+
+    token_norm: Norm | None  # of the embedding; None leaves it as it is
+    state_norm: Norm | None  # of the state, likewise
+    # makes the state that enters the first layer, of both halves; None: the layer's projections read both
+    join: Product | None
+    normed_residual: bool  # it adds that to the normed state
+    normed_output: bool  # the state of the pair after is the last layer's output after the final norm
+
+
+INWARD, OUTWARD = "model.project_in", "model.project_out"
+PROJECTIONS = {"project_in": INWARD, "project_out": OUTWARD}  # outer modules of a layout
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedLayout(TensorLayout):
+    """A layout whose embedding and head are stored narrow, with a projection each."""
+
+    tied: bool = True  # the head's stored table is that of the embedding
+
+    @property
+    def written_keys(self) -> dict[str, Any]:
+        return {"word_embed_proj_dim": None, "tie_word_embeddings": False}
+
+    def combined(self, files: Mapping[str, Any]) -> dict[str, Any]:
+        names = {name: f"{name}.weight" for name in (EMBEDDING, HEAD, INWARD, OUTWARD)}
+        head = EMBEDDING if self.tied else HEAD
+        for name in (EMBEDDING, INWARD, OUTWARD, head):
+            if names[name] not in files:
+                raise broken(f"tensor {self.stored_name(names[name])} is missing from the checkpoint")
+        if self.tied and names[HEAD] in files and not _equal(files, names[HEAD], names[EMBEDDING]):
+            problem = f"tensor {names[HEAD]} differs from {names[EMBEDDING]}, but config.json ties them"
+            raise CheckpointError(problem, remedy="correct tie_word_embeddings")
+        found = {name: file for name, file in files.items() if name not in names.values()}
+        inward = Folded(files[names[EMBEDDING]], names[EMBEDDING], files[names[INWARD]], names[INWARD])
+        outward = Folded(files[names[head]], names[head], files[names[OUTWARD]], names[OUTWARD], outward=True)
+        return found | {names[EMBEDDING]: inward, names[HEAD]: outward}
+
+
+def _equal(files: Mapping[str, Any], one: str, other: str) -> bool:
+    return torch.equal(*(files[name].get_tensor(name).float() for name in (one, other)))
+
+
+@dataclass(frozen=True)
+class Folded:
+    """An open file that gives a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
+
+    tables: Any
+    table: str
+    projections: Any
+    projection: str
+    outward: bool = False
+
+    def get_slice(self, name: str) -> Folded:
+        return self
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_shape(self) -> list[int]:
+        rows = self.tables.get_slice(self.table).get_shape()[0]
+        projection = self.projections.get_slice(self.projection).get_shape()
+        return [rows, projection[1 if self.outward else 0]]
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[:]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        projection: Tensor = self.projections.get_tensor(self.projection).float()
+        table: Tensor = self.tables.get_tensor(self.table)
+        return table[rows].float() @ (projection if self.outward else projection.T)
+
+
+HALF = 2.0**-0.5  # the factor on the sum of two inputs of size one
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    table: Tensor  # the embedding of every token in every layer, [tokens, layers * I]
+    scale: float  # the factor on it, rounded to the dtype
+    projection: Product  # projects the embedding that enters layer 0 to [layers * I]
+    projection_scale: float  # the factor on what it projects
+    norm: Norm  # the norm of each layer's share of that
+
+    @property
+    def size(self) -> int:
+        return self.norm.weight.shape[0]
+
+    @property
+    def layers(self) -> int:
+        return self.table.shape[1] // self.size
+
+    def of(self, tokens: Tensor, embedded: Tensor, span: RowSpan | None) -> Tensor:
+        """Return the inputs of all layers [N, layers, I], of tokens [N] and of what enters layer 0."""
+        own = (F.embedding(tokens, self.table) * self.scale).view(len(tokens), -1, self.size)
+        projected = product(self.projection, embedded, span) * self.projection_scale
+        return (self.norm(projected.view(own.shape)) + own) * HALF
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    gate: Product  # projects the states to I gates
+    output: Product  # projects the gated input to the states
+    norm: Norm  # the norm of what it adds
+
+    def add(self, x: Tensor, given: Tensor, activation: str, span: RowSpan | None) -> Tensor:
+        gated = activate(activation, product(self.gate, x, span)) * given
+        return x + self.norm(product(self.output, gated, span))

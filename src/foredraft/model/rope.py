@@ -30,61 +30,36 @@ MAX_POSITIONS = 2**31 - 1  # the largest length that 32-bit positions can hold
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotary parameters of one scaling type; a type ignores the parameters that it does not define.
+    """The rotary parameters of one scaling type; a type ignores the parameters that it does not define."""
 
-    Attributes:
-        kind: The scaling type, as in the table above.
-        theta: The base of the frequencies.
-        factor: The factor by which low frequencies, or positions, are divided.
-        low_frequency: Below this many turns in `original_positions`, a frequency is divided by `factor`.
-        high_frequency: Above this many turns in `original_positions`, a frequency is kept.
-        original_positions: The trained length before scaling, in positions.
-        attention_factor: The factor on cosines and sines.
-        truncate: Whether YaRN rounds the bounds of its interpolation to whole channels.
-        share: The share of a head's channels that is rotated.
-        factors: Of longrope, the divisor of each frequency.
-        long_factors: The same for models that are loaded for texts past `original_positions`; `at_length`
-            chooses.
-        growth: What is rotated is multiplied by 1 + growth * ln(1 + floor(position / period)).
-        period: The positions of one step of this growth.
-        turning: Of proportional, the share of the frequencies that are not 0.
-    """
-
-    kind: str
-    theta: float
-    factor: float = 1.0
+    kind: str  # the scaling type, as in the table above
+    theta: float  # the base of the frequencies
+    factor: float = 1.0  # the factor by which low frequencies, or positions, are divided
+    # below this many turns in `original_positions`, a frequency is divided by `factor`
     low_frequency: float = 1.0
-    high_frequency: float = 1.0
-    original_positions: int = 0
-    attention_factor: float = 1.0
-    truncate: bool = True
-    share: float = 1.0
-    factors: tuple[float, ...] = ()
+    high_frequency: float = 1.0  # above this many turns in `original_positions`, a frequency is kept
+    original_positions: int = 0  # the trained length before scaling, in positions
+    attention_factor: float = 1.0  # the factor on cosines and sines
+    truncate: bool = True  # whether YaRN rounds the bounds of its interpolation to whole channels
+    share: float = 1.0  # the share of a head's channels that is rotated
+    factors: tuple[float, ...] = ()  # of longrope, the divisor of each frequency
+    # the same for models that are loaded for texts past `original_positions`; `at_length` chooses
     long_factors: tuple[float, ...] = ()
-    growth: float = 0.0
-    period: int = 1
-    turning: float = 1.0
+    growth: float = 0.0  # what is rotated is multiplied by 1 + growth * ln(1 + floor(position / period))
+    period: int = 1  # the positions of one step of this growth
+    turning: float = 1.0  # of proportional, the share of the frequencies that are not 0
 
     def rotated(self, head_dim: int) -> int:
         """Return R, the channels of a head that are rotated."""
         return int(head_dim * self.share)
 
     def at_length(self, positions: int) -> Rope:
-        """Return the parameters of a model that is loaded for texts of so many positions."""
         if not self.long_factors:
             return self
         chosen = self.long_factors if positions > self.original_positions else self.factors
         return replace(self, factors=chosen, long_factors=())
 
     def usable_positions(self, trained: int) -> int:
-        """Return how many positions a request may use.
-
-        Args:
-            trained: The model's `max_position_embeddings`.
-
-        Returns:
-            `trained`, or the scaled length if that is more.
-        """
         if self.kind not in ("dynamic", "yarn"):
             return trained
         return max(trained, int(min(self.factor * self.original_positions, MAX_POSITIONS)))
@@ -108,18 +83,7 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def rope_table(rope: Rope, head_dim: int, positions: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the rotation of every position, to be used as x * cos + roll(x, R/2) * sin.
-
-    Args:
-        rope: The rotary parameters.
-        head_dim: D; the first R channels of a head are rotated.
-        positions: P, the positions of the table.
-        device: The device of the table.
-        dtype: The dtype of the table; angles are computed in float32.
-
-    Returns:
-        Cosines and signed sines, [P, 2, R].
-    """
+    """Return the rotation of every position, to be used as x * cos + roll(x, R/2) * sin."""
     position = torch.arange(positions, dtype=torch.float32)[:, None]
     if rope.kind == "dynamic":
         rotated = rope.rotated(head_dim)
@@ -134,7 +98,6 @@ def rope_table(rope: Rope, head_dim: int, positions: int, device: torch.device, 
 
 
 def _grown(rope: Rope, positions: int) -> Tensor:
-    """Return the factor on what is rotated at every position, [P] in float32."""
     return 1 + rope.growth * torch.log(1 + torch.arange(positions) // rope.period)
 
 
@@ -155,9 +118,8 @@ def _llama3(rope: Rope, inverse: Tensor) -> Tensor:
     wavelength = 2 * math.pi / inverse
     longest = rope.original_positions / rope.low_frequency
     shortest = rope.original_positions / rope.high_frequency
-    blend = (rope.original_positions / wavelength - rope.low_frequency) / (
-        rope.high_frequency - rope.low_frequency
-    )
+    width = rope.high_frequency - rope.low_frequency
+    blend = (rope.original_positions / wavelength - rope.low_frequency) / width
     blended = (1 - blend) * inverse / rope.factor + blend * inverse
     stretched = torch.where(wavelength > longest, inverse / rope.factor, inverse)
     between = (wavelength <= longest) & (wavelength >= shortest)

@@ -1,10 +1,8 @@
 """Read the rotary keys of a `config.json`, in every spelling, into `Rope`.
 
-Contract: the keys are `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it. Gemma 3 has
-one set of parameters for layers with full attention and one for windowed layers. If both spellings are
-present they must agree. A family that may rotate a part of each head says so; in all others
-`partial_rotary_factor` is refused. Each scaling type reads its own keys; `reference.py` decides about the
-others.
+The keys are `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it; if both are present
+they must agree. Some families have one set of parameters for layers with full attention and one for windowed
+layers. Each scaling type reads its own keys; `unsupported.check_unread` decides about the others.
 """
 
 from __future__ import annotations
@@ -15,16 +13,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import ConfigReader
-from foredraft.model.reference import ELSEWHERE_IN_ROPE, check_unread
-from foredraft.model.reference_keys import ROPE as REFERENCE
+from foredraft.model.config import KEYS_BY_ROPE, ConfigReader
 from foredraft.model.rope import Rope
+from foredraft.model.unsupported import ELSEWHERE_IN_ROPE, check_unread
 
 # the default rotary bases of Gemma 3's full-attention and windowed layers; all other families have the latter
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 ORIGINAL = "original_max_position_embeddings"
-# types that take ORIGINAL from the whole config, where it has one
-OVERRIDDEN = ("llama3", "longrope", "yarn")
+OVERRIDDEN = ("llama3", "longrope", "yarn")  # types that take ORIGINAL from the whole config, if it has one
 LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers with parameters of their own, in Gemma 3
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 GROWTH = "llama_4_scaling_beta"
@@ -44,21 +40,6 @@ def read_rope(
     theta_key: str = "rope_theta",
     share_key: str = PARTIAL,
 ) -> Rope:
-    """Return the rotary parameters of a family that rotates all layers alike.
-
-    Args:
-        read: The whole config.
-        theta: The base where the config has none.
-        head_dim: The size of a head in a family that may rotate a part of it; None in all others.
-        share: The share of a head that is rotated where the config has none.
-        original: `original_max_position_embeddings` where the whole config has none.
-        kinds: The scaling types that the family takes -> what they are in it.
-        theta_key: The key of the whole config that holds the base.
-        share_key: The key of the whole config that holds the share.
-
-    Raises:
-        CheckpointError: A key is missing, has a wrong value, is not supported, or contradicts another.
-    """
     sections = rope_sections(read)
     original = original if read.take(ORIGINAL) is None else read.count(ORIGINAL)
     share = 1.0 if head_dim is None else _share(read, sections, head_dim, share, share_key)
@@ -66,15 +47,10 @@ def read_rope(
 
 
 def read_growing_rope(read: ConfigReader) -> tuple[Rope, Rope | None]:
-    """Return the rotary parameters of a family whose queries grow with their position, and those of queries.
-
-    Raises:
-        CheckpointError: As in `read_rope`.
-    """
+    """Return the rotary parameters of a family whose queries grow with their position, and of queries."""
     sections = rope_sections(read)
-    periods = {
-        (section.optional_number(GROWTH, zero_is_null=True), section.count(ORIGINAL)) for section in sections
-    }
+    growths = [section.optional_number(GROWTH, zero_is_null=True) for section in sections]
+    periods = {*zip(growths, (section.count(ORIGINAL) for section in sections), strict=True)}
     for section in sections:
         section.seen.add("max_position_embeddings")  # the length of the whole config counts
         if GROWTH not in section.config or len(periods) > 1:
@@ -87,7 +63,6 @@ def read_growing_rope(read: ConfigReader) -> tuple[Rope, Rope | None]:
 
 
 def rope_sections(read: ConfigReader) -> list[ConfigReader]:
-    """Return readers of the JSON objects with rotary parameters."""
     return [section for key in ROPE_KEYS if (section := read.section(key))]
 
 
@@ -98,23 +73,12 @@ def read_ropes(
     *,
     window_key: str | None = "rope_local_base_freq",
 ) -> tuple[Rope, Rope]:
-    """Return the rotary parameters of layers with full attention, and of windowed layers.
-
-    Args:
-        read: The whole config.
-        theta: The base in layers with full attention where the config has none.
-        window_theta: The same in windowed layers.
-        window_key: The key of the whole config that holds the latter; None: there is none.
-
-    Raises:
-        CheckpointError: As in `read_rope`.
-    """
     nested = read.section("rope_parameters")
     full = nested.section("full_attention") if nested else None
     windowed = nested.section("sliding_attention") if nested else None
     truncate = nested.flag("truncate", default=True) if nested else True
     if nested:  # the keys of one set are not read here, so they are misplaced
-        read.ignored |= check_unread(nested, frozenset().union(*REFERENCE.values()), ELSEWHERE_IN_ROPE)
+        read.ignored |= check_unread(nested, frozenset().union(*KEYS_BY_ROPE.values()), ELSEWHERE_IN_ROPE)
     scaling = read.section("rope_scaling")  # applies to layers with full attention only
     if scaling and "rope_type" not in scaling.config and "type" in scaling.config:
         raise scaling.error("type", "spell it rope_type, because transformers ignores type in this family")
@@ -131,13 +95,7 @@ def read_ropes(
 
 
 def read_full_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
-    """Return Gemma 4's rotary parameters: of layers with full attention, and of windowed layers.
-
-    Either both sets are given, each with its base, or both have their defaults.
-
-    Raises:
-        CheckpointError: As in `read_rope`.
-    """
+    """Return Gemma 4's rotary parameters, of full and of windowed layers; both or none are given."""
     nested = read.section("rope_parameters")
     if nested is None:
         return Rope("proportional", GLOBAL_THETA, turning=0.25), Rope("default", LOCAL_THETA)
@@ -148,7 +106,7 @@ def read_full_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
         kinds = {**SAME_KINDS, "proportional": "proportional"}
         ropes.append(_read_one(read, section, section.number("rope_theta"), None, kinds))
     # the keys of one set are not read here, so they are misplaced
-    read.ignored |= check_unread(nested, frozenset().union(*REFERENCE.values()), ELSEWHERE_IN_ROPE)
+    read.ignored |= check_unread(nested, frozenset().union(*KEYS_BY_ROPE.values()), ELSEWHERE_IN_ROPE)
     return ropes[0], ropes[1]
 
 
@@ -160,16 +118,6 @@ def _read_all(
     original: int | None = None,
     kinds: Mapping[str, str] = SAME_KINDS,
 ) -> Rope:
-    """Read every spelling that is present, and check that they agree.
-
-    Args:
-        read: The whole config.
-        sections: The JSON objects with rotary parameters; none means the default type.
-        theta_key: The key of the whole config that holds the base where a section does not; None: no key.
-        theta: The default base.
-        original: `original_max_position_embeddings` of the whole config.
-        kinds: As `read_rope` takes them.
-    """
     ropes = [
         _read_one(read, section, _theta(read, section, theta_key, theta), original, kinds)
         for section in sections or [ConfigReader({})]
@@ -186,7 +134,6 @@ def _read_all(
 def _share(
     read: ConfigReader, sections: list[ConfigReader], head_dim: int, default: float, key: str
 ) -> float:
-    """Return the share of each head that is rotated: of a section, or else of `key` of the whole config."""
     places = [*((section, PARTIAL) for section in sections), (read, key)]
     given = [(each, name) for each, name in places if each.take(name) is not None]
     for (first, name), (second, other) in pairwise(given):
@@ -211,10 +158,8 @@ def _read_one(
     if section.take("type") not in (None, kind):
         raise section.error("type", f"rope_type is {shortened(kind)}; keep one of them")
     if not isinstance(kind, str) or kind not in kinds:
-        raise CheckpointError(
-            f"{section.where}: rope type {shortened(kind)} is not supported",
-            remedy=f"supported are {', '.join(kinds)}",
-        )
+        problem = f"{section.where}: rope type {shortened(kind)} is not supported"
+        raise CheckpointError(problem, remedy=f"supported are {', '.join(kinds)}")
     kind = kinds[kind]
     trained = read.count("max_position_embeddings")
     if original is not None and kind in OVERRIDDEN:
@@ -222,12 +167,11 @@ def _read_one(
             raise read.error(ORIGINAL, f"{section.where} has {section.take(ORIGINAL)}; {KEEP_TRAINED}")
         section.config = {**section.config, ORIGINAL: original}
     rope = KINDS[kind](section, theta, trained)
-    read.ignored |= check_unread(section, REFERENCE[kind] | LAYERS, ELSEWHERE_IN_ROPE)
+    read.ignored |= check_unread(section, KEYS_BY_ROPE[kind] | LAYERS, ELSEWHERE_IN_ROPE)
     return rope
 
 
 def _theta(read: ConfigReader, section: ConfigReader, key: str | None, default: float) -> float:
-    """Return the rotary base, from the section or else from `key` of the whole config."""
     if key is None:
         return section.number("rope_theta", default)
     if "rope_theta" not in section.config:
@@ -238,32 +182,12 @@ def _theta(read: ConfigReader, section: ConfigReader, key: str | None, default: 
     return theta
 
 
-def _default(section: ConfigReader, theta: float, trained: int) -> Rope:
-    return Rope("default", theta)
-
-
-def _linear(section: ConfigReader, theta: float, trained: int) -> Rope:
-    return Rope("linear", theta, factor=section.number("factor"))
-
-
-def _dynamic(section: ConfigReader, theta: float, trained: int) -> Rope:
-    # the base grows from max_position_embeddings on, whatever ORIGINAL says
-    return Rope("dynamic", theta, factor=section.number("factor"), original_positions=trained)
-
-
 def _llama3(section: ConfigReader, theta: float, trained: int) -> Rope:
-    rope = Rope(
-        "llama3",
-        theta,
-        factor=section.number("factor"),
-        low_frequency=section.number("low_freq_factor"),
-        high_frequency=section.number("high_freq_factor"),
-        original_positions=section.count(ORIGINAL, trained),
-    )
+    factor, low, high = (section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    rope = Rope("llama3", theta, factor, low, high, section.count(ORIGINAL, trained))
     if rope.low_frequency >= rope.high_frequency:
-        raise section.error(
-            "low_freq_factor", f"it must be less than high_freq_factor, {rope.high_frequency}"
-        )
+        remedy = f"it must be less than high_freq_factor, {rope.high_frequency}"
+        raise section.error("low_freq_factor", remedy)
     return rope
 
 
@@ -292,7 +216,6 @@ def _longrope(section: ConfigReader, theta: float, trained: int) -> Rope:
 
 
 def _factors(section: ConfigReader, key: str) -> tuple[float, ...]:
-    """Return a list of finite numbers above 0."""
     listed = section.take(key)
     if not isinstance(listed, list) or not listed:
         raise section.error(key, "it must be a list of numbers")
@@ -314,9 +237,8 @@ def _yarn(section: ConfigReader, theta: float, trained: int) -> Rope:
     factor = trained / original if by_lengths else section.number("factor")
     mscale = section.optional_number("mscale", zero_is_null=True)
     mscale_all_dim = section.optional_number("mscale_all_dim", zero_is_null=True)
-    attention = section.optional_number("attention_factor") or _attention_factor(
-        factor, mscale, mscale_all_dim
-    )
+    attention = section.optional_number("attention_factor")
+    attention = attention or _attention_factor(factor, mscale, mscale_all_dim)
     return Rope(
         "yarn",
         theta,
@@ -342,9 +264,12 @@ def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float
 
 # scaling type -> function of (its section, theta, max_position_embeddings)
 KINDS: dict[str, Callable[[ConfigReader, float, int], Rope]] = {
-    "default": _default,
-    "dynamic": _dynamic,
-    "linear": _linear,
+    "default": lambda section, theta, trained: Rope("default", theta),
+    # the base grows from max_position_embeddings on, whatever ORIGINAL says
+    "dynamic": lambda section, theta, trained: Rope(
+        "dynamic", theta, factor=section.number("factor"), original_positions=trained
+    ),
+    "linear": lambda section, theta, trained: Rope("linear", theta, factor=section.number("factor")),
     "llama3": _llama3,
     "longrope": _longrope,
     "proportional": _proportional,

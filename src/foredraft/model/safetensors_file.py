@@ -1,11 +1,8 @@
 """Read a safetensors file: its header, and tensors or rows of them. Write one.
 
-Contract: reading is strict. Opening a file reads its header alone, and checks it against the file's size. A
-header that is too short or too long, is not JSON, or does not give every byte behind it to exactly one tensor
-of a known dtype is a `CheckpointError` that names the file. A tensor is a view of a map of its own range, so
-a file may be larger than the memory.
-
-Format: https://github.com/huggingface/safetensors#format.
+Opening a file reads its header alone, which must give every byte behind it to exactly one tensor of a known
+dtype. A tensor is a view of a map of its own range, so a file may be larger than the memory. Format:
+https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -14,8 +11,9 @@ import errno
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeGuard
@@ -27,10 +25,8 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.files import NO_FILE, is_no_file
-from foredraft.model.config import DOWNLOAD_AGAIN, parse_json
-from foredraft.model.mapping import mapped_bytes
-
-__all__ = ["INDEX", "SINGLE", "SafetensorsFile", "SafetensorsSlice", "write_tensors"]
+from foredraft.model.config import broken, parse_json
+from foredraft.model.memory import mapped_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a checkpoint
 LENGTH = 8  # bytes of the header's length
@@ -64,40 +60,36 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file.
+    name: str  # its name
+    dtype: str  # a key of `DTYPES`
+    shape: tuple[int, ...]  # its shape
+    start: int  # its first byte in the file
+    size: int  # its bytes
 
-    Attributes:
-        name: Its name.
-        dtype: A key of `DTYPES`.
-        shape: Its shape.
-        start: Its first byte in the file.
-        size: Its bytes.
-    """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    size: int
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor whose rows are read when they are asked for, by the methods of the library's own slices."""
+
+    dtype: str  # how it is stored: a key of `DTYPES`, or of `gguf.file.BLOCKS`
+    shape: Sequence[int]
+    read: Callable[[slice], Tensor]
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def get_shape(self) -> list[int]:
+        return [*self.shape]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.read(rows)
 
 
 class SafetensorsFile:
-    """An open safetensors file, to be used in a `with` statement.
-
-    Attributes:
-        path: The file.
-        size: Its bytes.
-        tensors: The tensors by name.
-        metadata: What the header says besides; the values are not checked.
-    """
+    """An open safetensors file, to be used in a `with` statement."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file and read its header.
-
-        Raises:
-            CheckpointError: It cannot be read, or is broken or incomplete.
-        """
-        self.path = path
+        self.path = path  # the file
         if is_no_file(path):
             raise self._unreadable(OSError(errno.EINVAL, NO_FILE))
         try:
@@ -125,25 +117,19 @@ class SafetensorsFile:
         self._file.close()
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors, in the order of the header."""
         return [*self.tensors]
 
-    def get_slice(self, name: str) -> SafetensorsSlice:
-        """Return a tensor whose values are not read yet."""
-        return SafetensorsSlice(self, self.tensors[name])
+    def get_slice(self, name: str) -> LazyTensor:
+        info = self.tensors[name]
+        return LazyTensor(info.dtype, info.shape, partial(self._rows, info))
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor.
-
-        Raises:
-            CheckpointError: It cannot be read.
-            MemoryError: The system refuses to map it.
-        """
         return self._values(self.tensors[name], self.tensors[name].shape, 0)
 
-    def rows(self, info: TensorInfo, first: int, count: int) -> Tensor:
-        """Return some rows of a tensor that has rows."""
-        return self._values(info, (count, *info.shape[1:]), first * (info.size // max(1, info.shape[0])))
+    def _rows(self, info: TensorInfo, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(info.shape[0])
+        shape = max(0, last - first), *info.shape[1:]
+        return self._values(info, shape, first * (info.size // max(1, info.shape[0])))
 
     def _values(self, info: TensorInfo, shape: tuple[int, ...], offset: int) -> Tensor:
         """Return values of a stored tensor, from so many bytes behind its beginning, in a shape."""
@@ -157,7 +143,6 @@ class SafetensorsFile:
         return values.view(dtype).view(shape)
 
     def _header(self) -> dict[str, Any]:
-        """Return the header, and note where the data begin."""
         if self.size < LENGTH:
             raise self._error(f"has {self.size} bytes, too few for a header")
         length = int.from_bytes(self._file.read(LENGTH), "little")
@@ -175,7 +160,6 @@ class SafetensorsFile:
         return header
 
     def _tensors(self, header: dict[str, Any]) -> dict[str, TensorInfo]:
-        """Return the tensors by name, after checking that they divide the data among them."""
         found = {name: self._tensor(name, entry) for name, entry in header.items() if name != METADATA}
         end = self._data
         for info in sorted(found.values(), key=lambda info: (info.start, info.size)):
@@ -188,67 +172,31 @@ class SafetensorsFile:
         return found
 
     def _tensor(self, name: str, entry: Any) -> TensorInfo:
-        """Return what the header says of one tensor."""
-        given = entry if isinstance(entry, dict) else {}
+        given, shown = entry if isinstance(entry, dict) else {}, shortened(name)
         dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
         if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets):
-            raise self._error(f"has a header without dtype, shape and data_offsets of {shortened(name)}")
+            raise self._error(f"has a header without dtype, shape and data_offsets of {shown}")
         if dtype not in DTYPES:
-            raise CheckpointError(
-                f"{self.path} has tensor {shortened(name)} of dtype {shortened(dtype)}, which is not known",
-                remedy=f"take a file with {', '.join(DTYPES)}",
-            )
+            problem = f"{self.path} has tensor {shown} of dtype {shortened(dtype)}, which is not known"
+            raise CheckpointError(problem, remedy=f"take a file with {', '.join(DTYPES)}")
         if len(shape) > MAX_DIMENSIONS or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise self._error(
-                f"has tensor {shortened(name)} of shape {shortened(shape)} at {shortened(offsets)}"
-            )
+            raise self._error(f"has tensor {shown} of shape {shortened(shape)} at {shortened(offsets)}")
         size, needed = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
         if size != needed:
-            raise self._error(
-                f"has tensor {shortened(name)} in {size} bytes, but {dtype} of shape {shortened(shape)}"
-                f" takes {needed}"
-            )
+            takes = f"{dtype} of shape {shortened(shape)} takes {needed}"
+            raise self._error(f"has tensor {shown} in {size} bytes, but {takes}")
         if offsets[1] > self.size - self._data:
-            raise self._error(f"ends within tensor {shortened(name)}")
+            raise self._error(f"ends within tensor {shown}")
         return TensorInfo(name, dtype, tuple(shape), self._data + offsets[0], size)
 
     def _error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} {problem}, so it is broken or incomplete", remedy=DOWNLOAD_AGAIN)
+        return broken(f"{self.path} {problem}, so it is broken or incomplete")
 
     def _unreadable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.path} cannot be read ({error.strerror})", remedy=DOWNLOAD_AGAIN)
-
-
-class SafetensorsSlice:
-    """A tensor whose rows are mapped when they are asked for."""
-
-    def __init__(self, file: SafetensorsFile, info: TensorInfo) -> None:
-        self.file, self.info = file, info
-
-    def get_dtype(self) -> str:
-        """Return how the tensor is stored: a key of `DTYPES`."""
-        return self.info.dtype
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the tensor."""
-        return [*self.info.shape]
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        first, last, _ = rows.indices(self.info.shape[0])
-        return self.file.rows(self.info, first, max(0, last - first))
+        return broken(f"{self.path} cannot be read ({error.strerror})")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file.
-
-    Args:
-        file: The file.
-        tensors: The tensors by name.
-        metadata: Texts for the header.
-
-    Raises:
-        OSError: It cannot be written.
-    """
     try:
         save_file(dict(tensors), file, dict(metadata))
     except SafetensorError as error:
@@ -259,5 +207,4 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:
-    """Return whether a value of a header is a list of sizes."""
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_SIZE for each in value)

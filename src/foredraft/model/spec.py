@@ -1,10 +1,8 @@
 """`ModelSpec`: the sizes and the arithmetic of a model, read from its `config.json`.
 
-Contract: `model_type` decides which keys `transformers` reads. Each of them is read here too, or changes no
-text, or is a `CheckpointError` that names it, because a model that ignores a key is another model.
-`reference.py` decides about the keys that are left. An absent key has the default that `transformers` gives
-it in that family; the sizes have no default. `families/` and `rope_config.py` read the keys of each
-architecture, and `quantisation` those of quantised weights.
+`model_type` decides which keys `transformers` reads. Each of them is read here too, or changes no text, or is
+refused by name, because a model that ignores a key is another model. An absent key has the default that
+`transformers` gives it in that family; the sizes have none.
 """
 
 from __future__ import annotations
@@ -17,26 +15,21 @@ from typing import Any
 import torch
 
 from foredraft.errors import CheckpointError, Option, shortened
-from foredraft.model.config import ConfigReader, read_json
+from foredraft.model.config import CONFIG_KEYS, GENERATION, ConfigReader, read_json
 from foredraft.model.families import FAMILIES, Family
-from foredraft.model.further_tokens import predicts_further, read_further_layers
-from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.layer_geometry import OUTSIDE, LayerGeometry
-from foredraft.model.lora.record import is_lora
+from foredraft.model.lora.lora_config import is_lora
+from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import Quantisation, read_quantisation
-from foredraft.model.reference import HARMLESS, check_unread
-from foredraft.model.reference_keys import CONFIG as REFERENCE
 from foredraft.model.rope import Rope
-from foredraft.model.tensor_names import AS_STORED, Naming
-from foredraft.model.transfers import dtype_name
-from foredraft.model.unsupported import refusal
+from foredraft.model.tensor_names import AS_STORED, Naming, predicts_further, read_further_layers
+from foredraft.model.unsupported import HARMLESS, check_unread, refusal
 from foredraft.model.wrappers import TextPart, text_part_of, with_tie
 
 __all__ = ["OUTSIDE", "ModelSpec", "Rope", "with_dtype"]
 
 CONFIG = "config.json"
-# Keys of checkpoints that `foredraft quantise` writes, and wrote before it coded embeddings, too; other
-# programs ignore them.
+# Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
 EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
 
 
@@ -89,8 +82,7 @@ class ModelSpec(LayerGeometry):
     window_rope: Rope | None = None  # of windowed layers
     full_kv_heads: int | None = None  # key and value heads of layers with full attention; None: `kv_heads`
     full_head_dim: int | None = None  # the size of a head there; None: `head_dim`
-    # the layer whose keys and values each layer reads; (): its own. -1 (`OUTSIDE`): those of another model
-    sources: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()  # whose keys each layer reads; (): its own. -1 (`OUTSIDE`): another model's
     shared_intermediate_size: int | None = None  # in layers that read keys of another; None: as elsewhere
     value_norms: bool = False  # values are normed per head, without a weight
     keys_are_values: bool = False  # layers with full attention project keys alone, which are their values too
@@ -114,7 +106,6 @@ class ModelSpec(LayerGeometry):
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that change nothing, as "key = value"
 
     def rope_of(self, window: int | None) -> Rope:
-        """Return the rotary parameters of layers with the given window."""
         return self.rope if window is None or self.window_rope is None else self.window_rope
 
     @property
@@ -140,22 +131,15 @@ class ModelSpec(LayerGeometry):
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Return the spec of a checkpoint folder, without reading its weights.
-
-        Raises:
-            CheckpointError: The folder is not a checkpoint, or its model is not supported.
-        """
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder", remedy="give the folder of a checkpoint")
         if not (folder / CONFIG).is_file():
             if is_lora(folder):
-                raise CheckpointError(
-                    f"{folder} is a LoRA, which changes another model",
-                    remedy=("give that one, and this as ", Option("lora", str(folder))),
-                )
-            raise CheckpointError(
-                f"{folder} has no config.json", remedy="give the folder of a Hugging Face checkpoint"
-            )
+                problem = f"{folder} is a LoRA, which changes another model"
+                remedy = ("give that one, and this as ", Option("lora", str(folder)))
+                raise CheckpointError(problem, remedy=remedy)
+            problem = f"{folder} has no config.json"
+            raise CheckpointError(problem, remedy="give the folder of a Hugging Face checkpoint")
         generation = folder / GENERATION
         config = with_tie(read_json(folder / CONFIG), folder)
         return cls.from_hf(config, read_json(generation) if generation.is_file() else None)
@@ -164,15 +148,6 @@ class ModelSpec(LayerGeometry):
     def from_hf(
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
     ) -> ModelSpec:
-        """Return the spec of a parsed `config.json`.
-
-        Args:
-            config: The content of `config.json`.
-            generation_config: The content of `generation_config.json`, which may add end-of-text ids.
-
-        Raises:
-            CheckpointError: A key is missing, has a wrong value, or is not supported.
-        """
         part = text_part_of(config)
         if part is not None:
             return cls._of_text_part(part, generation_config)
@@ -197,12 +172,11 @@ class ModelSpec(LayerGeometry):
             further_layers=read_further_layers(read),
         )
         _check_ropes(spec)
-        ignored = check_unread(read, family.keys or REFERENCE[family.model_type]) | read.ignored
+        ignored = check_unread(read, family.keys or CONFIG_KEYS[family.model_type]) | read.ignored
         return replace(spec, ignored=_listed(ignored))
 
     @classmethod
     def _of_text_part(cls, part: TextPart, generation_config: Mapping[str, Any] | None) -> ModelSpec:
-        """Return the spec of the text model of a multimodal checkpoint."""
         spec = cls.from_hf(part.config, generation_config)
         media = tuple((key, id) for key, id in part.media if id < spec.vocab_size)
         return replace(
@@ -219,26 +193,19 @@ def _listed(ignored: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _check_ropes(spec: ModelSpec) -> None:
-    """Check that the rotary parameters fit the size of a head."""
     for rope, head_dim in spec.ropes.items():
         rotated = rope.rotated(head_dim)
         if rope.kind == "dynamic" and rotated == 2:
-            raise CheckpointError(
-                f"config.json: head_dim is {head_dim}",
-                remedy="rope type 'dynamic' needs 4 rotated channels or more",
-            )
+            problem = f"config.json: head_dim is {head_dim}"
+            raise CheckpointError(problem, remedy="rope type 'dynamic' needs 4 rotated channels or more")
         if rope.factors and 2 * len(rope.factors) != rotated:
-            raise CheckpointError(
-                f"config.json: short_factor and long_factor have {len(rope.factors)} numbers",
-                remedy=f"{rotated} channels of a head are rotated, so they must have {rotated // 2}",
-            )
+            problem = f"config.json: short_factor and long_factor have {len(rope.factors)} numbers"
+            remedy = f"{rotated} channels of a head are rotated, so they must have {rotated // 2}"
+            raise CheckpointError(problem, remedy=remedy)
 
 
 def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
-    """Return the name of the architecture and its family: those of `model_type`.
-
-    `architectures` counts only where there is no `model_type`.
-    """
+    """Return the architecture and its family: those of `model_type`, or else of `architectures`."""
     kind, names = config.get("model_type"), config.get("architectures")
     for name, family in FAMILIES.items():
         if kind == family.model_type or (kind is None and names == [name]):
@@ -247,7 +214,6 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def _sizes(read: ConfigReader, given: Collection[str]) -> dict[str, Any]:
-    """Return the fields whose keys are the same in every family, but for those that the family gives."""
     sizes: dict[str, Callable[[], Any]] = {
         "vocab_size": lambda: read.count("vocab_size"),
         "hidden_size": lambda: read.count("hidden_size"),
@@ -261,34 +227,25 @@ def _sizes(read: ConfigReader, given: Collection[str]) -> dict[str, Any]:
 
 
 def _positions(read: ConfigReader, rope: Rope) -> int:
-    """Return the most positions that a request may use.
-
-    Some linearly scaled checkpoints keep the unscaled length in `max_position_embeddings` and the scaled one
-    in `max_sequence_length`.
-    """
+    """Return the most positions that a request may use; linear scaling may stand in a key of its own."""
     trained = read.count("max_position_embeddings")
     scaled = read.count("max_sequence_length", trained, if_null=trained) if rope.kind == "linear" else trained
     return rope.usable_positions(max(trained, scaled))
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a config.json for weights of a dtype."""
     others = {key: value for key, value in config.items() if key != "torch_dtype"}  # the older name
     return others | {"dtype": dtype_name(dtype)}
 
 
 def _dtype(read: ConfigReader) -> str:
-    given = {
-        key: str(name).removeprefix("torch.") for key in ("dtype", "torch_dtype") if (name := read.take(key))
-    }
-    names = [*given.values()] or ["float32"]
+    given = [name for key in ("dtype", "torch_dtype") if (name := read.take(key))]
+    names = [str(name).removeprefix("torch.") for name in given] or ["float32"]
     if names[0] != names[-1]:
         raise read.error("torch_dtype", f"dtype is {shortened(names[0])}; keep the dtype of the weights")
     if names[0] not in ("float32", "bfloat16", "float16"):
-        raise CheckpointError(
-            f"config.json: dtype {shortened(names[0])} is not supported",
-            remedy="supported are float32, bfloat16, float16",
-        )
+        problem = f"config.json: dtype {shortened(names[0])} is not supported"
+        raise CheckpointError(problem, remedy="supported are float32, bfloat16, float16")
     return names[0]
 
 
@@ -316,10 +273,8 @@ def _ids(
 ) -> list[int]:
     """Return the token ids under a key; null and negative values stand for no id.
 
-    config.json contradicts itself with an id beyond its vocabulary, so that is an error, unless it is the
-    default of the class: StarCoder 2's lies beyond the default of its vocabulary.
-    generation_config.json may come from a model with a larger vocabulary, so such an id is left out;
-    `generation_defaults` logs a warning.
+    An id beyond the vocabulary is an error in config.json, unless it is the default of the class, and left
+    out of generation_config.json, which may come from a larger model.
     """
     values = value if isinstance(value, list) and key == "eos_token_id" else [value]
     vocab_size = read.count("vocab_size")
@@ -333,8 +288,6 @@ def _ids(
         if token < vocab_size:
             ids.append(token)
         elif file == CONFIG and value != default:
-            raise CheckpointError(
-                f"{file}: {key} is {shortened(value)}, but vocab_size is {vocab_size}",
-                remedy="give an id below it",
-            )
+            problem = f"{file}: {key} is {shortened(value)}, but vocab_size is {vocab_size}"
+            raise CheckpointError(problem, remedy="give an id below it")
     return ids

@@ -1,36 +1,50 @@
-"""Tensor names: how the names that a checkpoint stores become those that the decoder asks for.
+"""Tensor names: how the names and layouts that a checkpoint stores become those that the decoder asks for.
 
-Contract: the decoder knows one set of names, those of `LlamaForCausalLM`. A family that spells them otherwise
-has a layout (`tensor_layouts.py`). A multimodal checkpoint spells those of its text model in one of two ways:
-the older `language_model.model.*` with `language_model.lm_head.*`, or `model.language_model.*` with
-`lm_head.*`. Each is accepted, a mix of both is refused. The tensors of its other parts stay unread.
+The decoder knows the names of `LlamaForCausalLM`. A family that spells them otherwise has a `TensorLayout`,
+which gives them back, too, for checkpoints that are written. A multimodal checkpoint spells those of its text
+model as `language_model.model.*`, or as `model.language_model.*` with `lm_head.*`; a mix is refused. Tensors
+that predict further tokens, `mtp.*` or layers behind the model's own (DeepSeek V3), do not touch its logits.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
+from foredraft.model.config import ConfigReader
+from foredraft.model.safetensors_file import LazyTensor
 
-__all__ = ["AS_STORED", "CONV1D", "HEAD", "LAYERS", "LINEAR", "Naming", "Renamed", "unnested"]
+KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # of the config: layers behind the model's own
+PREFIX = re.compile(r"(model\.)?(language_model\.)?mtp(_layers)?\.")
+LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
+
+
+def read_further_layers(read: ConfigReader) -> int:
+    """Return how many layers behind the model's own predict further tokens."""
+    return max(read.count(key, 0, if_null=0, allow_zero=True) for key in KEYS)
+
+
+def predicts_further(name: str, layers: int, further: int) -> bool:
+    """Return whether a tensor belongs to what predicts further tokens.
+
+    Examples:
+        >>> predicts_further("mtp.fc.weight", 8, 0), predicts_further("model.layers.8.eh_proj.weight", 8, 1)
+        (True, True)
+    """
+    layer = LAYER.match(name)
+    return bool(PREFIX.match(name)) or (layer is not None and layers <= int(layer[1]) < layers + further)
+
 
 LAYERS, HEAD = "model.layers", "lm_head"
 LINEAR, CONV1D = "Linear", "Conv1D"  # classes of linear layers; a Conv1D stores its weight as [K, M]
-# the parts of a multimodal checkpoint that no text passes through
-OTHER_PARTS = (
-    "vision_tower",
-    "multi_modal_projector",
-    "visual",
-    "audio_tower",
-    "embed_vision",
-    "embed_audio",
-    "vision_embedder",
-)
+OTHER_PARTS = """  # parts of a multimodal checkpoint that no text passes through
+    vision_tower multi_modal_projector visual audio_tower embed_vision embed_audio vision_embedder
+    """.split()
 UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(OTHER_PARTS)})\..+")
 OLDER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 NEWER = {"model.language_model.": "model.", "lm_head.": "lm_head."}
@@ -39,25 +53,14 @@ SPELLINGS = (OLDER, NEWER)
 
 @dataclass(frozen=True)
 class Naming:
-    """How a checkpoint names its tensors.
-
-    Attributes:
-        nested: They are those of a multimodal checkpoint.
-    """
-
-    nested: bool = False
+    nested: bool = False  # they are those of a multimodal checkpoint
 
     @property
     def stored_layers(self) -> str:
-        """How a checkpoint names the list of layers."""
         return LAYERS
 
     def plain(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return the decoder's names of stored tensors by their stored ones; those of other parts are left.
-
-        Raises:
-            CheckpointError: The text tensors are spelled in two ways.
-        """
+        """Return the decoder's names of stored tensors by their stored ones; other parts' are left."""
         found = {name: self._renamed(name) for name in stored if not (self.nested and UNREAD.fullmatch(name))}
         if self.nested:
             _check_spelling(found)
@@ -68,7 +71,6 @@ class Naming:
         return found
 
     def opened(self, file: Any, stored: str, name: str) -> Any:
-        """Return the open file of a tensor, which gives it under the decoder's name."""
         return file if name == stored else Renamed(file, stored)
 
     def stored_name(self, name: str) -> str:
@@ -76,7 +78,6 @@ class Naming:
         return name
 
     def stored_values(self, name: str, values: Tensor) -> Tensor:
-        """Return what is stored for a tensor."""
         return values
 
     @property
@@ -93,11 +94,9 @@ class Naming:
         return self.stored_name(f"{module}.weight").removesuffix(".weight")
 
     def layer_class(self, module: str) -> str:
-        """Return the class that a linear layer has in `transformers`, by its name in the decoder."""
         return LINEAR
 
     def is_ignored(self, stored: str) -> bool:
-        """Return whether a stored tensor is one that carries no information."""
         return False
 
     def _renamed(self, name: str) -> str:
@@ -106,35 +105,27 @@ class Naming:
 
 @dataclass(frozen=True)
 class Renamed:
-    """An open file that gives one of its tensors under another name."""
-
     file: Any
     stored: str
 
     def get_slice(self, name: str) -> Any:
-        """Return the header of the tensor."""
         return self.file.get_slice(self.stored)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return the tensor."""
         found: Tensor = self.file.get_tensor(self.stored)
         return found
 
 
 def _check_spelling(stored: Iterable[str]) -> None:
-    """Check that the names of text tensors are all of one spelling."""
-    older, newer = (
-        next((name for name in stored if name.startswith(tuple(spelling))), None) for spelling in SPELLINGS
-    )
+    found = ([name for name in stored if name.startswith(tuple(spelling))] for spelling in SPELLINGS)
+    older, newer = (next(iter(names), None) for names in found)
     if older is not None and newer is not None:
         raise _two_ways(older, newer)
 
 
 def _two_ways(one: str, other: str) -> CheckpointError:
-    return CheckpointError(
-        f"the tensors {one} and {other} are spelled in two ways",
-        remedy="use a checkpoint that names all its text tensors alike",
-    )
+    problem = f"the tensors {one} and {other} are spelled in two ways"
+    return CheckpointError(problem, remedy="use a checkpoint that names all its text tensors alike")
 
 
 def unnested(name: str) -> str:
@@ -147,3 +138,109 @@ def unnested(name: str) -> str:
 
 
 AS_STORED = Naming()
+
+
+EMBEDDING, POSITIONS, LAST_NORM = "model.embed_tokens", "model.embed_positions", "model.norm"
+LLAMA_OUTER = {"embed_tokens": EMBEDDING, "norm": LAST_NORM}
+LLAMA_INNER = {
+    name: name
+    for name in (
+        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    )
+}  # fmt: skip
+NAME = re.compile(r"(.+)\.(\w+)")  # module and tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TensorLayout(Naming):
+    """The names of a family's tensors, and which of its weights are stored as [K, M]."""
+
+    prefixes: tuple[str, ...] = ("model.",)  # of all modules but the head; the first is written
+    layers: str = "layers"  # the name of the list of layers
+    outer: dict[str, str] = field(default_factory=lambda: LLAMA_OUTER)  # outside the layers
+    inner: dict[str, str] = field(default_factory=lambda: LLAMA_INNER)  # of a layer -> in the decoder
+    heads: tuple[str, ...] = (HEAD,)  # the names of the head; the first is written
+    transposed: frozenset[str] = frozenset()  # of a layer, stored as [K, M]
+    ignored: tuple[str, ...] = ()  # tensors of a layer that carry no information
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # not that of `Naming`, which knows no names
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _renamed(self, name: str) -> str:
+        return self._own_name(name) or name
+
+    def _own_name(self, stored: str) -> str | None:
+        """Return the decoder's name of a stored tensor; None for one that the family lacks."""
+        match = NAME.fullmatch(stored)
+        if match is None:
+            return None
+        module, kind = match.groups()
+        if module in self.heads:
+            return f"{HEAD}.{kind}"
+        for prefix in self.prefixes:
+            if not module.startswith(prefix):
+                continue
+            rest = module[len(prefix) :]
+            if rest in self.outer:
+                return f"{self.outer[rest]}.{kind}"
+            layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", rest)
+            if layer is not None and layer[2] in self.inner:
+                return f"{LAYERS}.{layer[1]}.{self.inner[layer[2]]}.{kind}"
+        return None
+
+    def stored_name(self, own: str) -> str:
+        module, kind = own.rsplit(".", 1)
+        if module == HEAD:
+            return f"{self.heads[0]}.{kind}"
+        layer = re.fullmatch(rf"{re.escape(LAYERS)}\.(\d+)\.(.+)", module)
+        names = self.outer if layer is None else self.inner
+        wanted = module if layer is None else layer[2]
+        # a family's own name comes after that of Llama
+        stored = next((stored for stored, name in reversed(names.items()) if name == wanted), None)
+        if stored is None:
+            return own
+        place = "" if layer is None else f"{self.layers}.{layer[1]}."
+        return f"{self.prefixes[0]}{place}{stored}.{kind}"
+
+    def is_ignored(self, stored: str) -> bool:
+        return any(
+            re.fullmatch(rf"(?:{re.escape(prefix)})?{self.layers}\.\d+\.{re.escape(name)}", stored)
+            for prefix in self.prefixes
+            for name in self.ignored
+        )
+
+    @property
+    def stored_layers(self) -> str:
+        return f"{self.prefixes[0]}{self.layers}"
+
+    def layer_class(self, module: str) -> str:
+        return CONV1D if self._is_transposed(f"{module}.weight") else LINEAR
+
+    def opened(self, file: Any, stored: str, name: str) -> Any:
+        return Transposed(file, stored) if self._is_transposed(name) else super().opened(file, stored, name)
+
+    def stored_values(self, name: str, values: Tensor) -> Tensor:
+        return values.T.contiguous() if self._is_transposed(name) else values
+
+    def _is_transposed(self, name: str) -> bool:
+        part = name.removeprefix(f"{LAYERS}.").partition(".")[2]
+        return part.endswith(".weight") and part.removesuffix(".weight") in self.transposed
+
+
+class Transposed(Renamed):
+    def get_slice(self, name: str) -> LazyTensor:
+        found = self.file.get_slice(self.stored)
+        shape = [*found.get_shape()][::-1]
+        return LazyTensor(found.get_dtype(), shape, lambda rows: self.get_tensor(name)[rows])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return super().get_tensor(name).T
+
+
+def written(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's tensors as a checkpoint of its family stores them, under its names."""
+    return {naming.stored_name(name): naming.stored_values(name, values) for name, values in tensors.items()}

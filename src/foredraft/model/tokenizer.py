@@ -1,14 +1,9 @@
 """Encode text to ids and decode ids to text, at once or as a stream, with the `tokenizers` library.
 
-Contract: only the post-processor of `tokenizer.json` adds special tokens to a prompt; none are added to a
-conversation, because its template writes them. An id without a token has no text (a model's vocabulary is
-often padded beyond its tokenizer's).
-
-A `Detokenizer` returns text as soon as no later id can change it, and waits for a bounded number of ids.
-`Tokenizer.decode` uses one, so streamed pieces join to the decoded text, however the ids are pushed. The text
-is that of the library, with two exceptions. A character at its end whose last bytes are missing is left out:
-no constraint and no stop string has seen the U+FFFD that the library shows for it. And only a part of a run
-of more than `MAX_HELD_BYTES` byte tokens becomes U+FFFD where the run turns out to be invalid.
+Only the post-processor of `tokenizer.json` adds special tokens to a prompt; a conversation's template writes
+them. An id without a token has no text. A `Detokenizer` returns text as soon as no later id can change it.
+The text is that of the library, but for an incomplete character at its end, which is left out, and for
+invalid runs of more than `MAX_HELD_BYTES` byte tokens, of which only a part becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -18,18 +13,18 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
-from foredraft.errors import CheckpointError, Option, RequestError, is_fault, shortened
+from foredraft.errors import CheckpointError, Option, RequestError, invalid_at, is_fault, shortened
 from foredraft.model.chat import CONFIG, ChatTemplate, Message
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json
-from foredraft.model.tokenizer_faults import check_rules
-from foredraft.unicode import invalid_at
+from foredraft.model.config import broken, read_json
+
+T = TypeVar("T")
 
 FILE = "tokenizer.json"
 # of a model whose folder has none: the problem, and the beginning of a remedy
@@ -37,9 +32,9 @@ NO_TOKENIZER = f"this model's folder has no {FILE}"
 GIVE_TOKENIZER = "give the folder of the model's tokenizer as ", Option("tokenizer")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
-# Ids of left context: an incomplete character spans at most 3, and decoders treat the first token of a text
-# differently.
-CONTEXT = 4
+# in a `tokenizer.json`: the tokens within words have a prefix
+PREFIXED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
+CONTEXT = 4  # ids on the left: an incomplete character spans at most 3, and the first token of a text differs
 MAX_SHOWN = 200  # characters of an error of the library, which may quote a whole value
 PROBE = "The 1st text, \N{LATIN SMALL LETTER E WITH ACUTE}.\n"  # what a tokenizer is tried on at loading
 LONG = 16 << 10  # characters from which on a text is read as a batch, beside which other threads run
@@ -47,16 +42,6 @@ MAX_HELD_BYTES = 32  # byte tokens that a stream holds back at most: bounds its 
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint.
-
-    Attributes:
-        chat: The chat templates; None if the checkpoint has none.
-        model_vocab_size: The number of ids of the model; added tokens may have ids beyond it, which the model
-            can neither read nor generate.
-        special: The ids of the special tokens, which decoding leaves out by default.
-        byte_level: Whether tokens are spelt in the characters of `BYTE_LEVEL`.
-    """
-
     def __init__(
         self,
         inner: tokenizers.Tokenizer,
@@ -65,41 +50,24 @@ class Tokenizer:
         *,
         digest: str | None = None,
     ) -> None:
-        """Wrap a tokenizer of the library, whose truncation and padding are switched off.
-
-        Args:
-            inner: The tokenizer of the library.
-            chat: Its chat templates.
-            model_vocab_size: The number of ids of the model; None is no limit.
-            digest: That of its file; None where it has none.
-        """
+        """Wrap a tokenizer of the library, whose truncation and padding are switched off."""
         inner.no_truncation()
         inner.no_padding()
         self._inner, self._digest = inner, digest
-        self.chat = chat
+        self.chat = chat  # the chat templates; None if the checkpoint has none
         self.model_vocab_size = sys.maxsize if model_vocab_size is None else model_vocab_size
         self.special = frozenset(
             id for id, token in inner.get_added_tokens_decoder().items() if token.special
         )
         self._decoder = inner.decoder
         decoder = None if self._decoder is None else json.loads(self._decoder.__getstate__())
-        self.byte_level = has_decoder("ByteLevel", decoder)
+        self.byte_level = has_decoder("ByteLevel", decoder)  # in `BYTE_LEVEL`
         self._byte_fallback = has_decoder("ByteFallback", decoder)
 
     @classmethod
     def from_folder(
         cls, path: Path, model_vocab_size: int | None = None, *, like: Tokenizer | None = None
     ) -> Tokenizer | None:
-        """Return the tokenizer of a checkpoint folder; None if it has no `tokenizer.json`.
-
-        Args:
-            path: The folder.
-            model_vocab_size: The number of ids of the model; None is no limit.
-            like: Another folder's. Where both files are equal, its tables serve here, too.
-
-        Raises:
-            CheckpointError: A file of the tokenizer is broken, or two of them contradict each other.
-        """
         file = Path(path) / FILE
         if not file.is_file():
             return None
@@ -109,15 +77,14 @@ class Tokenizer:
             if like is not None and like.digest == digest:
                 inner = like.inner
             else:
-                check_rules(content.decode())
+                if PREFIXED.search(content):
+                    _check_merges(json.loads(content))
                 inner = tokenizers.Tokenizer.from_buffer(content)
-                _try(inner)
+                inner.decode(inner.encode(PROBE).ids)  # refuses one that always fails
         except BaseException as error:  # the library raises bare Exception, and panics
             if not is_fault(error):
                 raise
-            raise CheckpointError(
-                f"{file} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})", remedy=DOWNLOAD_AGAIN
-            ) from error
+            raise broken(f"{file} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})") from error
         _check_added(inner, file)
         return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size, digest=digest)
 
@@ -132,7 +99,6 @@ class Tokenizer:
         return _fingerprint(json.loads(self._inner.to_str()))
 
     def has_ids_of(self, other: Tokenizer) -> bool:
-        """Return whether the ids of both tokenizers mean the same."""
         return self.digest == other.digest or self.fingerprint == other.fingerprint
 
     @property
@@ -143,7 +109,6 @@ class Tokenizer:
         return max((id for id in ids if id not in added), default=-1) + 1
 
     def has(self, id: int) -> bool:
-        """Return whether the id has a token."""
         return self._inner.id_to_token(id) is not None
 
     @property
@@ -152,72 +117,33 @@ class Tokenizer:
         return self._inner
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, with the special tokens that the post-processor adds unless disabled.
-
-        Raises:
-            RequestError: The text is not valid Unicode.
-        """
+        """Return the ids of a text, with the special tokens that the post-processor adds unless disabled."""
         ids: list[int] = self._encoded(text, add_special_tokens, places=False).ids
         return ids
 
     def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
-        """Return the library's encoding of a text, which has the place of each token in it.
-
-        Raises:
-            RequestError: The text is not valid Unicode, or the tokenizer fails on it.
-        """
         return self._encoded(text, add_special_tokens, places=True)
 
     def _encoded(self, text: str, add_special_tokens: bool, *, places: bool) -> tokenizers.Encoding:
-        """Return the library's encoding of a text, as `encoding`.
-
-        Args:
-            text: The text.
-            add_special_tokens: Let the post-processor add special tokens.
-            places: A long text's encoding has the place and the name of each token. Without them it takes
-                half the time, and other threads do not wait until millions of names are freed.
-        """
         check_unicode(text, "the text")
         inner, options = self._inner, {"add_special_tokens": add_special_tokens}
-        try:
-            if len(text) < LONG:
-                return inner.encode(text, **options)
-            encode = inner.encode_batch if places else inner.encode_batch_fast
-            return encode([text], **options)[0]
-        except BaseException as error:  # the library raises bare Exception, and panics
-            raise _failure("encode the text", error) from error
+        if len(text) < LONG:
+            return _called("encode the text", inner.encode, text, **options)
+        encode = inner.encode_batch if places else inner.encode_batch_fast
+        return _called("encode the text", encode, [text], **options)[0]
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Return the ids of a conversation.
-
-        Args:
-            messages: The messages, as in `ChatTemplate.render`.
-            **variables: Further arguments of `ChatTemplate.render`.
-
-        Raises:
-            RequestError: There is no chat template, or `render` raises.
-        """
         return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Return the text of a conversation; arguments and errors as `encode_chat`."""
         if self.chat is None:
-            raise RequestError(
-                "the model's folder has no chat template",
-                remedy="give a plain prompt, use a chat model, or put a chat_template.jinja into the folder",
-            )
+            problem = "the model's folder has no chat template"
+            remedy = "give a plain prompt, use a chat model, or put a chat_template.jinja into the folder"
+            raise RequestError(problem, remedy=remedy)
         return self.chat.render(messages, **variables)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = (), *, skip_special: bool = True) -> str:
-        """Return the text that `ids` add to the text of the ids `after` before them.
-
-        An incomplete character at the end is left out.
-
-        Args:
-            ids: The ids to decode.
-            after: The ids before them, such as the prompt.
-            skip_special: Leave out special tokens.
-        """
+        """Return the text that `ids` add to that of the ids `after`, without an incomplete character."""
         stream = self.detokenizer(after, skip_special=skip_special)
         return stream.push(ids) + stream.pending()
 
@@ -226,14 +152,12 @@ class Tokenizer:
         return Detokenizer(self, after, skip_special)
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token with this text; None if there is none."""
         if invalid_at(text) is not None:
             return None
         id = self._inner.token_to_id(text)
         return id if id in self.special else None
 
     def special_ids(self, texts: Iterable[str]) -> dict[int, str]:
-        """Return those texts that are special tokens, by their ids."""
         found = {self.special_id(text): text for text in texts}
         return {id: text for id, text in found.items() if id is not None}
 
@@ -242,7 +166,6 @@ class Tokenizer:
         return not (skip_special and id in self.special) and self.has(id)
 
     def byte(self, id: int) -> bytes | None:
-        """Return the byte of a byte token such as <0x0A>; None for any other id."""
         return self.byte_of(self._inner.id_to_token(id) or "") if self._byte_fallback else None
 
     def byte_of(self, token: str) -> bytes | None:
@@ -262,41 +185,25 @@ class Tokenizer:
         return bool(decoder.getstate()[0])
 
     def text(self, ids: list[int], skip_special: bool) -> str:
-        """Return the text of ids, decoded by the library at once.
-
-        Raises:
-            RequestError: The tokenizer fails on them.
-        """
-        try:
-            text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
-        except BaseException as error:  # the library raises bare Exception, and panics
-            raise _failure("decode token ids", error) from error
+        text: str = _called("decode token ids", self._inner.decode, ids, skip_special_tokens=skip_special)
         return text
 
     def text_of(self, tokens: list[str]) -> str:
-        """Return the text of tokens given by their names, as `text` does for ids."""
-        try:
-            text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
-        except BaseException as error:  # the library raises bare Exception, and panics
-            raise _failure("decode tokens", error) from error
+        decode = " ".join if self._decoder is None else self._decoder.decode
+        text: str = _called("decode tokens", decode, tokens)
         return text
 
 
 class Detokenizer:
-    """The text of a growing sequence of ids, piece by piece.
+    """The text of a growing sequence of ids, piece by piece, of a window of the latest ids.
 
-    Each push decodes only a window of the latest ids; the first `_emitted` characters of its text have been
-    returned. Two kinds of text may still change when further ids come:
-
-    - A character whose last bytes are missing decodes to U+FFFD until they come. An invalid byte, and the
-      character U+FFFD itself, decode to U+FFFD for good.
-    - The `tokenizers` library decodes a run of byte tokens as a whole: one invalid byte turns every byte of
-      the run into U+FFFD. So a run is held back until it ends, becomes invalid, or is `MAX_HELD_BYTES` long
-      and at the end of a character. The ids after that count as a run of their own.
+    An incomplete character decodes to U+FFFD until its last bytes come. The library decodes a run of byte
+    tokens as a whole: one invalid byte turns all into U+FFFD. So a run is held back until it ends, becomes
+    invalid, or is `MAX_HELD_BYTES` long and at the end of a character; what follows counts as a run of its
+    own.
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
-        """Begin after the ids `after`; see `Tokenizer.detokenizer`."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._window: list[int] = []
@@ -374,13 +281,11 @@ class Detokenizer:
         return self._text(self._window)[emitted:]
 
     def _held_back(self) -> int:
-        """Return the number of ids of a valid run that are held back."""
         if self._run_decoder is None or self._run_invalid:
             return 0
         return len(self._window) - self._run_start - self._run_emitted
 
     def _is_incomplete(self) -> bool:
-        """Return whether a valid run of byte tokens ends within a character."""
         if self._run_decoder is None or self._run_invalid:
             return False
         return bool(self._run_decoder.getstate()[0])
@@ -423,42 +328,47 @@ class Detokenizer:
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raise RequestError if UTF-8 cannot spell a text; `name` names it."""
     at = invalid_at(text)
     if at is not None:
         raise RequestError(f"{name} is not valid Unicode at character {at}", remedy="give it as UTF-8")
 
 
-def _failure(task: str, error: BaseException) -> BaseException:
-    """Return the error of a request that the library failed on; Ctrl-C stays what it is."""
-    if not is_fault(error):
-        return error
-    return RequestError(
-        f"the model's tokenizer cannot {task} ({str(error)[:MAX_SHOWN]})",
-        remedy="its tokenizer.json is broken: download it again",
-    )
+def _called(task: str, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Return a result of the library, whose faults are errors of the request; Ctrl-C stays what it is."""
+    try:
+        return function(*arguments, **options)
+    except BaseException as error:  # the library raises bare Exception, and panics
+        if not is_fault(error):
+            raise
+        problem = f"the model's tokenizer cannot {task} ({str(error)[:MAX_SHOWN]})"
+        remedy = "its tokenizer.json is broken: download it again"
+        raise RequestError(problem, remedy=remedy) from error
 
 
-def _try(inner: tokenizers.Tokenizer) -> None:
-    """Encode and decode a short text, so that a tokenizer that always fails is refused when it is loaded."""
-    inner.decode(inner.encode(PROBE).ids)
+def _check_merges(content: Any) -> None:
+    """Check the merges of BPE with a prefix: the library cuts it off each right part, present or not.
+
+    So a merge gives another token than the file says; cut within a character, the library ends the process.
+    """
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        return
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in model.get("merges") or ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if len(parts) != 2 or not str(parts[1]).startswith(prefix):
+            raise ValueError(f"has the merge {merge!r}, whose second part lacks the prefix {prefix!r}")
 
 
 def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:
-    """Check that tokenizer.json has the added tokens of its config.
-
-    transformers would add missing ones, and then encode texts to other ids.
-    """
+    """Check that tokenizer.json has its config's added tokens; transformers would add them to other ids."""
     config = file.with_name(CONFIG)
     listed = (read_json(config) if config.is_file() else {}).get("added_tokens_decoder") or {}
     added = {str(id): token.content for id, token in inner.get_added_tokens_decoder().items()}
     for id, token in listed.items() if isinstance(listed, dict) else [("", listed)]:
         content = token.get("content") if isinstance(token, dict) else None
         if not isinstance(content, str):
-            raise CheckpointError(
-                f"{config}: added_tokens_decoder holds {shortened(token)}, which is not a token",
-                remedy=DOWNLOAD_AGAIN,
-            )
+            raise broken(f"{config}: added_tokens_decoder holds {shortened(token)}, which is not a token")
         if added.get(id) != content:
             raise CheckpointError(
                 f"{file} has no added token {shortened(content)} with the id {id}, but {config} lists it"
@@ -468,18 +378,13 @@ def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:
 
 
 def has_decoder(kind: str, decoder: dict[str, Any] | None) -> bool:
-    """Return whether a decoder, or one of its parts, is of the given type."""
     if decoder is None:
         return False
     return decoder["type"] == kind or any(has_decoder(kind, part) for part in decoder.get("decoders", ()))
 
 
 def _byte_level_table() -> dict[str, int]:
-    """Return the byte of each character in a byte-level vocabulary.
-
-    A printable byte is its own character; the others are numbered from U+0100 on (GPT-2,
-    https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-    """
+    """Return the byte of each character in a byte-level vocabulary, as GPT-2 has it: some from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,18 +1,91 @@
-"""Models that Foredraft does not run: what each one is, and a supported model of about its size.
+"""What Foredraft does not run: keys of a `config.json` that no reader takes, and models, each with a
+supported one.
 
-Contract: every model that is refused for its kind gets one line that says the kind, and what to give instead.
-The tables hold the known values of `model_type`, and the known architectures of GGUF files; of any other
-model the keys of its config tell the kind. The error for a misspelt `model_type` names the nearest one.
+The reference is `transformers`. A key that its class of the model type does not read is ignored, and the
+caller names it. A key that it reads is refused by name and value, unless it changes no text or has a value
+that switches it off; so is a key to which another implementation gives a meaning. Where no table knows a
+model, the keys of its config tell the kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from foredraft.errors import CheckpointError, did_you_mean, shortened
+from foredraft.model.config import GENERATION_KEYS, ConfigReader
 
-__all__ = ["INSTEAD", "KINDS", "PAGE", "kind_of", "refusal", "refusal_of_gguf"]
+# Keys of how a model is saved, trained, run or called; options of `generate` count in their own file only.
+HARMLESS = GENERATION_KEYS | frozenset(
+    """
+    _attn_implementation _attn_implementation_internal _commit_hash _experts_implementation
+    _experts_implementation_internal _name_or_path _output_attentions
+    allow_global_per_layer_attribute_access architectures attention_dropout attn_implementation attn_pdrop
+    base_model_ep_plan base_model_fsdp_plan base_model_pp_plan
+    base_model_tp_plan chunk_size_feed_forward classifier_dropout dropout embd_pdrop embedding_dropout
+    experts_implementation gradient_checkpointing hidden_dropout id2label init_std initializer_range
+    is_decoder label2id layerdrop model_type name_or_path num_labels output_cross_attentions pretraining_tp
+    problem_type reorder_and_upcast_attn resid_pdrop residual_dropout return_dict
+    serialize_explicit_per_layer_config summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    """.split()
+)
+NEUTRAL: dict[str, tuple[object, ...]] = {  # values, besides null, that switch a key off
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "output_router_logits": (False,),
+    "partial_rotary_factor": (1.0,),
+    "per_layer_config": ({},),
+    "use_bidirectional_attention": (False,),
+}
+Meanings = Mapping[str, tuple[tuple[object, ...], str]]
+# Keys that another implementation reads -> the values without effect, besides null, and what it does.
+#   exllamav2: https://github.com/turboderp-org/exllamav2/blob/master/exllamav2/config.py
+#   MLX: https://github.com/ml-explore/mlx-lm/tree/main/mlx_lm/models
+#   nanotron: https://github.com/huggingface/nanotron/blob/main/src/nanotron/config/models_config.py
+#   vLLM: https://github.com/vllm-project/vllm/tree/main/vllm/model_executor
+ELSEWHERE: Meanings = {
+    "attn_logit_softcapping": ((), "exllamav2 caps attention scores"),
+    "auto_map": (({},), "the checkpoint has modelling code of its own"),
+    "dual_chunk_attention_config": ((), "vLLM attends in chunks"),
+    "embedding_multiplier": ((1.0,), "exllamav2 scales embeddings"),
+    "final_logit_softcapping": ((), "exllamav2 caps logits"),
+    "llama_4_scaling": ((), "vLLM scales queries by their position"),
+    "logit_scale": ((1.0,), "vLLM and exllamav2 scale logits"),
+    "logits_scaling": ((1.0,), "exllamav2 divides logits"),
+    "norm_head": ((0,), "exllamav2 norms the rows of the head"),
+    "quantization": ((), "MLX packs weights in a format of its own"),
+    "query_pre_attn_scalar": ((), "exllamav2 scales attention scores"),
+    "residual_multiplier": ((1.0,), "exllamav2 scales what each sub-layer adds"),
+    "rope_global_base_freq": ((1_000_000.0,), "MLX takes it as the rotary base"),
+    "rope_interleaved": ((False,), "nanotron rotates neighbouring dimensions together"),
+    "rope_traditional": ((False,), "MLX rotates neighbouring dimensions together"),
+    "scale_depth": ((), "exllamav2 scales what each sub-layer adds"),
+    "scale_emb": ((1,), "exllamav2 scales embeddings"),
+}
+# The same, of rotary parameters: https://github.com/vllm-project/vllm/tree/main/vllm/model_executor/layers
+ELSEWHERE_IN_ROPE: Meanings = {
+    "alpha": ((), "vLLM multiplies the rotary base by a power of it"),
+    "apply_yarn_scaling": ((True,), "vLLM leaves out the attention factor"),
+    "extrapolation_factor": ((1.0,), "vLLM blends frequencies by it"),
+}
+
+
+def check_unread(
+    read: ConfigReader, reference: Collection[str], elsewhere: Meanings = ELSEWHERE
+) -> dict[str, object]:
+    """Return the keys that are ignored, with their values; refuse those that could change the output."""
+    ignored: dict[str, object] = {}
+    for key, value in read.unread().items():
+        neutral, meaning = elsewhere.get(key, (NEUTRAL.get(key, ()), "ignoring it could change the output"))
+        if key not in elsewhere and key not in reference:
+            ignored[read.named(key)] = value
+        elif value not in neutral:
+            problem = f"{read.where}: {key} = {shortened(value)} is not supported: {meaning}"
+            remedy = "use a checkpoint without it, or remove the key if the model was made without it"
+            raise CheckpointError(problem, remedy=remedy)
+    return ignored
+
 
 PAGE = "docs/models.md lists the models that are supported"
 KINDS = {
@@ -72,14 +145,14 @@ _TABLE: dict[str, dict[str, str]] = {
             jina_embeddings_v3 layoutlm longformer luke megatron_bert mobilebert modern-bert modernbert mpnet
             mra neo-bert nomic-bert nomic_bert nystromformer rembert roberta roberta_prelayernorm roformer
             siglip siglip2 splinter squeezebert xlm xlm_roberta xlm_roberta_xl xmod yoso
-            """,
+            """
     },
     "encoder-decoder": {
         SMALL: """
             bart barthez bartpho bigbird_pegasus blenderbot blenderbot_small byt5 encoder_decoder fsmt led
             longt5 m2m_100 marian mbart mbart50 mt5 mvp myt5 nllb pegasus pegasus_x plbart prophetnet
             switch_transformers t5 t5encoder t5gemma t5gemma2 udop umt5
-            """,
+            """
     },
     "vision": {
         MEDIUM: """
@@ -87,14 +160,14 @@ _TABLE: dict[str, dict[str, str]] = {
             florence2 fuyu gemma3n glm46v glm4v got_ocr2 idefics idefics2 idefics3 internvl janus kosmos2
             lfm2_vl llava llava_next llava_onevision mllama molmo2 ovis2 paligemma phi4_multimodal pixtral
             qwen2_5_omni qwen2_5_vl qwen2_vl qwen2vl qwen3_vl qwen3vl smolvlm video_llava vipllava vit
-            """,
+            """
     },
     "audio": {
         SMALL: """
             audioflamingo3 bark csm dia granite_speech hubert kyutai_speech_to_text moshi musicgen parakeet
             qwen2_audio qwen3_asr seamless_m4t seamless_m4t_v2 speech_to_text speecht5 voxtral wav2vec2
             wavtokenizer-dec whisper
-            """,
+            """
     },
     "diffusion": {EIGHT: "diffusion_gemma dream llada llada-moe"},
 }
@@ -144,12 +217,6 @@ def _counts(value: object) -> bool:
 
 
 def refusal(config: Mapping[str, Any], supported: Iterable[str]) -> CheckpointError:
-    """Return the error of a config.json whose architecture is not supported.
-
-    Args:
-        config: Its content.
-        supported: The values of `model_type` that are.
-    """
     names, given, text = config.get("architectures"), config.get("model_type"), config.get("text_config")
     architecture = names[0] if isinstance(names, list) and len(names) == 1 else names
     found = f"model_type {shortened(given)}"
@@ -159,25 +226,15 @@ def refusal(config: Mapping[str, Any], supported: Iterable[str]) -> CheckpointEr
     if kind is None and isinstance(text, dict):
         kind, instead = _known(text.get("model_type"), text)
     nearest = given if isinstance(given, str) else str(architecture).removesuffix("ForCausalLM").lower()
-    return CheckpointError(
-        f"config.json: {found} is not supported{_clause(kind)}",
-        remedy=_remedy(kind, instead, nearest, supported),
-    )
+    problem = f"config.json: {found} is not supported{_clause(kind)}"
+    return CheckpointError(problem, remedy=_remedy(kind, instead, nearest, supported))
 
 
 def refusal_of_gguf(
     architecture: object, metadata: Mapping[str, Any], supported: Iterable[str]
 ) -> tuple[str, str]:
-    """Return the problem and the remedy of a GGUF file whose architecture is not supported.
-
-    Args:
-        architecture: Its `general.architecture`.
-        metadata: What else it says.
-        supported: The architectures that are.
-    """
-    own = {
-        key.partition(".")[2]: value for key, value in metadata.items() if key.startswith(f"{architecture}.")
-    }
+    prefix = f"{architecture}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     kind, instead = _known(architecture, own)
     nearest = architecture if isinstance(architecture, str) else ""
     return (
@@ -187,7 +244,6 @@ def refusal_of_gguf(
 
 
 def _known(name: object, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the kind of a model and what to give instead; no kind where neither name nor keys tell."""
     if isinstance(name, str) and name in KNOWN:
         return KNOWN[name]
     return kind_of(config), MEDIUM

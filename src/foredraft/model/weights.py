@@ -1,16 +1,9 @@
 """Load a decoder from the tensors of a checkpoint, which have Hugging Face's names.
 
-Contract: loading is strict. Every tensor that the spec needs must be present in the right shape, and no other
-tensor may be, except a few that are known to carry no information (`checkpoint.py`).
-
-Memory: files are memory-mapped while they are read, and the decoder keeps no view of a map, so a checkpoint
-may be replaced under a running model. Each weight is copied from the map to its place on the device, fused
-(q, k, v and gate, up) and converted on the way. Linear layers that are packed pass through one temporary
-buffer. So the host holds the weights once, plus the embedding if the head is tied to it and is packed by
-oneDNN, which gives no rows, plus that buffer during loading. The kernels keep a
-quantised weight coded where its format has a coding. Otherwise it is expanded to the dtype of the others:
-one module at a time, so that the host holds its codes and its values besides. If the device is not the
-host, the host holds single tensors only. `weight_bytes` computes the memory before a file is opened.
+Loading is strict. The decoder keeps no view of a mapped file, so a checkpoint may be replaced under a running
+model. Each weight is copied from the map to its place on the device, fused (q, k, v and gate, up) and
+converted on the way; linear layers that are packed pass through one temporary buffer. Quantised weights stay
+coded where the kernels have a format for their codes, and are otherwise expanded, one module at a time.
 """
 
 from __future__ import annotations
@@ -19,26 +12,39 @@ import math
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.kernels.huge_pages import Arena
+from foredraft.kernels.pool import Arena
 from foredraft.model.checkpoint import (
     CheckpointTensors,
     Shapes,
-    coding_of,
+    channel_order,
+    code_format_of,
     format_of,
     inputs_of,
     joined_shape,
+    qkv_order,
 )
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
-from foredraft.model.layer_inputs import LayerInput, LayerInputs
-from foredraft.model.layers import LayerNorm, Linear, Norm, Product, QuantisedInputs, RMSNorm, RowSource
-from foredraft.model.quantisation import Codes, Coding, quantise
-from foredraft.model.row_orders import channel_order, qkv_order
+from foredraft.model.kept_weights import KeptWeights
+from foredraft.model.layers import (
+    LayerInput,
+    LayerInputs,
+    LayerNorm,
+    Linear,
+    Norm,
+    Product,
+    QuantisedInputs,
+    RMSNorm,
+    RowSource,
+)
+from foredraft.model.quantisation import CodeFormat, Codes, quantise
+from foredraft.model.runner.compiled import pack, packs
 from foredraft.model.runner.native import (
     NativeCodes,
     coded_bytes,
@@ -47,50 +53,21 @@ from foredraft.model.runner.native import (
     pack_native,
     pack_pieces,
 )
-from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_layouts import EMBEDDING, HEAD, LAST_NORM, LAYERS, POSITIONS
-
-__all__ = [
-    "Source",
-    "build_decoder",
-    "build_layer",
-    "build_linear",
-    "build_norm",
-    "coded_copy_bytes",
-    "expanded_bytes",
-    "layer_parameters",
-    "layer_tensors",
-    "load_decoder",
-    "load_layer",
-    "parameter_count",
-    "read_tensors",
-    "weight_bytes",
-]
+from foredraft.model.tensor_names import EMBEDDING, HEAD, LAST_NORM, LAYERS, POSITIONS
 
 LAYER_EMBEDDING, LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
 
 
-class Source(Protocol):
-    """Gives a decoder its tensors by name, on `device` and in `dtype`.
-
-    Tensors of one call are joined along their first dimension, which fuses linear layers.
-    """
+class TensorSource(Protocol):
+    """Gives a decoder its tensors by name, on `device` and in `dtype`; those of one call are joined."""
 
     device: torch.device
     dtype: torch.dtype
 
-    def load(self, shapes: Shapes) -> Tensor:
-        """Return the joined tensors, in memory of their own."""
-        ...
-
-    def load_temporary(self, shapes: Shapes) -> Tensor:
-        """Return the joined tensors, valid until the next call of this method."""
-        ...
-
-    def free_temporary(self) -> None:
-        """Free the memory of `load_temporary`."""
-        ...
+    def load(self, shapes: Shapes) -> Tensor: ...  # in memory of their own
+    def load_temporary(self, shapes: Shapes) -> Tensor: ...  # valid until the next call
+    def free_temporary(self) -> None: ...
 
 
 def load_decoder(
@@ -102,31 +79,20 @@ def load_decoder(
     bits: int | None = None,
     length: int | None = None,
 ) -> Decoder:
-    """Return the decoder of a checkpoint folder.
-
-    Args:
-        folder: The checkpoint.
-        device: Where the weights are.
-        dtype: The dtype of the weights; None keeps the checkpoint's.
-        native: Arrange the linear layers for the C kernels (`runner.native`).
-        bits: Quantise the linear layers to codes of so many bits; without the kernels the decoder has what
-            the codes stand for, rounded to the dtype. None leaves the weights as they are.
-        length: The positions of the longest text to come; None: as many as the model takes.
-
-    Raises:
-        CheckpointError: The checkpoint is broken, incomplete or not supported.
-    """
     spec = ModelSpec.from_folder(folder).at_length(length)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        tensors = CheckpointTensors(
-            folder, stack, torch.device(device), chosen, spec.quantisation, spec.naming
-        )
-        decoder = build_decoder(spec, tensors, native, bits)
+        place = torch.device(device)
+        tensors = CheckpointTensors(folder, stack, place, chosen, spec.quantisation, spec.naming)
+        packs_here = native and tensors.device.type == "cpu"
+        kept = KeptWeights(folder, chosen, bits, tensors.used) if packs_here else None
+        decoder = build_decoder(spec, tensors, native, bits, kept)
         if spec.embedding_copies:
             tensors.used.add(f"{EMBEDDING}.weight")  # the head may give its rows
         tensors.reject_unused(spec)
         tensors.report()
+        if kept is not None and not tensors.disordered:  # of which every load warns
+            kept.keep()
     return decoder
 
 
@@ -140,20 +106,7 @@ def load_layer(
     native: bool = False,
     besides: Collection[str] = (),
 ) -> tuple[Layer, Norm]:
-    """Return the one layer, and the norm after it, of a folder that holds nothing else: an adapter's.
-
-    Args:
-        folder: Has the tensors under the names of a model's first layer and of its last norm.
-        spec: A model of one layer.
-        device: Where the weights are.
-        dtype: The dtype of the weights.
-        mlp: The layer has an MLP.
-        native: Arrange the linear layers for the C kernels.
-        besides: Tensors that the folder holds too, and that the caller reads.
-
-    Raises:
-        CheckpointError: The folder lacks a tensor, or has others.
-    """
+    """Return the one layer, and the norm after it, of a folder that holds nothing else: an adapter's."""
     with ExitStack() as stack:
         tensors = CheckpointTensors(folder, stack, device, dtype)
         builder = _Builder(spec, tensors, native)
@@ -163,6 +116,7 @@ def load_layer(
     return layer, norm
 
 
+@lru_cache(maxsize=32)
 def weight_bytes(
     spec: ModelSpec,
     device: torch.device,
@@ -184,25 +138,21 @@ def weight_bytes(
         saved += spec.vocab_size * spec.hidden_size * dtype.itemsize
     for shapes in counter.products:
         rows, columns = joined_shape(shapes)
-        if (coding := coding_of(shapes, spec.quantisation)) is not None:
-            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, coding, scales)
-        elif bits is not None and Coding(bits).holds(columns):
-            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, Coding(bits))
+        if (code_format := code_format_of(shapes, spec.quantisation)) is not None:
+            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, code_format, scales)
+        elif bits is not None and CodeFormat(bits).holds(columns):
+            saved += rows * columns * dtype.itemsize - coded_bytes(rows, columns, CodeFormat(bits))
     return whole - saved
 
 
 def expanded_bytes(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False
 ) -> dict[str, int]:
-    """Return the memory of quantised weights that are expanded to the dtype, in bytes, by their formats.
-
-    A weight is expanded where the kernels keep no codes of its format, or none that hold those beside it in a
-    fused layer; without the kernels, every weight.
-    """
+    """Return the memory of quantised weights for which the kernels keep no codes, by their formats."""
     counter, found = _SizeCounter(device, dtype), dict[str, int]()
     build_decoder(spec, counter, native)
     for shapes in counter.products:
-        if native and coding_of(shapes, spec.quantisation) is not None:
+        if native and code_format_of(shapes, spec.quantisation) is not None:
             continue
         for name, shape in shapes.items():
             if (format := format_of(name, spec.quantisation)) is not None:
@@ -211,11 +161,10 @@ def expanded_bytes(
 
 
 def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
-    """Return the memory of a coded copy of a model's linear layers."""
     decoder = build_decoder(spec, _SizeCounter(torch.device("meta"), torch.float32))
     shapes = [product.shape for product in decoder.products]
-    coding = Coding(bits)
-    return sum(coded_bytes(rows, columns, coding) for rows, columns in shapes if coding.holds(columns))
+    whole = [shape for shape in shapes if CodeFormat(bits).holds(shape[1])]
+    return sum(coded_bytes(*shape, CodeFormat(bits)) for shape in whole)
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -226,7 +175,6 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
-    """Return the number of weights of a layer, with or without its MLP, and of the norm after it."""
     counter = _SizeCounter(torch.device("meta"), torch.float32)
     builder = _Builder(spec, counter, native=False)
     builder.layer(0, mlp=mlp)
@@ -234,46 +182,41 @@ def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
     return counter.values
 
 
-def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return the wanted tensors of a model by name, as stored; quantised weights are expanded.
-
-    Raises:
-        CheckpointError: The files of the checkpoint are broken or incomplete.
-    """
-    spec = ModelSpec.from_folder(folder)
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that a decoder needs, by name."""
     counter = _SizeCounter(torch.device("meta"), torch.float32)
     build_decoder(spec, counter)
+    return counter.shapes
+
+
+def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    spec = ModelSpec.from_folder(folder)
     with ExitStack() as stack:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype, spec.quantisation, spec.naming)
         return {
             name: tensors.tensor(name, shape).clone(memory_format=torch.contiguous_format)
-            for name, shape in counter.shapes.items()
+            for name, shape in tensor_shapes(spec).items()
             if wanted(name)
         }
 
 
 def layer_tensors(folder: Path, layer: int) -> dict[str, Tensor]:
-    """Return a layer and the last norm of a model, as `read_tensors` does, by the names of `load_layer`.
-
-    Raises:
-        CheckpointError: The files of the checkpoint are broken or incomplete.
-    """
+    """Return a layer and the last norm of a model, as `read_tensors` does, by the names of `load_layer`."""
     own = f"{LAYERS}.{layer}."
     found = read_tensors(folder, lambda name: name.startswith((own, f"{LAST_NORM}.")))
     return {name.replace(own, f"{LAYERS}.0."): tensor for name, tensor in found.items()}
 
 
-def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False, bits: int | None = None) -> Decoder:
-    """Return a decoder made of a source's tensors.
-
-    Args:
-        spec: The model.
-        tensors: Where its tensors come from.
-        native: Arrange the linear layers for the C kernels.
-        bits: Quantise the linear layers to codes of so many bits.
-    """
+def build_decoder(
+    spec: ModelSpec,
+    tensors: TensorSource,
+    native: bool = False,
+    bits: int | None = None,
+    kept: KeptWeights | None = None,
+) -> Decoder:
     builder = _Builder(spec, tensors, native, bits)
+    builder.kept = kept
     hidden = spec.hidden_size
     head = builder.linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden, spec.head_bias)
     layers = tuple(builder.layer(index) for index in range(spec.layers))
@@ -284,31 +227,27 @@ def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False, bits: 
     return Decoder(spec, embedding, layers, *parts)
 
 
-def build_layer(spec: ModelSpec, tensors: Source, index: int = 0, *, mlp: bool = True) -> Layer:
+def build_layer(spec: ModelSpec, tensors: TensorSource, index: int = 0, *, mlp: bool = True) -> Layer:
     """Return a layer whose linear layers are the source's tensors themselves: one to be trained."""
     return _Builder(spec, tensors, pack=False).layer(index, mlp=mlp)
 
 
 def build_linear(
-    spec: ModelSpec, tensors: Source, name: str, shape: tuple[int, int], *, native: bool = False
+    spec: ModelSpec, tensors: TensorSource, name: str, shape: tuple[int, int], *, native: bool = False
 ) -> Product:
-    """Return a linear layer of a checkpoint that is no part of its decoder."""
     rows, columns = shape
     return _Builder(spec, tensors, native).linear({name: rows}, columns)
 
 
-def build_norm(spec: ModelSpec, tensors: Source) -> Norm:
-    """Return the norm after the last layer."""
+def build_norm(spec: ModelSpec, tensors: TensorSource) -> Norm:
     return _Builder(spec, tensors, pack=False).norm(LAST_NORM)
 
 
 class _Builder:
-    """Builds the parts of a decoder from a source's tensors."""
-
     def __init__(
         self,
         spec: ModelSpec,
-        tensors: Source,
+        tensors: TensorSource,
         native: bool = False,
         bits: int | None = None,
         *,
@@ -318,13 +257,11 @@ class _Builder:
         # linear layers copy their weight
         self.packs = native or (pack and packs(tensors.device, tensors.dtype))
         self.arena = Arena()
+        self.kept: KeptWeights | None = None
         self.channels, self.qkv_order = channel_order(spec), qkv_order(spec)
 
     def norm(self, name: str, size: int | None = None, heads: int = 0) -> Norm:
-        """Return the norm `name` of `size` values: those of heads, or by default of a hidden state.
-
-        With a number of heads, each has a layer norm of its own.
-        """
+        """Return the norm `name` of `size` values, by default of a hidden state; or a norm for each head."""
         if heads:
             assert size is not None
             weights = self.tensors.load({f"{name}.{head}.weight": (size,) for head in range(heads)})
@@ -348,11 +285,9 @@ class _Builder:
         return RMSNorm(weight, spec.norm_eps, spec.norm_offset or spec.norm_float32)
 
     def plain_norm(self, size: int) -> Norm:
-        """Return a norm of `size` values without a weight."""
         return RMSNorm(torch.ones(size, device=self.tensors.device), self.spec.norm_eps, offset=True)
 
     def learned_positions(self) -> Tensor | None:
-        """Return what each position adds to its embedding, [positions, hidden]; None for nothing."""
         spec = self.spec
         if not spec.learned_positions:
             return None
@@ -370,7 +305,7 @@ class _Builder:
                 return head
             if not self.packs or self.native:  # native on "meta", where only sizes count
                 return head.dense()  # an ordinary weight itself
-        coded = self.bits is not None and Coding(self.bits).holds(columns)
+        coded = self.bits is not None and CodeFormat(self.bits).holds(columns)
         if self.native and (coded or (quantised is not None and quantised.embedding)):
             product = self.linear({EMBEDDING: rows}, columns)
             return product if is_native(product) else product.dense()
@@ -382,15 +317,9 @@ class _Builder:
     def linear(
         self, names: dict[str, int], columns: int, has_bias: bool = False, order: Tensor | None = None
     ) -> Product:
-        """Return one linear layer, fused from the named ones with their numbers of rows.
-
-        Args:
-            names: The layers, with their numbers of rows.
-            columns: Of their inputs.
-            has_bias: They have biases.
-            order: Where the rows of the product lie in what is stored, [M]; None: they are in order.
-        """
-        product = self._product(names, columns, has_bias, order)
+        """Return one linear layer, fused from the named ones with their numbers of rows, in an order [M]."""
+        make = partial(self._product, names, columns, has_bias, order)
+        product = make() if self.kept is None else self.kept.product(" ".join(names), make)
         inputs = inputs_of(names, columns, self.spec.quantisation)
         if inputs is None:
             return product
@@ -412,7 +341,7 @@ class _Builder:
             return pack_pieces((sum(names.values()), columns), stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
         weight = _in_order(weight, order)
-        if self.bits is not None and Coding(self.bits).holds(columns) and not weight.is_meta:
+        if self.bits is not None and CodeFormat(self.bits).holds(columns) and not weight.is_meta:
             codes = quantise(weight, self.bits)
             if self.native:
                 return pack_codes(codes, weight.dtype, bias, self.arena)
@@ -422,7 +351,6 @@ class _Builder:
         return pack(weight, bias) if self.packs else Linear(weight, bias)
 
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
-        """Return a layer of the model."""
         prefix = f"{LAYERS}.{index}"
         attention = self._attention(prefix, index)
         made = self._mlp(prefix, index, attention) if mlp else None

@@ -1,11 +1,9 @@
 """Wrappers: multimodal architectures whose text model is one of `families`.
 
-Contract: a wrapper is one line of `WRAPPERS`. Its `config.json` holds the text model's under `text_config`.
-`text_config_of` returns that of the text model alone. The top level gives what concerns the whole checkpoint
-(`WHOLE`). Where both levels hold a key of the text model, they agree, or the config is refused; only about a
-tied head they may differ (`with_tie`). Sizes that the text config lacks are those of its class in
-`transformers`. Keys of images and audio change no text. All other keys of the top level are not read by
-`transformers`, and named.
+A wrapper is one line of `WRAPPERS`. Its `config.json` holds the text model's under `text_config`; the top
+level gives what concerns the whole checkpoint (`WHOLE`). Where both levels hold a key, they agree, or the
+config is refused; only about a tied head they may differ (`with_tie`). Sizes that the text config lacks are
+those of its class in `transformers`.
 """
 
 from __future__ import annotations
@@ -18,16 +16,13 @@ from typing import Any
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import read_json
 from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
-from foredraft.model.reference import HARMLESS, NEUTRAL
 from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
 from foredraft.model.tensor_names import unnested
-
-__all__ = ["WRAPPERS", "TextPart", "Wrapper", "text_config_of", "text_part_of", "with_tie"]
+from foredraft.model.unsupported import HARMLESS, NEUTRAL
 
 TEXT = "text_config"
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# model type of a text model -> the sizes of its class in transformers, in the order of SIZES
-DEFAULT_SIZES = {
+DEFAULT_SIZES = {  # model type of a text model -> the sizes of its class, in the order of SIZES
     "gemma3_text": (262_208, 2304, 9216, 26, 8),
     "gemma4_text": (262_144, 2304, 9216, 30, 8),
     "gemma4_unified_text": (262_144, 2304, 9216, 30, 8),
@@ -37,42 +32,24 @@ DEFAULT_SIZES = {
 TIED = "tie_word_embeddings"
 # keys that concern the whole checkpoint: the top level's count, or else the text config's
 WHOLE = (TIED, "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", *QUANTISATION_KEYS)
-# ids of tokens in whose places images, videos or sounds are put, and of those around them
-MEDIA_IDS = tuple(
+MEDIA_IDS = tuple(  # of tokens for images, videos and sounds, and around them
     f"{kind}_token_{name}"
     for kind in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")
     for name in ("id", "index")
 )
-# keys of the other parts
-OTHER_PARTS = {
-    TEXT,
-    "audio_config",
-    "mm_tokens_per_image",
-    "multimodal_projector_bias",
-    "projector_hidden_act",
-    "spatial_merge_size",
-    "vision_config",
-    "vision_feature_layer",
-    "vision_soft_tokens_per_image",
-    *MEDIA_IDS,
+OTHER_PARTS = {  # keys of the other parts
+    *"audio_config mm_tokens_per_image multimodal_projector_bias projector_hidden_act".split(),
+    *"spatial_merge_size vision_config vision_feature_layer vision_soft_tokens_per_image".split(),
+    *(TEXT, *MEDIA_IDS),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """One multimodal architecture.
-
-    Attributes:
-        model_type: The `model_type` of its config.
-        text: The model type of a text config that names none.
-        texts: The model types that a text config may have.
-        tied: `tie_word_embeddings` where neither level has it.
-    """
-
-    model_type: str
-    text: str
-    texts: tuple[str, ...]
-    tied: bool = True
+    model_type: str  # the `model_type` of its config
+    text: str  # the model type of a text config that names none
+    texts: tuple[str, ...]  # the model types that a text config may have
+    tied: bool = True  # `tie_word_embeddings` where neither level has it
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -87,43 +64,25 @@ WRAPPERS: dict[str, Wrapper] = {
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The text model of a multimodal checkpoint.
-
-    Attributes:
-        architecture: The architecture of the whole.
-        config: What the text model's own `config.json` would hold.
-        media: The ids of tokens that stand for images or sounds, by their keys.
-        ignored: Keys of the top level that change nothing, with their values.
-    """
-
-    architecture: str
-    config: dict[str, Any]
-    media: tuple[tuple[str, int], ...]
-    ignored: dict[str, object]
+    architecture: str  # the architecture of the whole
+    config: dict[str, Any]  # what the text model's own `config.json` would hold
+    media: tuple[tuple[str, int], ...]  # the ids of tokens that stand for images or sounds, by their keys
+    ignored: dict[str, object]  # keys of the top level that change nothing, with their values
 
 
 def text_part_of(config: Mapping[str, Any]) -> TextPart | None:
-    """Return the text model of a multimodal config; None for any other config.
-
-    Raises:
-        CheckpointError: The text config is missing or not supported, or contradicts the top level.
-    """
     found = _wrapper(config)
     if found is None:
         return None
     architecture, wrapper = found
     text = config.get(TEXT)
     if not isinstance(text, dict):
-        raise CheckpointError(
-            f"config.json: {TEXT} is {'missing' if text is None else shortened(text)}",
-            remedy="it must be a JSON object, the config of the text model",
-        )
+        problem = f"config.json: {TEXT} is {'missing' if text is None else shortened(text)}"
+        raise CheckpointError(problem, remedy="it must be a JSON object, the config of the text model")
     kind = text.get("model_type", wrapper.text)
     if kind not in wrapper.texts:
-        raise CheckpointError(
-            f"config.json, {TEXT}: model_type {shortened(kind)} is not supported in a {architecture}",
-            remedy=f"supported are {', '.join(wrapper.texts)}",
-        )
+        problem = f"config.json, {TEXT}: model_type {shortened(kind)} is not supported in a {architecture}"
+        raise CheckpointError(problem, remedy=f"supported are {', '.join(wrapper.texts)}")
     sizes = dict(zip(SIZES, DEFAULT_SIZES[kind], strict=True))
     own = {TIED: wrapper.tied, **sizes, **text, "model_type": kind}
     ignored: dict[str, object] = {}
@@ -131,18 +90,15 @@ def text_part_of(config: Mapping[str, Any]) -> TextPart | None:
         if value is None or key in OTHER_PARTS or (key in HARMLESS and key not in WHOLE):
             continue
         if text.get(key) is not None and key != TIED and not _agree(key, text[key], value):
-            raise CheckpointError(
-                f"config.json: {key} is {shortened(value)}, but {shortened(text[key])} in {TEXT}",
-                remedy="keep the one that the model was trained with",
-            )
+            problem = f"config.json: {key} is {shortened(value)}, but {shortened(text[key])} in {TEXT}"
+            raise CheckpointError(problem, remedy="keep the one that the model was trained with")
         if key in WHOLE or key in NEUTRAL:
             own[key] = _of_text(value) if key in QUANTISATION_KEYS else value
         elif key not in text:
             ignored[key] = value
     own.pop("architectures", None)
-    media = tuple(
-        (key, config[key]) for key in MEDIA_IDS if isinstance(config.get(key), int) and config[key] >= 0
-    )
+    given = ((key, config.get(key)) for key in MEDIA_IDS)
+    media = tuple((key, id) for key, id in given if isinstance(id, int) and id >= 0)
     return TextPart(architecture, own, media, ignored)
 
 
@@ -155,8 +111,8 @@ def text_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_tie(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a multimodal config that says rightly whether the head is the embedding.
 
-    The top level says so. Its default ties them, and `transformers` writes that even where the text model has
-    a head of its own: a head in the checkpoint counts, unless the text config ties it too.
+    `transformers` writes "tied" even where the text model has a head of its own: a head in the checkpoint
+    counts.
     """
     found, text = _wrapper(config), config.get(TEXT)
     tied = found is not None and config.get(TIED) in (None, True) and found[1].tied
@@ -167,7 +123,6 @@ def with_tie(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _wrapper(config: Mapping[str, Any]) -> tuple[str, Wrapper] | None:
-    """Return the wrapper of `model_type`, or of `architectures` where there is none."""
     kind, names = config.get("model_type"), config.get("architectures")
     for name, wrapper in WRAPPERS.items():
         if kind == wrapper.model_type or (kind is None and names == [name]):
@@ -176,7 +131,6 @@ def _wrapper(config: Mapping[str, Any]) -> tuple[str, Wrapper] | None:
 
 
 def _agree(key: str, one: object, other: object) -> bool:
-    """Return whether the text config's value of a key fits that of the top level."""
     if key == "eos_token_id":
         return _ids(one) <= _ids(other)
     if key in ("dtype", "torch_dtype"):
@@ -200,7 +154,6 @@ def _of_text(value: Any) -> Any:
 
 
 def _stored_names(folder: Path) -> Iterable[str]:
-    """Return the names of a checkpoint's tensors; none where its weights are not there."""
     if (folder / SINGLE).is_file():
         with SafetensorsFile(folder / SINGLE) as file:
             return [*file.keys()]

@@ -1,8 +1,4 @@
-"""The page of a benchmark, made of its records.
-
-Every figure on the page is a rounded figure of the records. The verdict comes first, and no speed appears
-without its exactness.
-"""
+"""The page of a benchmark, made of its records: the verdict first, and no speed without its exactness."""
 
 from __future__ import annotations
 
@@ -12,9 +8,7 @@ from statistics import median
 from foredraft.bench.bench_records import BenchReport, Ceiling, Row, Spread
 from foredraft.bench.contenders import PLAIN
 from foredraft.pages.benchmark_plots import plots
-from foredraft.pages.report_page import DASH, Cell, Line, ReportPage, Table, Verdict, plain, render
-
-__all__ = ["benchmark_page"]
+from foredraft.pages.report_page import DASH, Cell, Line, PageVerdict, ReportPage, Table, plain, render
 
 REMARK = (
     "Figures are medians over the counted prompts, with quartiles below them. A prompt's ratio is the"
@@ -34,7 +28,7 @@ def benchmark_page(report: BenchReport) -> str:
             title="Foredraft benchmark",
             verdicts=[
                 _speed_verdict(report),
-                *(Verdict("doubtful", doubt) for doubt in report.doubts),
+                *(PageVerdict("doubtful", doubt) for doubt in report.doubts),
                 _exactness_verdict(report),
                 *_lossy_verdicts(report),
             ],
@@ -54,21 +48,15 @@ def benchmark_page(report: BenchReport) -> str:
     )
 
 
-# --- verdicts ---------------------------------------------------------------------------------------
-
-
-def _speed_verdict(report: BenchReport) -> Verdict:
-    """Name the lossless drafter with the largest median speed-up, at the smallest batch size.
-
-    Where the report has doubts, the verdict is not a good one.
-    """
+def _speed_verdict(report: BenchReport) -> PageVerdict:
+    """Name the lossless drafter with the largest median speed-up, at the smallest batch size."""
     rows = [row for row in _drafter_rows(report) if row.lossless]
     gains = _gains(rows)
     if not gains:
-        return Verdict("none", f"No {_drafter(report)} has figures on counted prompts.")
+        return PageVerdict("none", f"No {_drafter(report)} has figures on counted prompts.")
     best = max(gains, key=lambda name: median(gains[name]))
     if median(gains[best]) <= 1:
-        return Verdict(
+        return PageVerdict(
             "bad", f"No {_drafter(report)} pays here: the best, {best}, reaches {_gain(report, gains[best])}."
         )
     over_peers: dict[str, list[float]] = {}
@@ -77,28 +65,32 @@ def _speed_verdict(report: BenchReport) -> Verdict:
             over_peers.setdefault(peer, []).append(ratio.median)
     peers = [f"{median(ratios):.2f} × {peer}" for peer, ratios in over_peers.items()]
     kind = "doubtful" if report.doubts else "good"
-    return Verdict(kind, f"The fastest {_drafter(report)} is {best}: {_gain(report, gains[best], *peers)}.")
+    return PageVerdict(
+        kind, f"The fastest {_drafter(report)} is {best}: {_gain(report, gains[best], *peers)}."
+    )
 
 
-def _exactness_verdict(report: BenchReport) -> Verdict:
+def _exactness_verdict(report: BenchReport) -> PageVerdict:
     """Say whether the tokens of Foredraft's lossless drafters equal plain decoding's."""
     rows = [row for row in report.rows if not row.peer and row.exactness and row.contender != PLAIN]
     lossless = [row for row in rows if row.lossless]
     compared = [row for row in lossless if row.exactness and row.exactness.comparable]
     differ = [row for row in compared if row.exactness and not row.exactness.holds]
     if not lossless:
-        return Verdict("none", f"No tokens were compared: no {_drafter(report)} took part.")
+        return PageVerdict("none", f"No tokens were compared: no {_drafter(report)} took part.")
     if not compared:
-        return Verdict("none", "No tokens were compared: independent samples of one distribution may differ.")
+        return PageVerdict(
+            "none", "No tokens were compared: independent samples of one distribution may differ."
+        )
     if differ:
         where = ", ".join(f"{report.name(row)} on {row.workload} at batch {row.batch}" for row in differ)
-        return Verdict("bad", f"Tokens differ from plain decoding's: {where}.")
-    return Verdict(
+        return PageVerdict("bad", f"Tokens differ from plain decoding's: {where}.")
+    return PageVerdict(
         "good", f"All tokens are identical to plain decoding's, in every run of every {_drafter(report)}."
     )
 
 
-def _lossy_verdicts(report: BenchReport) -> list[Verdict]:
+def _lossy_verdicts(report: BenchReport) -> list[PageVerdict]:
     """Return a verdict for each method that is not lossless."""
     gains = _gains([row for row in _drafter_rows(report) if not row.lossless])
     verdicts = []
@@ -106,7 +98,7 @@ def _lossy_verdicts(report: BenchReport) -> list[Verdict]:
         text = f"{name} is lossy: its output does not have the model's own distribution."
         if name in gains:
             text += f" It reaches {_gain(report, gains[name])}."
-        verdicts.append(Verdict("none", text))
+        verdicts.append(PageVerdict("none", text))
     return verdicts
 
 
@@ -140,9 +132,6 @@ def _gain(report: BenchReport, gains: Sequence[float], *peers: str) -> str:
     return f"{ratios} (median of {workloads}, batch {_smallest_batch(report)})"
 
 
-# --- facts ------------------------------------------------------------------------------------------
-
-
 def _facts(report: BenchReport) -> dict[str, str]:
     """Return the models, the memory bandwidth and the costs of a plain step in words, by label."""
     facts = {
@@ -159,17 +148,18 @@ def _facts(report: BenchReport) -> dict[str, str]:
             " further token"
             for name, cost in costs.drafting.items()
         )
-        beside = "" if costs.others is None else f"; other programs used {costs.others.median:.2f} CPUs"
+        others = "" if costs.others is None else f"; other programs used {costs.others.median:.2f} CPUs"
         facts[f"plain step, batch {costs.batch}"] = (
-            f"{costs.step_seconds * 1e3:.2f} ms at {costs.context} tokens of context{share}{drafting}{beside}"
+            f"{costs.step_seconds * 1e3:.2f} ms at {costs.context} tokens of context{share}{drafting}{others}"
         )
     return facts
 
 
-# --- tables -----------------------------------------------------------------------------------------
-
-
 Columns = dict[str, Callable[[Row], Cell]]
+POLICY_COLUMNS = (
+    *("over plain", "identical", "predicted", "measured ÷ predicted", "α", "τ", "draft length", "ceiling"),
+    *("tokens/s", "others, CPUs"),
+)
 
 
 def _methods_tables(report: BenchReport, batch: int) -> list[Table]:
@@ -214,32 +204,15 @@ def _draft_columns() -> Columns:
 
 
 def _policies_table(report: BenchReport, batch: int) -> Table:
-    columns: Columns = {
-        "over plain": lambda row: _spread(row.speedup, ".2f"),
-        "identical": _identical,
-        "predicted": lambda row: _spread(row.predicted, ".2f"),
-        "measured ÷ predicted": lambda row: _spread(row.measured_over_predicted, ".2f"),
-        "α": lambda row: _drafting(row, "alpha"),
-        "τ": lambda row: _drafting(row, "mean_accepted_length"),
-        "draft length": lambda row: _drafting(row, "mean_draft_length"),
-        "ceiling": lambda row: _ceiling(row.ceiling),
-        "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
-        "others, CPUs": lambda row: _spread(row.others, ".2f"),
-    }
+    known = _speed_columns([]) | _draft_columns()
+    columns = {name: known[name] for name in POLICY_COLUMNS}
     rows = [row for row in report.policies if row.batch == batch]
     lines = [(f"{row.contender} on {row.workload}", row.policy or DASH, row) for row in rows]
     return _table(f"Every drafter under every policy, batch {batch}", "policy", columns, lines)
 
 
 def _table(title: str, first: str, columns: Columns, lines: Sequence[tuple[str, str, Row]]) -> Table:
-    """Return the table, without the columns that have no figures.
-
-    Args:
-        title: The title.
-        first: Heading of the first column.
-        columns: For each further column, how to make its cell from a row.
-        lines: For each line, the headings of its group and of the line, and its row.
-    """
+    """Return the table, without the columns that have no figures."""
     rows = [row for _, _, row in lines if row.note is None]
     filled = {name: cell for name, cell in columns.items() if any(cell(row).text != DASH for row in rows)}
     groups: dict[str, list[Line]] = {}

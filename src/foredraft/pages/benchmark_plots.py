@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from foredraft.bench.bench_records import BenchReport, ForwardCosts, Row, Spread
 from foredraft.bench.contenders import PLAIN
-from foredraft.pages.drawing import Axis, Bars, Panel, Points, Rule, chart
-from foredraft.pages.report_page import Plot, sentence
-
-__all__ = ["plots"]
+from foredraft.pages.drawing import Axis, Bars, Panel, Points, ReferenceLine
+from foredraft.pages.report_page import Plot, make_plot
 
 OVER_PLAIN = Axis("speed-up over plain decoding", low=0, grid=True)
 HOW_TO_READ = "Medians and quartiles over the counted prompts; the dashed line is plain decoding."
@@ -38,12 +36,13 @@ def _speedups(report: BenchReport, batch: int) -> Plot | None:
         name: [(row.workload, spread) for row, spread in rows if row.contender == name] for name in shown
     }
     panel = _ratios(workloads, series, [contenders.index(name) for name in shown])
-    return Plot(
+    return make_plot(
         f"speedup-{batch}",
         f"Speed-up by method and workload{_batch_suffix(report, batch)}",
         HOW_TO_READ + "".join(f" {name} is lossy." for name in shown if name in report.lossy),
-        sentence([f"{row.contender} on {row.workload} {spread.median:.2f}" for row, spread in rows]),
-        chart(f"speedup-{batch}", [panel], OVER_PLAIN),
+        [f"{row.contender} on {row.workload} {spread.median:.2f}" for row, spread in rows],
+        [panel],
+        OVER_PLAIN,
     )
 
 
@@ -61,17 +60,13 @@ def _policies(report: BenchReport, batch: int) -> Plot | None:
             for name in workloads
         }
         panels.append(_ratios(policies, series, range(len(workloads)), drafter))
-    return Plot(
+    return make_plot(
         f"policies-{batch}",
         f"Speed-up by policy{_batch_suffix(report, batch)}",
         f"{HOW_TO_READ} A drafter that cannot follow a policy has no points there.",
-        sentence(
-            [
-                f"{row.contender} under {row.policy} on {row.workload} {spread.median:.2f}"
-                for row, spread in rows
-            ]
-        ),
-        chart(f"policies-{batch}", panels, OVER_PLAIN),
+        [f"{row.contender} under {row.policy} on {row.workload} {spread.median:.2f}" for row, spread in rows],
+        panels,
+        OVER_PLAIN,
     )
 
 
@@ -89,17 +84,16 @@ def _acceptance(report: BenchReport, batch: int) -> Plot | None:
             if row.contender == drafter
         ]
         panels.append(Panel(100, lines, Axis("accepted", low=0, high=1.02, grid=True), drafter))
-    return Plot(
+    return make_plot(
         "acceptance",
         f"Acceptance by position{_batch_suffix(report, batch)}",
         "Share of the drafts reaching a position whose token there was accepted.",
-        sentence(
-            [
-                f"{row.contender} on {row.workload} {', '.join(f'{share:.2f}' for share in shares)}"
-                for row, shares in rows
-            ]
-        ),
-        chart("acceptance", panels, Axis("position in the draft", whole=True)),
+        [
+            f"{row.contender} on {row.workload} {', '.join(f'{share:.2f}' for share in shares)}"
+            for row, shares in rows
+        ],
+        panels,
+        Axis("position in the draft", whole=True),
     )
 
 
@@ -118,23 +112,18 @@ def _costs(costs: Sequence[ForwardCosts]) -> Plot | None:
         for number, one in enumerate(costs)
     ]
     rows = sorted({cost.rows for one in costs for cost in one.verifying})
-    return Plot(
+    return make_plot(
         "cost",
         "Cost of a verifying pass",
         "A bare forward over several tokens of a sequence, in plain steps: where the line is flat, verifying"
         " costs nothing.",
-        sentence(
-            [
-                f"{cost.rows} token{'s'[: cost.rows > 1]} at batch {one.batch} {cost.v:.2f}"
-                for one in costs
-                for cost in one.verifying
-            ]
-        ),
-        chart(
-            "cost",
-            [Panel(150, lines, Axis("plain steps", low=0, grid=True))],
-            Axis("tokens of each sequence in one forward", ticks={n: str(n) for n in rows}, log=True),
-        ),
+        [
+            f"{cost.rows} token{'s'[: cost.rows > 1]} at batch {one.batch} {cost.v:.2f}"
+            for one in costs
+            for cost in one.verifying
+        ],
+        [Panel(150, lines, Axis("plain steps", low=0, grid=True))],
+        Axis("tokens of each sequence in one forward", ticks={n: str(n) for n in rows}, log=True),
     )
 
 
@@ -155,22 +144,17 @@ def _round_times(report: BenchReport, batch: int) -> Plot | None:
         ]
         bars.append(Bars(label, boxes, number))
     names = [f"{row.workload}, {row.contender}" for row, _ in rows]
-    return Plot(
+    return make_plot(
         f"rounds-{batch}",
         f"Parts of a round{_batch_suffix(report, batch)}",
         "A mean round: drafting, verifying, and the rest (distributions, acceptance, commit, decoding loop).",
-        sentence(
-            [
-                f"{row.contender} on {row.workload} "
-                + ", ".join(f"{PARTS[part]} {milliseconds:.2f} ms" for part, milliseconds in times.items())
-                for row, times in rows
-            ]
-        ),
-        chart(
-            f"rounds-{batch}",
-            [Panel(17.0 * len(rows) + 8, bars, _rows(names))],
-            Axis("milliseconds", low=0, grid=True),
-        ),
+        [
+            f"{row.contender} on {row.workload} "
+            + ", ".join(f"{PARTS[part]} {milliseconds:.2f} ms" for part, milliseconds in times.items())
+            for row, times in rows
+        ],
+        [Panel(17.0 * len(rows) + 8, bars, _rows(names))],
+        Axis("milliseconds", low=0, grid=True),
     )
 
 
@@ -187,22 +171,17 @@ def _predictions(report: BenchReport) -> Plot | None:
         x, y = zip(*[(x, y) for row, x, y in rows if row.contender == contender], strict=True)
         points.append(Points(contender, x, y, contenders.index(contender)))
     most = 1.05 * max(max(x, y) for _, x, y in rows)
-    return Plot(
+    return make_plot(
         "predicted",
         "Predicted and measured speed-up",
         "Predicted from the run's own drafts and from bare forwards, without host work. The distance below"
         " the dashed line is lost to host work.",
-        sentence(
-            [
-                f"{row.contender} on {row.workload} at batch {row.batch} predicted {x:.2f}, measured {y:.2f}"
-                for row, x, y in rows
-            ]
-        ),
-        chart(
-            "predicted",
-            [Panel(250, [*points, Rule()], Axis("measured speed-up", low=0, high=most, grid=True))],
-            Axis("predicted speed-up", low=0, high=most, grid=True),
-        ),
+        [
+            f"{row.contender} on {row.workload} at batch {row.batch} predicted {x:.2f}, measured {y:.2f}"
+            for row, x, y in rows
+        ],
+        [Panel(250, [*points, ReferenceLine()], Axis("measured speed-up", low=0, high=most, grid=True))],
+        Axis("predicted speed-up", low=0, high=most, grid=True),
     )
 
 
@@ -212,14 +191,7 @@ def _ratios(
     numbers: Sequence[int],
     title: str = "",
 ) -> Panel:
-    """Return speed-ups along x, with a row for each group and a place and a style in it for each series.
-
-    Args:
-        groups: Labels of the rows.
-        series: Points, as (group, spread), by the label of the series.
-        numbers: Number of each series' style.
-        title: Title of the panel.
-    """
+    """Return speed-ups along x, with a row for each group and a place and a style in it for each series."""
     marks = [
         Points(
             label,
@@ -232,7 +204,7 @@ def _ratios(
         for place, (label, points) in enumerate(series.items())
     ]
     height = len(groups) * (12.0 + 11.0 * len(series))
-    return Panel(height, [*marks, Rule(x=1)], _rows(groups), title)
+    return Panel(height, [*marks, ReferenceLine(x=1)], _rows(groups), title)
 
 
 def _rows(labels: Sequence[str]) -> Axis:

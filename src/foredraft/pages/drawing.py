@@ -1,10 +1,8 @@
-"""Drawing: charts as SVG that takes its colours from the page around it.
+"""Drawing: charts as SVG that takes its colours (--paper, --line, --s0 to --s7) from the page around it.
 
-A chart is made of panels from top to bottom, which share the horizontal axis. A panel holds marks: `Points`,
-`Bars` and `Rule`. Coordinates are those of the data; an axis says how they become those of the drawing.
-
-The same chart gives the same bytes. Text stays text, and nothing outside the SVG is referred to. Series
-differ by marker or by order as well as by colour. The page defines --paper, --line and --s0 to --s7.
+A chart is made of panels from top to bottom, which share the horizontal axis; a panel holds marks.
+Coordinates are those of the data. The same chart gives the same bytes. Series differ by marker or by order as
+well as by colour.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import TypeAlias
-
-__all__ = ["Axis", "Bars", "Panel", "Points", "Rule", "chart", "picture"]
 
 # Lengths are in units of the drawing, about 1 px each on a page of two columns.
 WIDTH = 460.0
@@ -30,9 +26,6 @@ MARGIN = 0.05  # of the data's range, free at both ends of an axis
 BETWEEN = {"x": 46.0, "y": 20.0}  # smallest distance of two ticks
 COLOURS = 8
 INK = "currentColor"
-# Series colours of a picture outside a page, legible on light and on dark backgrounds.
-ALONE = ("#2f7fb0", "#c2701c", "#1f9470", "#b5578f", "#77808c", "#7f68c9", "#a08320", "#cf5244")
-GREY = "#7d8590"
 MARKERS = (  # shapes around (0, 0)
     "M-2.8,0a2.8,2.8 0 1 0 5.6,0a2.8,2.8 0 1 0 -5.6,0z",
     "M-2.6,-2.6H2.6V2.6H-2.6z",
@@ -48,97 +41,61 @@ CROSS = "M-2.4,-2.4L2.4,2.4M-2.4,2.4L2.4,-2.4"
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How figures become places.
+    """How figures become places."""
 
-    Attributes:
-        title: What they are.
-        low: The figure at the left or at the bottom; None: a little below the lowest of the data.
-        high: The figure at the other end; lower than `low` for an axis that runs the other way.
-        ticks: Labels by figure; None: round figures.
-        log: The logarithm of the figures counts.
-        grid: Lines at the ticks.
-        whole: All round figures are whole numbers.
-    """
-
-    title: str = ""
-    low: float | None = None
-    high: float | None = None
-    ticks: dict[float, str] | None = None
-    log: bool = False
-    grid: bool = False
-    whole: bool = False
+    title: str = ""  # what they are
+    low: float | None = None  # the figure at the left or at the bottom; None: a little below the lowest
+    high: float | None = None  # at the other end; lower than `low` for an axis that runs the other way
+    ticks: dict[float, str] | None = None  # labels by figure; None: round figures
+    log: bool = False  # the logarithm of the figures counts
+    grid: bool = False  # lines at the ticks
+    whole: bool = False  # all round figures are whole numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A series of points.
+    """A series of points."""
 
-    Attributes:
-        label: Name in the legend; "" is in no legend.
-        xs: Their places along x.
-        ys: Their places along y.
-        number: Number of the colour and of the marker; None is the ink.
-        line: "": none, "line" or "steps" join the points.
-        marked: Each point has a marker.
-        hollow: Markers are not filled.
-        spreads: For each point, the ends of a bar of errors.
-        along: The axis of these bars, "x" or "y".
-        notes: For each point, a text beside it.
-    """
-
-    label: str
-    xs: Sequence[float]
-    ys: Sequence[float]
-    number: int | None = None
-    line: str = ""
-    marked: bool = True
-    hollow: bool = False
-    spreads: Sequence[tuple[float, float]] = ()
-    along: str = "y"
-    notes: Sequence[str] = ()
+    label: str  # name in the legend; "" is in no legend
+    xs: Sequence[float]  # their places along x
+    ys: Sequence[float]  # their places along y
+    number: int | None = None  # number of the colour and of the marker; None is the ink
+    line: str = ""  # "": none, "line" or "steps" join the points
+    marked: bool = True  # each point has a marker
+    hollow: bool = False  # markers are not filled
+    spreads: Sequence[tuple[float, float]] = ()  # for each point, the ends of a bar of errors
+    along: str = "y"  # the axis of these bars, "x" or "y"
+    notes: Sequence[str] = ()  # for each point, a text beside it
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A series of rectangles.
+    """A series of rectangles."""
 
-    Attributes:
-        label: Name in the legend; "" is in no legend.
-        boxes: For each, its two places along x and its two places along y.
-        number: Number of the colour; None is empty, with a cross.
-    """
-
-    label: str
-    boxes: Sequence[tuple[float, float, float, float]]
-    number: int | None = None
+    label: str  # name in the legend; "" is in no legend
+    boxes: Sequence[tuple[float, float, float, float]]  # two places along x, two along y
+    number: int | None = None  # number of the colour; None is empty, with a cross
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ReferenceLine:
     """A dashed line at a place along x or y; at neither, through the points where x is y."""
 
     x: float | None = None
     y: float | None = None
 
 
-Mark: TypeAlias = Points | Bars | Rule
+Mark: TypeAlias = Points | Bars | ReferenceLine
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A part of a chart.
+    """A part of a chart."""
 
-    Attributes:
-        height: Of the area of the marks.
-        marks: What is drawn, the lowest first.
-        y: The vertical axis.
-        title: Above the marks.
-    """
-
-    height: float
-    marks: Sequence[Mark]
-    y: Axis = field(default_factory=Axis)
-    title: str = ""
+    height: float  # of the area of the marks
+    marks: Sequence[Mark]  # what is drawn, the lowest first
+    y: Axis = field(default_factory=Axis)  # the vertical axis
+    title: str = ""  # above the marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +141,7 @@ class _Scale:
 
 
 def chart(name: str, panels: Sequence[Panel], x: Axis) -> str:
-    """Return the SVG element of a chart.
-
-    Args:
-        name: Unique on a page.
-        panels: The panels, from top to bottom.
-        x: The horizontal axis.
-    """
+    """Return the SVG element of a chart."""
     legend, top = _legend(panels)
     bodies, left = [], _left(panels)
     scale = _Scale.of(x, [at for panel in panels for at in _figures(panel, "x")], left, WIDTH - GAP)
@@ -203,17 +154,6 @@ def chart(name: str, panels: Sequence[Panel], x: Axis) -> str:
         f'<svg viewBox="0 0 {WIDTH:g} {height:g}" id="{escape(name)}-chart" font-size="{FONT:g}"'
         f' fill="{INK}">{legend}{"".join(bodies)}</svg>'
     )
-
-
-def picture(name: str, panels: Sequence[Panel], x: Axis) -> str:
-    """Return a chart as the text of an SVG file that needs no page around it."""
-    colours = {"--paper": "none", "--line": GREY} | {f"--s{i}": colour for i, colour in enumerate(ALONE)}
-    own = ";".join(f"{name}:{colour}" for name, colour in colours.items())
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" style="color:{GREY};{own};font-family:sans-serif"'
-    return chart(name, panels, x).replace("<svg", head, 1) + "\n"
-
-
-# --- the parts of a chart ---------------------------------------------------------------------------
 
 
 def _panel(panel: Panel, x: _Scale, top: float, *, last: bool) -> str:
@@ -260,7 +200,7 @@ def _horizontal(x: _Scale, top: float, bottom: float, *, labelled: bool) -> Iter
 
 
 def _drawn(mark: Mark, x: _Scale, y: _Scale) -> Iterator[str]:
-    if isinstance(mark, Rule):
+    if isinstance(mark, ReferenceLine):
         ends = (max(x.low, y.low), min(x.high, y.high))
         (x1, x2), (y1, y2) = (ends, ends) if mark.x is mark.y is None else ((x.low, x.high), (y.low, y.high))
         x1, x2 = (x1, x2) if mark.x is None else (mark.x, mark.x)
@@ -293,7 +233,7 @@ def _legend(panels: Sequence[Panel]) -> tuple[str, float]:
     """Return the legend of all panels, which stands above them, and its height."""
     entries: dict[str, Points | Bars] = {}
     for mark in (mark for panel in panels for mark in panel.marks):
-        if not isinstance(mark, Rule) and mark.label:
+        if not isinstance(mark, ReferenceLine) and mark.label:
             entries.setdefault(mark.label, mark)
     parts, left, top = [], 0.0, 0.0
     for label, mark in entries.items():
@@ -339,9 +279,6 @@ def _figures(panel: Panel, along: str) -> Iterator[float]:
         else:
             at = mark.x if along == "x" else mark.y
             yield from () if at is None else (at,)
-
-
-# --- elements ---------------------------------------------------------------------------------------
 
 
 def _colour(number: int | None) -> str:

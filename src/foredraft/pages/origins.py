@@ -1,48 +1,41 @@
-"""The colours and meanings of the origins of tokens: one table, for the terminal and for the pages."""
+"""The colours and meanings of the origins of tokens: one table, for the terminal and for the pages.
+
+The terminal needs them at once, and nothing else of a page.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.resources import files
 
-__all__ = ["ORIGINS", "Origin", "stylesheet"]
-
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """How tokens of one origin are shown.
+class OriginStyle:
+    """How tokens of one origin are shown."""
 
-    Attributes:
-        color: The colour's name.
-        ansi: Its code on a terminal.
-        light: Its ink and its background on a light page, as CSS colours.
-        dark: The same on a dark page.
-        meaning: Its line of the legend.
-    """
-
-    color: str
-    ansi: int
-    light: tuple[str, str]
-    dark: tuple[str, str]
-    meaning: str
+    color: str  # the colour's name
+    ansi: int  # its code on a terminal
+    light: tuple[str, str]  # its ink and its background on a light page, as CSS colours
+    dark: tuple[str, str]  # the same on a dark page
+    meaning: str  # its line of the legend
 
 
 ORIGINS = {
-    "drafter": Origin(
+    "drafter": OriginStyle(
         "blue",
         94,  # the bright one: plain blue is hard to read on a black terminal
         ("#00618f", "#dcecf5"),
         ("#7cc4ea", "#17303f"),
         "drafted, and accepted by the target",
     ),
-    "target": Origin(
+    "target": OriginStyle(
         "yellow",
         33,
         ("#9a5b00", "#fbe9cc"),
         ("#f2b95f", "#402f12"),
         "the target's own token: a correction or a plain step",
     ),
-    "bonus": Origin(
+    "bonus": OriginStyle(
         "green",
         32,
         ("#00664b", "#d5efe6"),

@@ -1,7 +1,6 @@
 """The page of a report: one HTML file that needs no network and no scripts.
 
-Every page has a title, verdicts, facts, tables, plots, notes and details, in this order. The verdicts come
-first, and a figure that the records lack is a dash.
+Every page has a title, verdicts, facts, tables, plots, notes and details. A figure that is missing is a dash.
 """
 
 from __future__ import annotations
@@ -14,115 +13,71 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-__all__ = ["DASH", "Cell", "Line", "Plot", "ReportPage", "Table", "Verdict", "plain", "render", "sentence"]
+from foredraft.pages.drawing import Axis, Panel, chart
 
 DASH = "–"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A sentence at the top of a page.
+class PageVerdict:
+    """A sentence at the top of a page."""
 
-    Attributes:
-        kind: "good", "doubtful", "bad" or "none"; only the colour depends on it.
-        text: The sentence.
-    """
-
-    kind: str
-    text: str
+    kind: str  # "good", "doubtful", "bad" or "none"; only the colour depends on it
+    text: str  # the sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table.
+    """A cell of a table."""
 
-    Attributes:
-        text: The figure.
-        more: Small print below it.
-        kind: Style class: "good", "bad" or none.
-    """
-
-    text: str
-    more: str = ""
-    kind: str = ""
+    text: str  # the figure
+    more: str = ""  # small print below it
+    kind: str = ""  # style class: "good", "bad" or none
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a table.
+    """A line of a table."""
 
-    Attributes:
-        heading: Its heading.
-        cells: A cell for each column.
-        note: Stands in place of the cells, if there is one.
-    """
-
-    heading: str
-    cells: Sequence[Cell]
-    note: str | None = None
+    heading: str  # its heading
+    cells: Sequence[Cell]  # a cell for each column
+    note: str | None = None  # stands in place of the cells, if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of lines in groups.
+    """A table of lines in groups."""
 
-    Attributes:
-        title: The title.
-        first: Heading of the first column, which holds the lines' headings.
-        columns: Headings of the other columns.
-        groups: The lines by the group's heading; "" is no heading.
-    """
-
-    title: str
-    first: str
-    columns: Sequence[str]
-    groups: Mapping[str, Sequence[Line]]
+    title: str  # the title
+    first: str  # heading of the first column, which holds the lines' headings
+    columns: Sequence[str]  # headings of the other columns
+    groups: Mapping[str, Sequence[Line]]  # the lines by the group's heading; "" is no heading
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A plot.
+    """A plot."""
 
-    Attributes:
-        name: Unique on a page; also an HTML id.
-        title: The title.
-        note: How to read it.
-        alt: Its figures in words.
-        svg: The drawing.
-    """
-
-    name: str
-    title: str
-    note: str
-    alt: str
-    svg: str
+    name: str  # unique on a page; also an HTML id
+    title: str  # the title
+    note: str  # how to read it
+    alt: str  # its figures in words
+    svg: str  # the drawing
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPage:
-    """What a page shows.
+    """What a page shows."""
 
-    Attributes:
-        title: The title.
-        verdicts: The sentences at the top.
-        facts: What was measured, and where, by label.
-        tables: The tables.
-        remark: How to read the tables.
-        plots: The plots.
-        notes: Further sentences.
-        details: Lists of plain values, by heading.
-        finished: False if the work was interrupted.
-    """
-
-    title: str
-    verdicts: Sequence[Verdict]
-    facts: Mapping[str, str]
-    tables: Sequence[Table] = ()
-    remark: str = ""
-    plots: Sequence[Plot] = ()
-    notes: Sequence[str] = ()
-    details: Mapping[str, Mapping[str, str]] | None = None
-    finished: bool = True
+    title: str  # the title
+    verdicts: Sequence[PageVerdict]  # the sentences at the top
+    facts: Mapping[str, str]  # what was measured, and where, by label
+    tables: Sequence[Table] = ()  # the tables
+    remark: str = ""  # how to read the tables
+    plots: Sequence[Plot] = ()  # the plots
+    notes: Sequence[str] = ()  # further sentences
+    details: Mapping[str, Mapping[str, str]] | None = None  # lists of plain values, by heading
+    finished: bool = True  # False if the work was interrupted
 
 
 def render(page: ReportPage) -> str:
@@ -140,9 +95,12 @@ def plain(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: _formatted(value) for name, value in values.items()}
 
 
-def sentence(figures: Sequence[str]) -> str:
-    """Return figures in words as one sentence."""
-    return f"{'; '.join(figures)}."
+def make_plot(
+    name: str, title: str, note: str, alt: str | Sequence[str], panels: Sequence[Panel], x: Axis
+) -> Plot:
+    """Return a plot; `alt` is a sentence, or the figures of one."""
+    words = alt if isinstance(alt, str) else f"{'; '.join(alt)}."
+    return Plot(name, title, note, words, chart(name, panels, x))
 
 
 def _formatted(value: Any) -> str:

@@ -20,10 +20,8 @@ from foredraft.pages.origins import ORIGINS, stylesheet
 
 if TYPE_CHECKING:
     from foredraft import Output
-    from foredraft.decode.round_trace import RoundTrace
+    from foredraft.decode.stats import RoundTrace
     from foredraft.model.tokenizer import Tokenizer
-
-__all__ = ["write_trace"]
 
 
 def write_trace(

@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foredraft.pages.drawing import Axis, Panel, Points, Rule, chart
+from foredraft.pages.drawing import Axis, Panel, Points, ReferenceLine
 from foredraft.pages.report_page import (
     DASH,
     Cell,
     Line,
+    PageVerdict,
     Plot,
     ReportPage,
     Table,
-    Verdict,
+    make_plot,
     plain,
     render,
-    sentence,
 )
-from foredraft.verify.defects import DEFECTS
-from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity, TextRun
-from foredraft.verify.verify_report import VerifyReport
+from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity, TextRun, VerifyReport
+from foredraft.verify.verify_settings import DEFECTS
 
-__all__ = ["verification_page"]
-
-PASSED = Verdict("good", "Passed: no difference from plain decoding was found.")
-FAILED = Verdict("bad", "Failed: the output differs from plain decoding's, or a request failed.")
-WEAK = Verdict("doubtful", "Inconclusive: no difference was found, but one could have been missed.")
+PASSED = PageVerdict("good", "Passed: no difference from plain decoding was found.")
+FAILED = PageVerdict("bad", "Failed: the output differs from plain decoding's, or a request failed.")
+WEAK = PageVerdict("doubtful", "Inconclusive: no difference was found, but one could have been missed.")
 REMARK = (
     "Detects: the smallest total variation distance between the output's and the target's distribution"
     " that a test detects with probability {power:g}. Corrections: the same for corrected tokens alone."
@@ -38,12 +35,7 @@ LEAST = 1e-12  # p-values below it are drawn at it
 
 
 def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str | None]) -> str:
-    """Return the whole HTML document.
-
-    Args:
-        reports: One, or one for each planted defect.
-        names: What the user gave as "model" and "draft".
-    """
+    """Return the whole HTML document."""
     first = reports[0]
     return render(
         ReportPage(
@@ -61,12 +53,12 @@ def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str |
     )
 
 
-def _verdict(report: VerifyReport) -> Verdict:
+def _verdict(report: VerifyReport) -> PageVerdict:
     if report.planted is not None:
         defect = f"The planted defect ({report.planted}: {DEFECTS[report.planted].summary})"
         if report.found_planted:
-            return Verdict("good", f"{defect} was found.")
-        return Verdict("bad", f"{defect} was not found: these tests prove nothing here.")
+            return PageVerdict("good", f"{defect} was found.")
+        return PageVerdict("bad", f"{defect} was not found: these tests prove nothing here.")
     return {"passed": PASSED, "failed": FAILED, "inconclusive": WEAK}[report.verdict]
 
 
@@ -79,9 +71,6 @@ def _facts(report: VerifyReport, names: Mapping[str, str | None]) -> dict[str, s
         "texts": f"{report.identities[0].prompts} prompts, up to {about['max_batch']} sequences in a batch",
         "detects": f"a total variation distance of {report.detectable:.4f} in every full test",
     }
-
-
-# --- tables -----------------------------------------------------------------------------------------
 
 
 def _tables(report: VerifyReport) -> Iterator[Table]:
@@ -165,9 +154,6 @@ def _position(each: DraftPosition) -> Line:
     )
 
 
-# --- plots ------------------------------------------------------------------------------------------
-
-
 def _p_values(report: VerifyReport) -> Plot:
     """Draw the p-value of every test: without a difference, they are spread evenly from 0 to 1."""
     groups = {"drafter": False, "control": True}
@@ -184,12 +170,13 @@ def _p_values(report: VerifyReport) -> Plot:
         log=True, grid=True,
     )  # fmt: skip
     name = _id("p-values", report)
-    return Plot(
+    return make_plot(
         name,
         f"The tests of samples{_planted(report)}",
         f"The p-value of each test, in the order of the table; below the dashed line, {level:.2g}, it fails.",
-        sentence([f"{_name(test)} {test.p_value:.2g}" for test in report.tests]),
-        chart(name, [Panel(150, [*marks, Rule(y=level)], axis)], Axis("test", whole=True)),
+        [f"{_name(test)} {test.p_value:.2g}" for test in report.tests],
+        [Panel(150, [*marks, ReferenceLine(y=level)], axis)],
+        Axis("test", whole=True),
     )
 
 
@@ -201,13 +188,14 @@ def _detection(report: VerifyReport) -> list[Plot]:
     positions = [each.position + 1 for each in best]
     points = Points("", positions, [each.detectable_correction for each in best], 0, "line")
     axis = Axis("distance", low=0, grid=True)
-    plot = Plot(
+    plot = make_plot(
         name,
         f"What the tests by position detect{_planted(report)}",
         f"The smallest total variation distance of the corrections that some test detects with probability"
         f" {report.power:g}; lower is better.",
-        sentence([f"position {each.position + 1} {each.detectable_correction:.3f}" for each in best]),
-        chart(name, [Panel(150, [points], axis)], Axis("position in the draft", whole=True)),
+        [f"position {each.position + 1} {each.detectable_correction:.3f}" for each in best],
+        [Panel(150, [points], axis)],
+        Axis("position in the draft", whole=True),
     )
     return [plot]
 

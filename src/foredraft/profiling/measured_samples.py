@@ -1,20 +1,61 @@
-"""Measuring: takes samples of those costs of forwards and of host work that are not known well enough yet."""
+"""Samples: the least times of every cost, gathered until two of them agree, of those that are not known well
+yet.
+
+On a shared machine samples are too long, never too short: the least is the cost, if the second least agrees.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from foredraft.decode.drafter import Stepper
+from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.engine import Engine
-from foredraft.profiling.forwards import ForwardMeter, reading
 from foredraft.profiling.host import host_ms, whole_round_ms
-from foredraft.profiling.samples import Samples, agreed
-from foredraft.profiling.timing import Turns, timed
+from foredraft.profiling.timing import ForwardMeter, TimedTurns, reading, timed
 
-__all__ = ["Forwards", "HostWork", "Reading"]
+AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
+
+
+def agreed(samples: Sequence[float]) -> float | None:
+    """Return the least sample, or None unless the second least agrees with it."""
+    least = sorted(samples)[:2]
+    return least[0] if len(least) == 2 and least[1] <= AGREEMENT * least[0] else None
+
+
+class Samples:
+    """The two least samples of each cost, in ms."""
+
+    def __init__(self, least: Mapping[str, Iterable[float]] | None = None) -> None:
+        self.least = {cost: sorted(samples)[:2] for cost, samples in (least or {}).items()}
+
+    def add(self, cost: str, samples: Iterable[float]) -> None:
+        self.least[cost] = sorted([*self.least.get(cost, []), *samples])[:2]
+
+    def ms(self, cost: str) -> float | None:
+        """Return the least sample of a cost; None where there is none."""
+        samples = self.least.get(cost)
+        return samples[0] if samples else None
+
+    def steady(self, cost: str) -> float | None:
+        """Return the least sample of a cost if two agree, else None."""
+        return agreed(self.least.get(cost, []))
+
+    @classmethod
+    def from_json(cls, values: Any) -> Samples:
+        """Return the samples whose `least` was kept; what is none is left out, to be measured again."""
+        kept = values.items() if isinstance(values, dict) else ()
+        return cls({cost: samples for cost, samples in kept if _are_times(samples)})
+
+
+def _are_times(samples: Any) -> bool:
+    return isinstance(samples, list) and all(
+        isinstance(ms, int | float) and 0 <= ms <= sys.float_info.max for ms in samples
+    )
+
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 DRAFT = 4  # tokens of the drafts that are timed, besides drafts of one: long ones take long
@@ -28,17 +69,12 @@ LIMIT_READS = 10  # reads whose time is the limit if it is longer: about three s
 
 
 class Forwards:
-    """The forwards of a batch that are timed: passes by width, and rounds by (drafter, drafted tokens).
-
-    Attributes:
-        widths: Columns of a row whose passes are timed.
-        draft: Tokens of the longer drafts that are timed.
-        costs: The name of each cost among the samples.
-    """
+    """The forwards of a batch that are timed: passes by width, and rounds by (drafter, drafted tokens)."""
 
     def __init__(self, engine: Engine, batch: int, longest: int) -> None:
         self.engine, self.batch, self.draft = engine, batch, min(DRAFT, longest)
         self.context = max(2, min(CONTEXT, engine.cache.positions - longest - 1))
+        # columns of a row whose passes are timed
         self.widths = sorted({*(w for w in WIDTHS if w <= longest + 1), 2, self.draft + 1, longest + 1})
         rounds = [
             (name, length)
@@ -46,7 +82,7 @@ class Forwards:
             if drafter.draft_pass is not None
             for length in sorted({1, self.draft})
         ]
-        self.costs: dict[Any, str] = {n: f"pass of {batch} x {n}" for n in self.widths}
+        self.costs: dict[Any, str] = {n: f"pass of {batch} x {n}" for n in self.widths}  # by work
         self.costs |= {(name, length): f"{name} of {batch} x {length}" for name, length in rounds}
 
     def measure(self, samples: Samples, deadline: float) -> bool:
@@ -74,23 +110,18 @@ class Forwards:
 
 
 class HostWork:
-    """The host work of rounds by batch: of plain ones, of the longest drafts, and of siblings beside these.
-
-    Each greedy and sampled; siblings where the engine may draft any: whole rounds with them and without.
-
-    Attributes:
-        batches: Those that were asked for.
-        sound: Every round that was tried could be timed.
-    """
+    """The host work of rounds by batch, greedy and sampled: plain, longest drafts, token trees of these."""
 
     def __init__(self, engine: Engine, longest: int) -> None:
         self.engine, self.longest = engine, longest
         self.siblings = min(longest, engine.target.max_queries - 1 - longest)  # of one pass
-        steppers = any(isinstance(drafter, Stepper) for drafter in engine.drafters.values())
-        if not (steppers and engine.target.takes_leaves):
+        autoregressive = any(
+            isinstance(drafter, AutoregressiveDrafter) for drafter in engine.drafters.values()
+        )
+        if not (autoregressive and engine.target.takes_leaves):
             self.siblings = 0
-        self.batches: list[int] = []
-        self.sound = True
+        self.batches: list[int] = []  # those that were asked for
+        self.sound = True  # every round that was tried could be timed
 
     def measure(self, batch: int, samples: Samples, deadline: float) -> bool:
         """Take a sample of what has none; return whether any was tried."""
@@ -99,7 +130,7 @@ class HostWork:
         for draws in (False, True):
             works: list[tuple[str, Callable[..., float | None], tuple[int, ...]]] = [
                 *((cost, host_ms, (length,)) for length, cost in self._costs(batch, draws).items()),
-                *((cost, whole_round_ms, (self.longest, n)) for n, cost in self._combs(batch, draws).items()),
+                *((cost, whole_round_ms, (self.longest, n)) for n, cost in self._trees(batch, draws).items()),
             ]
             for cost, measure, shape in works:
                 if samples.ms(cost) is None and time.perf_counter() < deadline:
@@ -116,27 +147,24 @@ class HostWork:
             for batch in self.batches
         }
 
-    def comb_ms(
+    def tree_ms(
         self, samples: Samples, passes: Mapping[int, Mapping[int, float]], *, draws: bool
     ) -> dict[int, float]:
-        """Return batch -> ms that siblings add to the longest draft's round beside their columns.
-
-        passes: Batch -> columns of a row -> ms of the pass, as far as the longest draft's. The line goes on.
-        """
+        """Return batch -> ms that a token tree of the longest draft adds to its round beside its columns."""
         found = {}
         for batch, (plain, drafting) in self.ms(samples, draws=draws).items():
-            known = [samples.ms(cost) for cost in self._combs(batch, draws).values()]
+            known = [samples.ms(cost) for cost in self._trees(batch, draws).values()]
             by_width = passes.get(batch, {})
             if known and None not in known and {1, self.longest + 1} <= by_width.keys():
-                chain, comb = (ms or 0.0 for ms in known)
+                chain, tree = (ms or 0.0 for ms in known)
                 line = by_width[self.longest + 1] - by_width[1] + max(0.0, drafting - plain)
-                found[batch] = max(0.0, comb - chain - line * self.siblings / self.longest)
+                found[batch] = max(0.0, tree - chain - line * self.siblings / self.longest)
         return found
 
     def steady(self, samples: Samples) -> list[bool]:
         """Return of each cost whether it has a sample, the least of a run's rounds, or none can be had."""
         kinds = [(batch, draws) for batch in self.batches for draws in (False, True)]
-        named = [each for kind in kinds for each in (self._costs(*kind), self._combs(*kind))]
+        named = [each for kind in kinds for each in (self._costs(*kind), self._trees(*kind))]
         costs = [cost for each in named for cost in each.values()]
         return [samples.ms(cost) is not None or not self.sound for cost in costs]
 
@@ -145,7 +173,7 @@ class HostWork:
         kind = "sampled" if draws else "greedy"
         return {length: f"host of {batch} x {length}, {kind}" for length in (0, self.longest)}
 
-    def _combs(self, batch: int, draws: bool) -> dict[int, str]:
+    def _trees(self, batch: int, draws: bool) -> dict[int, str]:
         """Return siblings -> the name of the cost of a whole round; empty where there are none."""
         kind = "sampled" if draws else "greedy"
         counts = (0, self.siblings) if self.siblings > 0 else ()
@@ -182,7 +210,7 @@ class Reading:
         }
         if not works or time.perf_counter() >= deadline:
             return False
-        turns = Turns(works, self.device, 0.0)
+        turns = TimedTurns(works, self.device, 0.0)
         _take_turns(turns, max(works, key=lambda work: work[1]), LIMIT_READS, deadline)
         for (name, tokens), seconds in turns.seconds.items():
             samples.add(self._cost(name, tokens), [1e3 * each for each in seconds])
@@ -197,11 +225,8 @@ class Reading:
         return f"reading of {name} x {tokens}"
 
 
-def _take_turns(turns: Turns, unit: object, count: int, deadline: float) -> None:
-    """Take turns until every work is steady, for LIMIT_SECONDS, or as long as `count` runs of `unit`.
-
-    No work begins after the deadline, but for one run of `unit`.
-    """
+def _take_turns(turns: TimedTurns, unit: object, count: int, deadline: float) -> None:
+    """Take turns until every work is steady, for LIMIT_SECONDS, or as long as `count` runs of `unit`."""
     started, least = time.perf_counter(), math.inf
     for run in range(4):
         if run == 0 or time.perf_counter() < min(started + LIMIT_FIRST, deadline):

@@ -1,9 +1,8 @@
 """Others: the CPU time that other programs take while something is timed, and turns that are repeated for it.
 
-The machine's counters (/proc/stat, https://docs.kernel.org/filesystems/proc.html) say how long the CPUs that
-this process may use were busy. What this process and its children did not use of that, other programs took,
-or the hypervisor for other machines (steal). Where the system has no such counters the load is not known, and
-nothing is repeated.
+The counters of /proc/stat (https://docs.kernel.org/filesystems/proc.html) say how long the CPUs of this
+process were busy. What it and its children did not use, other programs took, or the hypervisor (steal).
+Without such counters nothing is repeated.
 """
 
 from __future__ import annotations
@@ -16,50 +15,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["DISTURBED", "Counters", "Load", "QuietTurns", "Watch", "read_counters", "worst"]
-
 T = TypeVar("T")
 
 DISTURBED = 0.25  # CPUs that others use from which on a timed turn is repeated
 RESOLUTION = 1.5  # ticks by which the difference of two readings may be off, for each CPU
 ATTEMPTS = 3  # of a turn at most: what disturbs three in a row is no passing disturbance
 ROOT = Path("/")
-# Fields of a line of /proc/stat, in ticks: user, nice, system, idle, iowait, irq, softirq, steal, ...
-BUSY = (0, 1, 2, 5, 6, 7)
-# Of /proc/PID/stat after the name: its own ticks, and those of its children that it waited for.
-CHILDREN_TIME = slice(11, 15)
+BUSY = (0, 1, 2, 5, 6, 7)  # fields of /proc/stat, in ticks: user, nice, system, (idle, iowait), irq, ...
+CHILDREN_TIME = slice(11, 15)  # of /proc/PID/stat after the name: its own, and of its children
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counters in seconds, of which only differences mean something.
+    """Counters in seconds, of which only differences mean something."""
 
-    Attributes:
-        clock: Of the wall.
-        busy: CPU time of all programs on the CPUs that this process may use.
-        own: CPU time of this process and of the processes that it started.
-        unsure: By how much a difference of `busy` may be off, because it advances in ticks.
-    """
-
-    clock: float
-    busy: float
-    own: float
-    unsure: float = 0.0
+    clock: float  # of the wall
+    busy: float  # CPU time of all programs on the CPUs that this process may use
+    own: float  # CPU time of this process and of the processes that it started
+    unsure: float = 0.0  # by how much a difference of `busy` may be off, because it advances in ticks
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What other programs took in an interval.
+    """What other programs took in an interval."""
 
-    Attributes:
-        seconds: Length of the interval.
-        others: CPUs that they used, on average: CPU seconds per second.
-        unsure: CPU seconds by which that may be off.
-    """
-
-    seconds: float
-    others: float
-    unsure: float = 0.0
+    seconds: float  # length of the interval
+    others: float  # CPUs that they used, on average: CPU seconds per second
+    unsure: float = 0.0  # CPU seconds by which that may be off
 
     @property
     def disturbed(self) -> bool:
@@ -68,11 +50,7 @@ class Load:
 
 
 def read_counters(root: Path | None = None) -> Counters | None:
-    """Return the counters now; None where the system has none.
-
-    Args:
-        root: The folder that holds proc; None is the system's.
-    """
+    """Return the counters now; None where the system has none."""
     root = ROOT if root is None else root
     try:
         tick = 1 / os.sysconf("SC_CLK_TCK")
@@ -106,11 +84,7 @@ def _children_ticks(root: Path, process: str = "self") -> Iterator[int]:
 
 
 class Watch:
-    """Watches other programs from when it is made.
-
-    Args:
-        read: Reads the counters; None is `read_counters`.
-    """
+    """Watches other programs from when it is made."""
 
     def __init__(self, read: Callable[[], Counters | None] | None = None) -> None:
         self._read = read or read_counters
@@ -133,31 +107,14 @@ def worst(loads: Iterable[Load | None]) -> Load | None:
 
 
 class QuietTurns:
-    """Takes turns, and repeats those that other programs disturbed.
-
-    Args:
-        turns: That will be taken; no more than so many are repeated, so that the whole takes twice as long at
-            most.
-
-    Attributes:
-        kept: Turns whose result was kept.
-        repeated: Turns that were taken again.
-        disturbed: Turns that were kept although they were disturbed in every attempt.
-    """
+    """Takes turns, and repeats those that other programs disturbed."""
 
     def __init__(self, turns: int) -> None:
         self._left = turns
-        self.kept = self.repeated = self.disturbed = 0
+        self.kept = self.repeated = self.disturbed = 0  # turns whose result was kept
 
     def take(self, turn: Callable[[], tuple[T, Load | None]]) -> tuple[T, list[T]]:
-        """Take a turn until it is not disturbed, ATTEMPTS times at most.
-
-        Args:
-            turn: Returns its result and the load of its worst part.
-
-        Returns:
-            The result of the attempt that was disturbed least, and those of the others.
-        """
+        """Take a turn until it is not disturbed, ATTEMPTS times at most."""
         attempts = [turn()]
         while _is_disturbed(attempts[-1][1]) and self._left and len(attempts) < ATTEMPTS:
             self._left -= 1

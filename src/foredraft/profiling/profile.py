@@ -1,12 +1,9 @@
 """The cost profile: the tables by which policy `auto` decides, measured for a machine and a model.
 
-Contract: measured while no sequence has a row, and kept on disk under a key that names the machine, the
-model, the dtype and the threads. Every cost is the least of its samples (`samples`). A cost whose two least
-samples disagree is taken again, now or by the next process, and one line in the log says why. A process that
-finds all costs steady measures nothing. Measuring ends after BUDGET_SECONDS: a slow or busy machine goes on
-with what was measured so far, and assumes the rest. What decoding then takes corrects the costs
-(`policy.clock`). Measuring only saves time: where it fails, policy `auto` decides by assumed costs and every
-request decodes.
+It is measured while no sequence has a row, and kept under a key that names the machine, the model, the dtype
+and the threads. Costs that are not steady are taken again by the next process. Measuring ends after
+BUDGET_SECONDS: the rest is assumed, and what decoding takes corrects it. Where measuring fails, every request
+still decodes.
 """
 
 from __future__ import annotations
@@ -24,11 +21,8 @@ from foredraft import user_cache
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Auto, CostTable, Policy
-from foredraft.kernels.machine import describe_cpu
-from foredraft.profiling.measured_samples import Forwards, HostWork, Reading
-from foredraft.profiling.samples import Samples
-
-__all__ = ["Profile", "load_profile", "measure_profile", "use_profile"]
+from foredraft.kernels.compilation import describe_cpu
+from foredraft.profiling.measured_samples import Forwards, HostWork, Reading, Samples
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +34,12 @@ BUDGET_AGAIN = 1.0  # the same at later starts, which have costs to begin with
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The costs of rounds on this machine.
+    """The costs of rounds on this machine."""
 
-    Attributes:
-        greedy: Of rounds at temperature 0.
-        sampled: Of rounds that draw tokens.
-        doubt: Why not all costs are believed, for people; None where all were measured and steady.
-        seconds: Time that measuring took; 0 where all costs were kept.
-    """
-
-    greedy: CostTable
-    sampled: CostTable
-    doubt: str | None = None
-    seconds: float = 0.0
+    greedy: CostTable  # of rounds at temperature 0
+    sampled: CostTable  # of rounds that draw tokens
+    doubt: str | None = None  # why not all costs are believed; None where all were measured and steady
+    seconds: float = 0.0  # time that measuring took; 0 where all costs were kept
 
     @property
     def believed(self) -> bool:
@@ -65,16 +52,7 @@ def use_profile(
     progress: Callable[[int, int], None] = lambda done, total: None,
     policy: Policy | None = None,
 ) -> float:
-    """Give a policy the costs of this machine, if it decides by costs and has none yet.
-
-    Args:
-        engine: No sequence has a row.
-        progress: Called as (done, total) while measuring.
-        policy: Of a request; None is the engine's.
-
-    Returns:
-        Seconds that measuring took; 0 where kept costs serve.
-    """
+    """Give a policy the costs of this machine, if it decides by costs and has none yet."""
     policy = policy or engine.policy
     if not isinstance(policy, Auto) or policy.measured:
         return 0.0
@@ -91,13 +69,7 @@ def use_profile(
 
 
 def load_profile(engine: Engine, longest: int, progress: Callable[[int, int], None]) -> Profile:
-    """Return the profile of this engine and machine: by kept samples, and new ones of what is not steady.
-
-    Args:
-        engine: No sequence has a row.
-        longest: Longest draft.
-        progress: Called as (done, total) while measuring.
-    """
+    """Return the profile of this engine and machine: by kept samples, and new ones of what is not steady."""
     key = _key(engine, longest)
     samples = Samples.from_json(user_cache.read("profiles", key))
     profile = measure_profile(engine, longest, progress, samples)
@@ -140,14 +112,7 @@ def measure_profile(
     progress: Callable[[int, int], None] = lambda done, total: None,
     samples: Samples | None = None,
 ) -> Profile:
-    """Measure what rounds of one row, and of as many rows as the cache has, cost.
-
-    Args:
-        engine: No sequence has a row.
-        longest: Longest draft.
-        progress: Called as (done, total) while measuring.
-        samples: What is known already; new samples are added.
-    """
+    """Measure what rounds of one row, and of as many rows as the cache has, cost."""
     samples = Samples() if samples is None else samples
     started = time.perf_counter()
     budget = BUDGET_AGAIN if samples.least else BUDGET_SECONDS
@@ -177,7 +142,7 @@ def measure_profile(
 
     def table(draws: bool) -> CostTable:
         known = _with_host(passes, host.ms(samples, draws=draws), longest)
-        return CostTable(known, drafts, reads, combs=host.comb_ms(samples, passes, draws=draws))
+        return CostTable(known, drafts, reads, trees=host.tree_ms(samples, passes, draws=draws))
 
     return Profile(table(draws=False), table(draws=True), doubt, seconds)
 
@@ -205,14 +170,7 @@ def _drafts(
 
 
 def _doubt(seconds: float, budget: float, steady: Sequence[bool], sound: bool) -> str | None:
-    """Return why costs are not believed; None where they are.
-
-    Args:
-        seconds: Time that measuring took.
-        budget: Time that it had.
-        steady: Of each cost that is wanted, whether it was measured and two samples agree.
-        sound: Host work could be measured.
-    """
+    """Return why costs are not believed; None where they are."""
     if all(steady):
         return None if sound else "the model's logits are not finite on the texts that are timed"
     few = f"{steady.count(True)} of {len(steady)} costs were steady"
@@ -224,10 +182,7 @@ def _doubt(seconds: float, budget: float, steady: Sequence[bool], sound: bool) -
 def _draft_cost(
     ms: dict[Any, float | None], name: str, drafter: Drafter, length: int
 ) -> tuple[float, float] | None:
-    """Return (first step, further step) in ms; None where a cost is missing, or steps would be free.
-
-    Rounds that draft 1 token and `length` tokens were timed.
-    """
+    """Return (first step, further step) in ms, of timed rounds that draft 1 and `length`, or None."""
     if drafter.draft_pass is None:
         return 0.0, 0.0
     one, long = (_beyond(ms, (name, drafted), drafted + 1) for drafted in (1, length))
@@ -249,7 +204,7 @@ def _beyond(ms: dict[Any, float | None], round: object, verifying: object) -> fl
 def _assumed(by_width: dict[int, float], longest: int, slope: float) -> dict[int, float]:
     """Return the passes of a disturbed machine, none dearer than where a token more a row takes `slope` ms.
 
-    Samples may agree and still be disturbed. Without this a policy might never draft, and so never learn.
+    Samples may agree and still be disturbed; without this a policy might never draft, and so never learn.
     """
     widths = sorted({*by_width, longest + 1})
     return {n: min(by_width.get(n, math.inf), by_width[1] + slope * (n - 1)) for n in widths}

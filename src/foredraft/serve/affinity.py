@@ -1,9 +1,8 @@
 """Affinity: which of several replicas gets a request, so that prompts that begin alike meet one prefix cache.
 
-A request's key is a digest of the beginning of its prompt. Each key has its own order of all replicas
-(rendezvous hashing: Thaler and Ravishankar, 1998). The first replica of the order gets the request unless
-its load has reached a bound; then the next one does (bounded loads: Mirrokni et al., arXiv 1608.01350). A
-replica that joins or leaves changes the first place of its own keys only, and no key makes a hot spot.
+Each key, a digest of the prompt's beginning, has its own order of all replicas (rendezvous hashing: Thaler
+and Ravishankar, 1998). The first one whose load is below a bound gets the request (bounded loads: Mirrokni et
+al., arXiv 1608.01350).
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["bound", "digest", "order", "prompt_key", "ranked"]
-
 # A replica takes at most this share of the mean load; smaller is more even and moves more keys.
 BALANCE = 1.25
 CHARACTERS_PER_TOKEN = 4  # of usual text, to compare prompts of token ids with prompts of text
@@ -32,13 +29,6 @@ def prompt_key(body: Mapping[str, Any], characters: int) -> int | None:
 
     A prompt is not tokenised for it, and no chat template is applied: both are functions of these fields. The
     client's own `prompt_cache_key` counts as part of the beginning, as in the OpenAI API.
-
-    Args:
-        body: Of a request, in any shape of the API, unchecked.
-        characters: How much of the beginning counts.
-
-    Returns:
-        A number of 64 bits; None where there is no prompt.
 
     Examples:
         >>> prompt_key({"prompt": "Say hello."}, 4) == prompt_key({"prompt": "Say goodbye."}, 4)
@@ -62,18 +52,11 @@ def _beginning(part: Any, characters: int) -> str:
 
 
 def digest(text: str) -> int:
-    """Return 64 bits of a text that are the same in every process."""
     data = text.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def order(key: int, replicas: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
-    """Return the places of all replicas in the order in which a key prefers them.
-
-    Args:
-        key: 64 bits.
-        replicas: A digest of each replica's name.
-    """
     mixed = replicas ^ np.uint64(key)  # splitmix64's finaliser: every bit of the input moves every other one
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -81,24 +64,11 @@ def order(key: int, replicas: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
 
 
 def bound(loads: Sequence[int], free: int) -> int:
-    """Return the load below which a replica may take one more request.
-
-    Args:
-        loads: Requests that each replica works on.
-        free: Requests that a replica works on at a time without making one wait.
-    """
     return max(free, math.ceil(BALANCE * (sum(loads) + 1) / len(loads)))
 
 
 def ranked(key: int | None, replicas: npt.NDArray[np.uint64], loads: Sequence[int], free: int) -> list[int]:
-    """Return the places of all replicas, the best one for a request first.
-
-    Args:
-        key: Of the request; None has no preference, so that the less loaded of two random replicas is first.
-        replicas: A digest of each replica's name.
-        loads: Requests that each replica works on.
-        free: As in `bound`.
-    """
+    """Return the places of all replicas, the best one for a request first."""
     if key is None:
         two = sorted(random.sample(range(len(loads)), min(2, len(loads))), key=loads.__getitem__)
         return [*two, *(place for place in range(len(loads)) if place not in two)]

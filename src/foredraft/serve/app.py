@@ -16,29 +16,29 @@ from starlette.websockets import WebSocket
 
 import foredraft
 from foredraft.errors import shortened
-from foredraft.serve.about import ModelList, capabilities, card
-from foredraft.serve.answers import answer, opened
-from foredraft.serve.beside import beside, in_thread
-from foredraft.serve.bodies import BoundedBodies, json_object
-from foredraft.serve.clients import Client
+from foredraft.serve.bodies import (
+    SHAPES,
+    SHORT,
+    BoundedBodies,
+    KnownOrigins,
+    answer,
+    is_local,
+    json_object,
+    opened,
+)
 from foredraft.serve.completions import ChatReply, CompletionReply
-from foredraft.serve.counting import COUNTERS, Counter
 from foredraft.serve.generations import Generations
-from foredraft.serve.openapi import document
-from foredraft.serve.origins import KnownOrigins, is_local
-from foredraft.serve.page import add_page
+from foredraft.serve.limits import Client
+from foredraft.serve.logs import Recording, current
+from foredraft.serve.offload import in_thread, offloaded
+from foredraft.serve.openapi import ModelList, add_page, capabilities, card, document
 from foredraft.serve.problems import Problem, as_problems, forget_frames
 from foredraft.serve.replies import Event, Reply
-from foredraft.serve.request_records import Recording, current
 from foredraft.serve.requests import Job, check_model
 from foredraft.serve.settings import Settings
-from foredraft.serve.shapes import SHAPES, SHORT
-from foredraft.serve.sockets import Socket
 from foredraft.serve.state import App, Loader, Model
-from foredraft.serve.streaming import SSE_HEADERS, plain_text, server_sent
-from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest, tokenizer_info
-
-__all__ = ["create_app"]
+from foredraft.serve.streaming import SSE_HEADERS, Socket, plain_text, server_sent
+from foredraft.serve.tokens import COUNTERS, Counter, DetokenizeRequest, TokenizeRequest, tokenizer_info
 
 logger = logging.getLogger(__name__)
 LONGEST = 100  # characters of a name in a header
@@ -46,16 +46,7 @@ T = TypeVar("T")
 
 
 def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -> FastAPI:
-    """Return the app; `app.state.foredraft` is its state.
-
-    Args:
-        load: Returns the model; called once, in a thread beside the event loop.
-        settings: Options of the server.
-        local: Only this machine can reach the server, and requests must name it; None goes by the address.
-
-    Raises:
-        ConfigError: The file of API keys cannot be used.
-    """
+    """Return the app; `app.state.foredraft` is its state."""
     state = App(load, settings)
     local = is_local(settings.host) if local is None else local
     app = FastAPI(
@@ -151,13 +142,13 @@ def _add_tokens(
         key = state.keys.check(request.headers.get("authorization"))
         model = state.ready()
         body = await _body(request, state)
-        given: TokenizeRequest | DetokenizeRequest = await beside(current().size, kind.read, body)
-        place = model.limits.take(1, Client.of(key, current().address).name)
+        given: TokenizeRequest | DetokenizeRequest = await offloaded(current().size, kind.read, body)
+        permit = model.limits.take(1, Client.of(key, current().address).name)
         try:
             with as_problems():
                 found = await _while_there(request, in_thread(current().size, given.answer, model))
         finally:
-            place.free()
+            permit.free()
         ignored = _listed("x-ignored-fields", sorted(given.further))
         return Response(found, media_type="application/json", headers=ignored)
 
@@ -181,8 +172,10 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
             return JSONResponse(whole, headers=more | _listed("x-broken-keywords", reply.broken()))
         events = reply.events(state.settings.heartbeat_seconds)
         if shape.done and "text/plain" in headers.get("accept", ""):
-            return _Stream(generations, reply, plain_text(events), "text/plain; charset=utf-8", more)
-        return _Stream(
+            return _GenerationStream(
+                generations, reply, plain_text(events), "text/plain; charset=utf-8", more
+            )
+        return _GenerationStream(
             generations, reply, server_sent(events, shape.done), "text/event-stream", more | SSE_HEADERS
         )
 
@@ -196,14 +189,14 @@ def _add_counter(app: FastAPI, state: App, path: str, counter: Counter) -> None:
         key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
         model = state.ready()
         body = await _body(request, state)
-        chat = await beside(current().size, counter.read, body)
-        place = model.limits.take(1, Client.of(key, current().address).name)
+        chat = await offloaded(current().size, counter.read, body)
+        permit = model.limits.take(1, Client.of(key, current().address).name)
         try:
             with as_problems():
                 reading = in_thread(current().size, Job.of, chat, model.llm, model.names)
                 job = await _while_there(request, reading)
         finally:
-            place.free()
+            permit.free()
         return JSONResponse(counter.reply(sum(map(len, job.prompts))), headers=_notes(job))
 
 
@@ -236,15 +229,11 @@ def _add_document(app: FastAPI, state: App) -> None:
 
 async def _body(request: Request, state: App) -> dict[str, Any]:
     data = await request.body()
-    return await _while_there(request, beside(len(data), json_object, data, state.most_body))
+    return await _while_there(request, offloaded(len(data), json_object, data, state.most_body))
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what work returns; a client that leaves cancels it.
-
-    Raises:
-        Problem: The client left.
-    """
+    """Return what work returns; a client that leaves cancels it."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -271,17 +260,14 @@ def _notes(job: Job) -> dict[str, str]:
 
 
 def _listed(header: str, names: Sequence[str]) -> dict[str, str]:
-    """Return a header that lists names; none where there are none.
-
-    A header can carry some of them, each printable and short.
-    """
+    """Return a header that lists some of the names, each printable and short; none where there are none."""
     if not names:
         return {}
     shown = [repr(name[:LONGEST])[1:-1].encode("ascii", "backslashreplace").decode() for name in names[:20]]
     return {header: ", ".join([*shown, *([f"and {len(names) - 20} more"] if len(names) > 20 else [])])}
 
 
-class _Stream(StreamingResponse):
+class _GenerationStream(StreamingResponse):
     """A stream whose generation ends with it, even where it never began."""
 
     def __init__(

@@ -2,73 +2,136 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from foredraft.decode.thinking import Part, Thinking, ThinkingReader
-from foredraft.serve.tool_calls import Event, ToolCall
+from foredraft.decode.thinking import Part, ThinkingMarkers, ThinkingReader
+from foredraft.model.chat import ChatTemplate
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.tool_calls import Event, ParsedToolCall
 from foredraft.serve.tools import Tools
 
-__all__ = ["Block", "Blocks", "Step"]
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """A way in which models write their reasoning."""
+
+    opens: str  # before it
+    closes: str  # after it
+    answer: tuple[str, str] = ("", "")  # around the answer after it
+    sign: str = ""  # what a chat template contains that was made for it; by default the closing marker
+
+
+# The first one counts whose sign a template has.
+FORMS = (
+    # https://huggingface.co/ibm-granite/granite-3.2-8b-instruct
+    ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    # https://huggingface.co/ibm-granite/granite-3.3-8b-instruct
+    ReasoningFormat("<think>", "</think>", ("<response>", "</response>"), sign="<response></response>"),
+    # https://huggingface.co/Qwen/Qwen3-8B, DeepSeek's R1 and its distilled models, SmolLM3, and many more
+    ReasoningFormat("<think>", "</think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),  # https://huggingface.co/mistralai/Magistral-Small-2507
+    ReasoningFormat(
+        "<seed:think>", "</seed:think>"
+    ),  # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
+)
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
+EFFORT, NO_EFFORT = "reasoning_effort", "none"
+
+
+def thinking_after(
+    tokenizer: Tokenizer, prompt: str, begun: str | None = None, *, stops: bool = False
+) -> ThinkingMarkers | None:
+    """Return how the reply to a prompt marks its thinking; None where it has none, or none any more."""
+    form = _form(tokenizer)
+    if form is None:
+        return None
+    end = prompt.rstrip()
+    opened, closed = end.endswith(form.opens), end.endswith(form.closes)
+    if begun:
+        opened, closed = begun.lstrip().startswith(form.opens), form.closes in begun
+    if closed or (begun and not opened):
+        return None
+    return ThinkingMarkers(form.opens, form.closes, opened, stops, form.answer)
+
+
+def _form(tokenizer: Tokenizer) -> ReasoningFormat | None:
+    """Return how the model of a tokenizer writes its reasoning; None where nothing shows that it does."""
+    source = "" if tokenizer.chat is None else "\n".join(tokenizer.chat.templates.values())
+    shown = (form for form in FORMS if (form.sign or form.closes) in source)
+    known = (form for form in FORMS if not form.sign and tokenizer.inner.token_to_id(form.closes) is not None)
+    return next(shown, None) or next(known, None)
+
+
+def template_variables(
+    chat: ChatTemplate | None,
+    given: Mapping[str, Any],
+    *,
+    effort: str | None,
+    thinks: bool | None,
+    prefers: bool | None = None,
+    with_tools: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the variables for the chat template, and the names of the fields that it does not read.
+
+    An effort "none" turns the reasoning off under a template that has a switch for it. What a request gives
+    by its variable's own name counts first.
+    """
+    read = frozenset[str]() if chat is None else chat.variables(with_tools=with_tools)
+    unread = set() if chat is None else set(chat.unread(given, with_tools=with_tools))
+    variables = {name: value for name, value in given.items() if name not in unread}
+    ignored = [f"chat_template_kwargs.{name}" for name in given if name in unread]
+    switch = next((name for name in SWITCHES if name in read), None)
+    if thinks is not None and switch is None:
+        ignored.append(SWITCHES[0])
+    if switch is not None:
+        off = False if effort == NO_EFFORT else None
+        chosen = next((each for each in (thinks, prefers, off) if each is not None), None)
+        if chosen is not None:
+            variables.setdefault(switch, chosen)
+    if effort is not None and EFFORT in read and not (effort == NO_EFFORT and switch is not None):
+        variables.setdefault(EFFORT, effort)
+    return variables, ignored
+
 
 Shown: TypeAlias = Event | Part
 
 
 @dataclass(slots=True)
-class Block:
-    """A part of a reply.
+class ContentBlock:
+    """A part of a reply."""
 
-    Attributes:
-        index: Of the block in its reply.
-        call: The call; None for text.
-        text: So far: the text, or the arguments as JSON.
-        thinking: The text is reasoning.
-    """
-
-    index: int
-    call: ToolCall | None = None
-    text: str = ""
-    thinking: bool = False
+    index: int  # of the block in its reply
+    call: ParsedToolCall | None = None  # the call; None for text
+    text: str = ""  # so far: the text, or the arguments as JSON
+    thinking: bool = False  # the text is reasoning
 
     @property
     def is_content(self) -> bool:
-        """Whether it is a text that answers."""
         return self.call is None and not self.thinking
 
 
-class Step(NamedTuple):
+class BlockEvent(NamedTuple):
     """What happens to a block; `text` is what a "delta" adds."""
 
     kind: Literal["open", "delta", "close"]
-    block: Block
+    block: ContentBlock
     text: str = ""
 
 
-class Blocks:
-    """The blocks of one text. Without tools and thinking it is one block, which is open from the beginning.
+class ContentBlocks:
+    """The blocks of one text. Without tools and thinking it is one block, open from the beginning."""
 
-    Args:
-        tools: What the text may call.
-        thinking: How it marks its thinking.
-
-    Attributes:
-        all: The blocks so far; the last one may be open.
-    """
-
-    def __init__(self, tools: Tools | None, thinking: Thinking | None = None) -> None:
+    def __init__(self, tools: Tools | None, thinking: ThinkingMarkers | None = None) -> None:
         self._reader = None if tools is None else tools.reader()
         self._thinking = None if thinking is None else ThinkingReader(thinking)
         one = self._reader is None and self._thinking is None
-        self.all: list[Block] = [Block(0)] if one else []
+        self.all: list[ContentBlock] = (
+            [ContentBlock(0)] if one else []
+        )  # the blocks so far; the last one may be open
 
-    def read(self, text: str, *, ended: bool, cut: bool = False) -> list[Step]:
-        """Return the steps of a further part of the text.
-
-        Args:
-            text: The part.
-            ended: Nothing follows it.
-            cut: A limit ended it.
-        """
+    def read(self, text: str, *, ended: bool, cut: bool = False) -> list[BlockEvent]:
         events: list[Shown] = []
         for part in self._parts(text, ended=ended, cut=cut):
             if part[0] == "content" and self._reader is not None:
@@ -77,32 +140,30 @@ class Blocks:
                 events.append(part)
         if ended and self._reader is not None:
             events += self._reader.end(cut=cut)
-        steps: list[Step] = []
+        steps: list[BlockEvent] = []
         for event in events:
             thinking = event[0] == "thinking"
             call = None if event[0] == "content" or event[0] == "thinking" else event[1]
             if not self.all or event[0] == "call" or not self._goes_on(call, thinking):
-                steps += [Step("close", block) for block in self.all[-1:]]
+                steps += [BlockEvent("close", block) for block in self.all[-1:]]
                 steps.append(self._open(call, thinking))
             if event[0] != "call":
                 block, added = self.all[-1], event[-1]
                 block.text += added
-                steps.append(Step("delta", block, added))
+                steps.append(BlockEvent("delta", block, added))
         return steps
 
-    def close(self) -> list[Step]:
+    def close(self) -> list[BlockEvent]:
         """Return the steps that end the text; a text without blocks gets an empty one."""
         opened = [] if self.all else [self._open(None)]
-        return [*opened, Step("close", self.all[-1])]
+        return [*opened, BlockEvent("close", self.all[-1])]
 
     def _parts(self, text: str, *, ended: bool, cut: bool) -> list[Part]:
-        """Return what a further part of the text adds to the thinking and to the content."""
         if self._thinking is None:
             return [("content", text)] if text else []
         return [*self._thinking.read(text), *(self._thinking.end(cut=cut) if ended else ())]
 
-    def _goes_on(self, call: ToolCall | None, thinking: bool) -> bool:
-        """Return whether the last block is the one of a call, of thinking, or of a text."""
+    def _goes_on(self, call: ParsedToolCall | None, thinking: bool) -> bool:
         last = self.all[-1]
         return last.call is call and last.thinking == thinking
 
@@ -113,19 +174,16 @@ class Blocks:
 
     @property
     def content(self) -> str:
-        """The text beside the thinking and the calls."""
         return "".join(block.text for block in self.all if block.is_content)
 
     @property
     def reasoning(self) -> str:
-        """The thinking."""
         return "".join(block.text for block in self.all if block.thinking)
 
     @property
-    def calls(self) -> list[ToolCall]:
-        """The calls, with what is known of their arguments."""
+    def calls(self) -> list[ParsedToolCall]:
         return [block.call for block in self.all if block.call is not None]
 
-    def _open(self, call: ToolCall | None, thinking: bool = False) -> Step:
-        self.all.append(Block(len(self.all), call, thinking=thinking))
-        return Step("open", self.all[-1])
+    def _open(self, call: ParsedToolCall | None, thinking: bool = False) -> BlockEvent:
+        self.all.append(ContentBlock(len(self.all), call, thinking=thinking))
+        return BlockEvent("open", self.all[-1])

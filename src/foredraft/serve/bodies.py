@@ -1,6 +1,9 @@
-"""Bodies: one that is too large is refused before it is read whole, and one that is no JSON object, too.
+"""Bodies of requests, which are bounded before they are read whole; answers to them; pages of other sites get
+none.
 
-What all bodies take together is bounded, and shared among addresses as what waits is (`limits`).
+What all bodies take together is shared among addresses. A page may make its own host name lead to this
+machine (DNS rebinding), so a server that only this machine can reach looks at the name that it was called
+by, too.
 """
 
 from __future__ import annotations
@@ -8,20 +11,110 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from foredraft.errors import shortened
-from foredraft.serve.answers import answer
-from foredraft.serve.beside import without_collection
-from foredraft.serve.clients import Client
-from foredraft.serve.limits import Shared
+from foredraft.serve.completions import ChatReply, CompletionReply
+from foredraft.serve.limits import Client, Keys, Shared
+from foredraft.serve.logs import current
+from foredraft.serve.messages import MessageReply, error_body
+from foredraft.serve.offload import without_collection
 from foredraft.serve.problems import Problem, busy
-from foredraft.serve.request_records import current
+from foredraft.serve.replies import Reply
+from foredraft.serve.responses import ResponseReply
 
-__all__ = ["BYTES_OF_TOKEN", "MORE_BODIES", "Bodies", "BoundedBodies", "HeldBody", "json_object"]
+SHAPES: dict[str, type[Reply]] = {
+    "/v1/chat/completions": ChatReply,
+    "/v1/completions": CompletionReply,
+    "/v1/messages": MessageReply,
+    "/v1/responses": ResponseReply,
+}
+# Paths of clients whose address of the server lacks /v1 -> those that they mean.
+SHORT = {"/chat/completions": "/v1/chat/completions", "/completions": "/v1/completions"}
+
+MESSAGES = "/v1/messages"  # whose errors, and those of all paths below it, have a shape of their own
+
+
+def answer(problem: Problem, path: str) -> JSONResponse:
+    body = error_body(problem) if f"{path}/".startswith(f"{MESSAGES}/") else problem.body
+    return JSONResponse(body, problem.status, headers=problem.headers)
+
+
+async def opened(socket: WebSocket, keys: Keys) -> str | None:
+    """Accept a WebSocket and return the name of its key; None where it was refused."""
+    try:
+        name = keys.check(socket.headers.get("authorization"))
+    except Problem:
+        await socket.close(code=1008, reason="the API key is missing or wrong")
+        return None
+    await socket.accept()
+    return name
+
+
+class KnownOrigins:
+    """ASGI middleware that refuses requests and WebSockets of browsers from other origins.
+
+    A browser sends such a request even where its page may not read the answer, and WebSockets know no CORS.
+    Programs send no `Origin`.
+    """
+
+    def __init__(self, app: ASGIApp, known: Sequence[str], *, local: bool = False) -> None:
+        self._app, self._known, self._local = app, known, local
+        self._hosts = {urlsplit(origin).netloc for origin in known}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stranger = scope["type"] in ("http", "websocket") and self._stranger(Headers(scope=scope))
+        if not stranger:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": f"{stranger} may not call"})
+        else:
+            message = f"{stranger} may not call; the server's option --cors names the origins that may"
+            await answer(Problem(403, message), scope["path"])(scope, receive, send)
+
+    def _stranger(self, headers: Headers) -> str | None:
+        if not self._is_known(headers):
+            return "this origin"
+        host = headers.get("host", "")  # browsers always send one
+        if self._local and host and not _is_address(host) and not {host, "*"} & {*self._hosts, *self._known}:
+            return f"a page of {shortened(host)}"
+        return None
+
+    def _is_known(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if origin is None:
+            return True
+        own = headers.get("host", "")
+        if not _is_address(own):  # a name may lead here from anywhere (DNS rebinding)
+            own = ""
+        return origin in (*self._known, f"http://{own}", f"https://{own}") or "*" in self._known
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine can reach a server that listens on an address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a `Host` header names this machine by an address, or as localhost."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:  # no address, or no host at all
+        return False
+
 
 MORE_BODIES = 64  # of the largest size that may be held beside those of the rows
 BYTES_OF_TOKEN = 32  # that a body may have: a token is 4 of plain text, up to 24 where text is escaped
@@ -34,15 +127,6 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of half a surrogate p
 
 
 def json_object(data: bytes | str, most: int) -> dict[str, Any]:
-    """Return the JSON object of a body or a frame.
-
-    Args:
-        data: The body, or the text of the frame.
-        most: Bytes, or characters, that it may have.
-
-    Raises:
-        Problem: It is something else, or has more parts than any request needs.
-    """
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
         _check_parts(text, max(MIN_PARTS, most // BYTES_OF_TOKEN))
@@ -61,11 +145,7 @@ def json_object(data: bytes | str, most: int) -> dict[str, Any]:
 
 
 def _check_parts(text: str, most: int) -> None:
-    """Check how many lists, objects and keys a text of JSON has, and how many values, before it is parsed.
-
-    Raises:
-        Problem: They are too many.
-    """
+    """Check how many lists, objects and keys a text of JSON has, and how many values, before it is parsed."""
     parts, values = _marks(text)
     if parts <= most and values <= VALUES_OF_PART * most:  # though those in strings count, too
         return
@@ -85,7 +165,6 @@ def _check_parts(text: str, most: int) -> None:
 
 
 def _marks(text: str) -> tuple[int, int]:
-    """Return how many marks of lists, objects and keys a text has, and how many of further values."""
     return sum(map(text.count, "[{:")), text.count(",")
 
 
@@ -101,40 +180,26 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class Bodies:
-    """What the bodies of all requests and the messages of all WebSockets take together.
-
-    Args:
-        most: Returns the bytes that they may have; one body may have as many as it likes where it is alone.
-    """
+    """What the bodies of all requests and the messages of all WebSockets take together."""
 
     def __init__(self, most: Callable[[], int]) -> None:
         self._most, self._bytes = most, Shared()
 
     @property
     def held(self) -> int:
-        """Return their bytes."""
         return self._bytes.total
 
     def of(self, address: str) -> HeldBody:
-        """Return a body of an address, of which nothing has come."""
         return HeldBody(self._bytes, self._most, Client.of("", address).name)
 
 
 class HeldBody:
-    """The bytes of one body, among those of all, from when they come until its request is answered.
-
-    `Bodies.of` makes it.
-    """
+    """The bytes of one body, among those of all, from when they come until its request is answered."""
 
     def __init__(self, all_: Shared, most: Callable[[], int], client: str) -> None:
         self._all, self._most, self._client, self._own = all_, most, client, 0
 
     def grow(self, more: int) -> None:
-        """Add bytes that have come.
-
-        Raises:
-            Problem: All bodies together have too many.
-        """
         most = self._most()
         if self._all.total > self._own and not self._all.fits(self._client, more, most):
             raise busy(f"{self._all.total} bytes of bodies are held, of {most} at most (--max-bodies)")
@@ -149,13 +214,7 @@ class HeldBody:
 
 
 class BoundedBodies:
-    """ASGI middleware that bounds the bodies of HTTP requests.
-
-    Args:
-        app: The app.
-        most: Returns the bytes of a body at most.
-        all_: All bodies.
-    """
+    """ASGI middleware that bounds the bodies of HTTP requests."""
 
     def __init__(self, app: ASGIApp, most: Callable[[], int], all_: Bodies) -> None:
         self._app, self._most, self._all = app, most, all_

@@ -13,14 +13,12 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.stats import Stats
 from foredraft.kinds import PREDICTION
 from foredraft.llm.output import Output, Piece
-from foredraft.serve.blocks import Step
+from foredraft.serve.blocks import BlockEvent
 from foredraft.serve.problems import Error, LengthFields, Problem, check_output
-from foredraft.serve.provenance import Origin, Provenance, Round
 from foredraft.serve.replies import Reply, Sample
 from foredraft.serve.requests import ChatRequest, CompletionRequest
+from foredraft.serve.scored_text import Origin, Provenance, Round
 from foredraft.serve.token_texts import ChatLogprobs, CompletionLogprobs, Offsets, PromptScore
-
-__all__ = ["Chat", "ChatChunk", "ChatReply", "Completion", "CompletionChunk", "CompletionReply"]
 
 Reason: TypeAlias = Literal["stop", "length", "content_filter", "tool_calls"]
 # Why the library ends a text -> finish_reason of the API.
@@ -79,7 +77,7 @@ class Head(TypedDict):
     system_fingerprint: str
 
 
-class Whole(Head):
+class WholeReply(Head):
     usage: Usage
     metrics: RequestMetrics
 
@@ -89,7 +87,7 @@ class Chunk(Head):
     usage: NotRequired[Usage | None]
 
 
-class Choice(TypedDict):
+class ReplyChoice(TypedDict):
     """A choice of a whole reply; what follows its reason is no part of the API.
 
     `stop_reason` is the stop string that ended the text, or the id of `stop_token_ids`.
@@ -106,7 +104,7 @@ class Choice(TypedDict):
     trace: NotRequired[list[Round]]
 
 
-class Part(TypedDict):
+class ChunkChoice(TypedDict):
     """A choice of a chunk; the last one of a sample has the reason and what follows it."""
 
     index: int
@@ -142,12 +140,12 @@ class ChatMessage(TypedDict, closed=True):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class ChatChoice(Choice, closed=True):
+class ChatChoice(ReplyChoice, closed=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
-class Chat(Whole, closed=True):
+class Chat(WholeReply, closed=True):
     """The reply of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -176,7 +174,7 @@ class Delta(TypedDict, closed=True, total=False):
     tool_calls: list[ToolCallPart]
 
 
-class ChatPart(Part, closed=True):
+class ChatPart(ChunkChoice, closed=True):
     delta: Delta
     logprobs: ChatLogprobs | None
 
@@ -189,21 +187,21 @@ class ChatChunk(Chunk, closed=True):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class CompletionChoice(Choice, closed=True):
+class CompletionChoice(ReplyChoice, closed=True):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, PromptScore] | None]]
 
 
-class Completion(Whole, closed=True):
+class Completion(WholeReply, closed=True):
     """The reply of POST /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
-class CompletionPart(Part, closed=True):
+class CompletionPart(ChunkChoice, closed=True):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: NotRequired[list[int]]
@@ -221,18 +219,12 @@ P = TypeVar("P", ChatPart, CompletionPart)
 
 
 class _Reply(Reply, Generic[C, P]):
-    """Both shapes, but for the form of a text and of log-probabilities.
-
-    Attributes:
-        prefix: Of ids.
-        silence: What a chunk adds that has log-probabilities or provenance, but no text.
-        over: What the last chunk of a choice adds.
-    """
+    """Both shapes, but for the form of a text and of log-probabilities."""
 
     done = b"data: [DONE]\n\n"
-    prefix: ClassVar[str]
-    silence: ClassVar[Any]
-    over: ClassVar[Any]
+    prefix: ClassVar[str]  # of ids
+    silence: ClassVar[Any]  # what a chunk adds that has log-probabilities or provenance, but no text
+    over: ClassVar[Any]  # what the last chunk of a choice adds
 
     def __init__(self, id: str, *args: Any) -> None:
         super().__init__(f"{self.prefix}-{id}", *args)
@@ -287,11 +279,6 @@ class _Reply(Reply, Generic[C, P]):
             yield chunk
 
     def _choices(self) -> list[C]:
-        """Return the choices of a whole reply.
-
-        Raises:
-            Problem: A sample failed.
-        """
         choices = []
         for sample in self.samples:
             output, pieces = self.in_one_piece(sample)
@@ -305,7 +292,7 @@ class _Reply(Reply, Generic[C, P]):
         return choices
 
     @abstractmethod
-    def added(self, sample: Sample, steps: list[Step], *, first: bool) -> list[Any]:
+    def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[Any]:
         """Return what steps add to a choice, one item for each chunk; at least one the first time."""
 
     @abstractmethod
@@ -333,12 +320,10 @@ class _Reply(Reply, Generic[C, P]):
         """Add the prompt's token ids to the first chunk of a sample."""
 
     def _prompt_scores(self, output: Output) -> list[dict[str, PromptScore] | None]:
-        """Return the scores of a prompt for the field `prompt_logprobs` of a reply."""
         return self.texts.prompt_scores(output.prompt_logprobs or (), self.job.prompt_scores or 0)
 
     def _prompt(self, sample: Sample) -> list[int]:
-        """Return the prompt of a sample as it is read."""
-        return self.generation.tickets[sample.index // self.job.n].prompt
+        return self.generation.handles[sample.index // self.job.n].prompt
 
     def _usage(self) -> Usage:
         """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
@@ -361,7 +346,6 @@ class _Reply(Reply, Generic[C, P]):
         }  # fmt: skip
 
     def _stats(self) -> Stats:
-        """Return the figures of all samples that ended."""
         return Stats.merge(sample.output.stats for sample in self.samples if sample.output is not None)
 
     def _metrics(self) -> RequestMetrics:
@@ -389,7 +373,7 @@ class ChatReply(_Reply[ChatChoice, ChatPart]):
     prefix, silence, over = "chatcmpl", {"content": ""}, {}
     read = ChatRequest.read
 
-    def added(self, sample: Sample, steps: list[Step], *, first: bool) -> list[Delta]:
+    def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[Delta]:
         deltas = [delta for step in steps if (delta := _delta(step)) is not None]
         if first:
             begun: Delta = deltas[0] if deltas else {"content": ""}
@@ -467,7 +451,7 @@ class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
         self._offsets = [Offsets(self.texts) for _ in self.samples]
         self._echoes: dict[int, str] = {}  # by the place of the prompt
 
-    def added(self, sample: Sample, steps: list[Step], *, first: bool) -> list[str]:
+    def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[str]:
         begun = self._echo(sample) if first else ""
         text = begun + "".join(step.text for step in steps)
         return [text] if text or first else []
@@ -531,7 +515,7 @@ class CompletionReply(_Reply[CompletionChoice, CompletionPart]):
         }  # fmt: skip
 
 
-def _delta(step: Step) -> Delta | None:
+def _delta(step: BlockEvent) -> Delta | None:
     """Return what a step adds to a message: a text, a call, or arguments; None if it adds nothing."""
     call = step.block.call
     if step.kind == "delta":
@@ -550,7 +534,6 @@ def _delta(step: Step) -> Delta | None:
 
 
 def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Return the scores of two parts of a text, one after the other."""
     return {
         "tokens": first["tokens"] + second["tokens"],
         "token_logprobs": first["token_logprobs"] + second["token_logprobs"],

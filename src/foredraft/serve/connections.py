@@ -1,8 +1,7 @@
 """Connections: what a client may cost before a request of it is read, or while it does not read replies.
 
 uvicorn's protocols bound neither the bytes nor the time of a head, nor what a client sends or leaves unread
-over a WebSocket. These subclasses do. They hand bytes to the parsers in small slices, so that what one slice
-holds is bounded, and leave the rest to what the parsers do.
+over a WebSocket. These subclasses do: they hand bytes to the parsers in small slices.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from foredraft.serve.bodies import Bodies
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.settings import Settings
 
-__all__ = ["Connections", "HttpConnection", "SocketConnection"]
-
 SLICE = 4 << 10  # bytes that a parser gets at a time: a few hundred frames or requests at most
 MAX_HEAD = 64 << 10  # bytes of a request line and its headers; proxies allow 8 to 32 KiB
 FRAMING = 8  # bytes of framing for each byte of a body in chunks; the smallest chunk needs 6
@@ -39,21 +36,13 @@ RESERVED_FILES = 64  # descriptors that are no connections: files of models, pip
 
 @dataclass(slots=True)
 class Connections:
-    """All connections of a server, by address.
+    """All connections of a server, by address."""
 
-    Attributes:
-        settings: Of the server.
-        most: Connections in all.
-        most_of_address: Connections of one address; 0 is no limit.
-        largest_frame: Returns the most bytes of a message of a WebSocket.
-        bodies: What messages of WebSockets count in, beside bodies.
-    """
-
-    settings: Settings
-    most: int
-    most_of_address: int
-    largest_frame: Callable[[], int]
-    bodies: Bodies
+    settings: Settings  # of the server
+    most: int  # connections in all
+    most_of_address: int  # connections of one address; 0 is no limit
+    largest_frame: Callable[[], int]  # returns the most bytes of a message of a WebSocket
+    bodies: Bodies  # what messages of WebSockets count in, beside bodies
     _addresses: dict[int, str]
     _by_address: Counter[str]
 
@@ -82,7 +71,6 @@ class Connections:
         return None
 
     def leave(self, transport: Any) -> None:
-        """Count a connection no longer."""
         address = self._addresses.pop(id(transport), None)
         if address is not None:
             self._by_address[address] -= 1
@@ -91,10 +79,7 @@ class Connections:
 
 
 def _open_files(wanted: int) -> int:
-    """Return how many files the process may open, at most as many as wanted; raise the limit where it may.
-
-    A platform without such a limit, which is Windows, opens as many as wanted.
-    """
+    """Return how many files the process may open, of those wanted; raise the limit where it may."""
     try:
         import resource
     except ImportError:

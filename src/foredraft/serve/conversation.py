@@ -1,7 +1,8 @@
-"""Conversation: the messages of the API -> those that chat templates read.
+"""Conversation: messages of the API, and items of POST /v1/responses -> messages that chat templates read.
 
 Templates differ in what they take: some know no calls, some no system message, no two messages of one role in
-a row, or no two calls in one turn. The same conversation has a form for each of them.
+a row, or no two calls in one turn. The same conversation has a form for each of them. The server keeps no
+state, so an item that names an earlier response's is refused, unless it names reasoning.
 """
 
 from __future__ import annotations
@@ -14,19 +15,13 @@ from foredraft.errors import shortened
 from foredraft.serve.problems import Problem
 from foredraft.serve.tool_calls import HERMES
 
-__all__ = ["REASONING", "Messages", "fitted", "messages_of", "spelled_out", "text_of"]
-
 Messages: TypeAlias = list[dict[str, Any]]
 # The key of an earlier reply's reasoning, which templates of models that reason read; others pass over it.
 REASONING = "reasoning_content"
 
 
 def messages_of(given: Messages) -> Messages:
-    """Return messages whose content is text and whose calls have objects as arguments.
-
-    Raises:
-        Problem: There is none, or one is malformed.
-    """
+    """Return messages whose content is text and whose calls have objects as arguments."""
     if not given:
         raise Problem(400, "messages is empty", param="messages")
     made = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
@@ -35,13 +30,7 @@ def messages_of(given: Messages) -> Messages:
 
 
 def _check_ids(messages: Messages) -> None:
-    """Check that no two calls of one message have one id, nor two results that follow it.
-
-    A later message may use an id again.
-
-    Raises:
-        Problem: Two have one; which result belongs to which call is not known then.
-    """
+    """Check that no two calls of one message have one id, nor two results that follow it."""
     results: set[object] = set()
     for place, message in enumerate(messages):
         if message.get("role") == "tool":
@@ -66,16 +55,7 @@ def _check_single(id: object, known: set[object], name: str) -> None:
 
 
 def text_of(content: object, name: str, param: str) -> str:
-    """Return content as text: the API allows a list of parts, most templates do not.
-
-    Args:
-        content: Text, or a list of parts that are text.
-        name: Its place, for the error.
-        param: The field at fault.
-
-    Raises:
-        Problem: It is anything else.
-    """
+    """Return content as text: the API allows a list of parts, most templates do not."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -214,3 +194,81 @@ def _calls(given: object, name: str) -> list[dict[str, Any]]:
                 ) from None
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
+
+
+TEXTS = {  # types of parts -> where their text is
+    "input_text": "text", "output_text": "text", "refusal": "refusal",
+}  # fmt: skip
+REASONING_ID = "rs_"  # begins the ids of reasoning items
+CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+RESULTS = ("function_call_output", "custom_tool_call_output")
+
+
+def messages_of_items(items: list[dict[str, Any]]) -> Messages:
+    """Return the messages of a conversation; what the assistant does in a turn is one."""
+    messages: Messages = []
+    for item in items:
+        _add(messages, item)
+    return [each for each in messages if not _is_thought(each)]
+
+
+def _add(messages: Messages, item: dict[str, Any]) -> None:
+    kind = str(item.get("type", "message"))
+    if kind == "message":
+        message = {"role": item.get("role"), "content": _texts(item.get("content"))}
+        if message["role"] == "assistant" and messages and _is_thought(messages[-1]):
+            messages[-1] |= message
+        else:
+            messages.append(message)
+    elif kind in CALLS:
+        given = item.get(CALLS[kind], "{}")
+        arguments = given if kind == "function_call" else json.dumps({"input": given})
+        function = {"name": item.get("name"), "arguments": arguments}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _turn(messages).setdefault("tool_calls", []).append(call)
+    elif kind in RESULTS:
+        text = _texts(item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    elif kind == "reasoning":
+        if text := _reasoning(item):
+            messages.append({"role": "assistant", "content": None, REASONING: text})
+    elif kind == "item_reference":
+        if not str(item.get("id")).startswith(REASONING_ID):
+            says = f"input refers to the item {shortened(item.get('id'))}, and this server keeps no items"
+            raise Problem(
+                400, f'{says}; send the item itself, as clients do with "store": false', param="input"
+            )
+    else:
+        raise Problem(400, f"input items of type {shortened(kind)} are not supported", param="input")
+
+
+def _turn(messages: Messages) -> dict[str, Any]:
+    if not messages or messages[-1].get("role") != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _is_thought(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is reasoning that nothing has followed yet."""
+    return REASONING in message and message["content"] is None and "tool_calls" not in message
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    """Return the text of a reasoning item; "" where it has none that can be read."""
+    parts = item.get("content") or item.get("summary") or []
+    texts = (
+        [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    )
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _texts(content: Any) -> Any:
+    """Return content with the parts of chat completions in place of this API's."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "type": "text", "text": part.get(TEXTS[part["type"]])}
+        if isinstance(part, dict) and str(part.get("type")) in TEXTS
+        else part
+        for part in content
+    ]

@@ -1,19 +1,167 @@
-"""Limits of the load: how much may run and wait, in all and by client. All calls come from the event loop.
+"""Limits of the load: keys tell clients apart, and how much may run and wait, in all and by client.
 
-What may wait is shared, as the rows are: where the server is full, a client that has less than an equal part
-of the bound may still come in, up to twice the bound in all. So a client that fills the queue keeps no other
-client out.
+A line of the file of keys is a key, or a name and a key. Keys of one name are one client. A file without a
+key is an error: otherwise a mistake would open the server. Where the server is full, a client that has less
+than an equal part of the bound may still come in, so that a client that fills the queue keeps no other one
+out.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
 
+from foredraft.errors import ConfigError
+from foredraft.serve.logs import current
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.settings import Settings
 
-__all__ = ["Limits", "Place", "Shared"]
+VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated by commas
+COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
+UNNAMED = re.compile(r"key [0-9]+(?=\s+\S+$)")  # the name of a key that was given none, before a key
+
+
+class Keys:
+    """The keys that a server takes; without any it asks for none."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._digests: list[bytes] = []
+        self._names: list[str] = []
+        for place, line in enumerate(lines):
+            *name, key = line.rsplit(maxsplit=1)
+            for spelling in _spellings(key):
+                self._digests.append(hashlib.sha256(spelling).digest())
+                self._names.append(name[0].strip() if name else f"key {place}")
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Keys:
+        keys: list[str] = []
+        if (variable := os.environ.get(VARIABLE)) is not None:
+            keys = [key.strip() for key in variable.split(",") if key.strip()]
+            if not keys:
+                raise ConfigError(
+                    f"the environment variable {VARIABLE} is set, but has no key",
+                    remedy="write keys into it, or unset it to ask for none",
+                )
+        if settings.api_key_file is not None:
+            keys += _read(settings.api_key_file)
+        for key in keys:
+            if found := UNNAMED.match(key):
+                raise ConfigError(
+                    f"an API key is named {found[0].strip()!r}, as keys without a name are called",
+                    remedy="give another name",
+                )
+        return cls(keys)
+
+    def check(self, authorization: str | None, key: str | None = None) -> str:
+        """Return the name of the key in a header, or of `key`; "" where the server asks for none."""
+        if not self._digests:
+            return ""
+        scheme, _, bearer = (authorization or "").partition(" ")
+        if key is None and scheme.lower() == "bearer":
+            key = bearer
+        # ASGI hands the bytes of a header over as Latin-1.
+        digest = hashlib.sha256((key or "").strip(" \t").encode("latin-1", "replace")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if key is None or not any(matches):
+            raise Problem(
+                401, "the API key is missing or wrong; send Authorization: Bearer KEY",
+                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        current().key = name = self._names[matches.index(True)]
+        return name
+
+
+def _read(file: Path) -> list[str]:
+    def refused(problem: str, remedy: str) -> ConfigError:
+        return ConfigError(problem, option="api_key_file", value=str(file), remedy=remedy)
+
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows begin with a mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise refused("which cannot be read", "give a text file in UTF-8") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("#") or not (rest := COMMENT.sub("", line).strip()):
+            continue
+        if re.search(r"\s#", rest):
+            remedy = "write a comment as ' # ...', and give keys that do not begin with #"
+            raise refused(f"which has a # before a letter in line {number}", remedy)
+        found.append(rest)
+    if not found:
+        raise refused("which has no key", "write one key a line, or leave the option out to ask for none")
+    return found
+
+
+def _spellings(key: str) -> list[bytes]:
+    """Return the bytes that clients may write into a header for a key: two where it is not ASCII."""
+    found = [key.encode()]
+    with suppress(UnicodeEncodeError):
+        found.append(key.encode("latin-1"))
+    return found
+
+
+HOME = 64  # bits of an IPv6 address that one subscriber has; the rest is the subscriber's own choice
+
+
+class Tenant(NamedTuple):
+    """What the engine knows of a request's client: arguments of `Service.submit`."""
+
+    client: str = ""
+    salts: tuple[str, ...] = ()
+    text_salts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The client of a request."""
+
+    name: str  # of the API key; without keys, the address
+    key: str  # name of the API key; "" where none is asked for
+
+    @classmethod
+    def of(cls, key: str, address: str) -> Self:
+        """Return the client with a key, or without keys the one at an address.
+
+        Examples:
+            >>> Client.of("", "2001:db8::1") == Client.of("", "2001:db8::2")
+            True
+        """
+        return cls(key or _home(address), key)
+
+    def tenant(self, settings: Settings, cache_salt: str | None) -> Tenant:
+        """Return what the engine knows of a client; `cache_salt` is the request's own."""
+        own, salt = self.key, cache_salt or ""
+        return Tenant(
+            self.name if settings.fair_shares else "",
+            ("" if settings.shared_prefixes else own, salt),
+            ("" if settings.share_texts else own, salt),
+        )
+
+
+def _home(address: str) -> str:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # a socket of Unix, or a test
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((int(found), HOME), strict=False))
+
 
 OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with less than their share come last
 
@@ -26,11 +174,9 @@ class Shared:
 
     @property
     def total(self) -> int:
-        """Return the amount of all clients."""
         return self._amounts.total()
 
     def of(self, client: str) -> int:
-        """Return the amount of a client."""
         return self._amounts[client]
 
     def add(self, client: str, more: int) -> None:
@@ -48,28 +194,21 @@ class Shared:
         return self.of(client) + more <= share and total <= OVERFLOW * most
 
 
-class Place:
-    """The place of one request among those that run and wait."""
+class Permit:
+    """The permit of one request to run or wait."""
 
     def __init__(self, limits: Limits, samples: int, client: str) -> None:
         self._limits, self.samples, self.client, self.tokens = limits, samples, client, 0
         self._taken = True
 
     def free(self) -> None:
-        """Give the place back; repeating it does nothing."""
         if self._taken:
             self._taken = False
             self._limits.give_back(self)
 
 
 class Limits:
-    """Counts what runs and waits. A place is taken before a prompt is read, so that a burst cannot pass.
-
-    Args:
-        settings: Of the server.
-        rows: Samples that the engine decodes at a time.
-        metrics: Counts refusals.
-    """
+    """Counts what runs and waits. A permit is taken before a prompt is read, so that a burst cannot pass."""
 
     def __init__(self, settings: Settings, rows: int, metrics: Metrics) -> None:
         self._settings, self._most, self._metrics = settings, rows + settings.max_queued, metrics
@@ -77,24 +216,13 @@ class Limits:
 
     @property
     def samples(self) -> int:
-        """Return how many samples run and wait."""
         return self._samples.total
 
     @property
     def tokens(self) -> int:
-        """Return how many prompt tokens run and wait."""
         return self._tokens.total
 
-    def take(self, samples: int, client: str) -> Place:
-        """Take a place.
-
-        Args:
-            samples: Of the request.
-            client: The API key's name, or the address where the server has no keys.
-
-        Raises:
-            Problem: The server is full, or the client has too many.
-        """
+    def take(self, samples: int, client: str) -> Permit:
         if samples <= self._most and not self._samples.fits(client, samples, self._most):
             self._metrics.refused("queue full")
             raise busy(f"{self.samples} samples run or wait, of {self._most} at most (max_queued)")
@@ -110,24 +238,19 @@ class Limits:
                 f"this client has {own} samples that run or wait, of {most} at most (max_per_key)", 429
             )
         self._samples.add(client, samples)
-        return Place(self, samples, client)
+        return Permit(self, samples, client)
 
-    def take_tokens(self, place: Place, tokens: int) -> None:
-        """Add the prompt tokens of a request to its place.
-
-        Raises:
-            Problem: All prompts together are too long.
-        """
+    def take_tokens(self, permit: Permit, tokens: int) -> None:
         most = self._settings.max_queued_tokens
         if tokens > most:
             message = f"{tokens} prompt tokens in one request, of {most} at most (max_queued_tokens)"
             raise Problem(400, message, param="prompt")
-        if not self._tokens.fits(place.client, tokens, most):
+        if not self._tokens.fits(permit.client, tokens, most):
             self._metrics.refused("prompt tokens")
             raise busy(f"{self.tokens} prompt tokens run or wait, of {most} at most (max_queued_tokens)")
-        self._tokens.add(place.client, tokens)
-        place.tokens = tokens
+        self._tokens.add(permit.client, tokens)
+        permit.tokens = tokens
 
-    def give_back(self, place: Place) -> None:
-        self._samples.add(place.client, -place.samples)
-        self._tokens.add(place.client, -place.tokens)
+    def give_back(self, permit: Permit) -> None:
+        self._samples.add(permit.client, -permit.samples)
+        self._tokens.add(permit.client, -permit.tokens)

@@ -1,9 +1,8 @@
-"""Logs: one line for each request that is over, and warnings, as text or as JSON objects.
+"""Records of requests, and logs: one line for each request that is over, and warnings, as text or as JSON.
 
-No line holds a prompt, a text or an API key; `--log-prompts` adds prompts, as token ids.
-
-A thread of its own writes the lines, because the other end of the standard error stream may not be read. What
-does not fit into its queue meanwhile is dropped and counted.
+The record of the running request is in a context variable, which tasks and worker threads inherit. No line
+holds a prompt, a text or an API key; `--log-prompts` adds prompts, as token ids. A thread of its own writes
+the lines, because nothing may read the standard error stream; what does not fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -11,18 +10,132 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import secrets
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from foredraft.serve.request_records import RequestRecord, current_id
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foredraft.llm.output import Output
 from foredraft.serve.settings import Settings
 
-__all__ = ["log_access", "to_stderr"]
+GIVEN_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces, so that a log line stays one line
+PROBES = ("/health", "/ready", "/metrics")
+# HTTP status -> why a request was refused, where nothing more exact is known.
+REFUSALS = {
+    400: "invalid", 401: "api key", 403: "origin", 404: "not found", 405: "method", 413: "body too large",
+    503: "not ready",
+}  # fmt: skip
+
+_current: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request."""
+
+    method: str  # of HTTP; WEBSOCKET for a socket and for each request over it
+    path: str  # without the query
+    headers: Mapping[str, str] = field(default_factory=dict)  # that the client sent
+    # the client's `x-request-id` if it is printable ASCII of at most 128 characters, else `own_id`
+    id: str = ""
+    # a fresh id; the reply's is made of it
+    own_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    size: int = 0  # bytes of the body, or characters of the frame
+    status: int = 0  # of HTTP; 0 until it is known
+    key: str = ""  # name of the API key; "" where none is asked for
+    address: str = ""  # of the client; "" where it is not known
+    operation: str = ""  # "chat" or "text_completion"; "" where nothing is generated
+    requested: dict[str, Any] = field(default_factory=dict)  # fields of the request that traces show
+    model: str = ""  # name of the model that answers
+    prompt_tokens: int = 0  # tokens of all prompts as they are read
+    cached_tokens: int = 0  # those of them that were not read again
+    tokens: int = 0  # new tokens of all samples
+    finish_reasons: list[str] = field(default_factory=list)  # why the samples ended
+    reason: str | None = None  # why the request was refused, dropped or cancelled
+    # monotonic clock, in seconds: the request's arrival
+    started: float = field(default_factory=time.monotonic)
+    first_token: float | None = None  # the same clock at the first token of any sample
+    wall: int = field(default_factory=time.time_ns)  # wall clock of the arrival, in nanoseconds
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            given = self.headers.get("x-request-id", "")
+            self.id = given if GIVEN_ID.fullmatch(given) else self.own_id
+
+    def begin(self) -> None:
+        """Make it the record of this task, and of all tasks and threads that the task starts."""
+        _current.set(self)
+
+    def finished(self, output: Output) -> None:
+        self.cached_tokens += output.cached_tokens
+        self.finish_reasons.append(output.finish_reason)
+        if output.finish_reason == "error":
+            self.reason = self.reason or "generation failed"
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why the request was refused, by its status; None where it was not, or more is known."""
+        return None if self.reason is not None else REFUSALS.get(self.status)
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.started
+
+
+def current() -> RequestRecord:
+    """Return the record of the running request; outside of requests, a record that nothing reads."""
+    return _current.get() or RequestRecord("", "")
+
+
+def current_id() -> str | None:
+    record = _current.get()
+    return None if record is None else record.id
+
+
+class Recording:
+    """ASGI middleware that keeps a record of every request and WebSocket, and gives every response its id."""
+
+    def __init__(self, app: ASGIApp, end: Callable[[RequestRecord], None]) -> None:
+        self._app, self._end = app, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(scope.get("method", "WEBSOCKET"), scope["path"], Headers(scope=scope))
+        record.address = str((scope.get("client") or ("",))[0])
+        record.begin()
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.id
+            elif message["type"] == "websocket.accept":
+                record.status = 101
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+            elif message["type"] == "websocket.close" and not record.status:
+                record.status = 403  # what a server answers to a handshake that is refused
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception:
+            record.status, record.reason = record.status or 500, "defect"
+            raise
+        finally:
+            if record.path not in PROBES or record.status >= 400:
+                self._end(record)
+
 
 access = logging.getLogger("foredraft.serve.access")
 MAX_HELD = 4 << 20  # characters of lines that wait to be written: thousands of requests
@@ -31,7 +144,6 @@ FLUSH_SECONDS = 1.0  # for which the end waits where the stream takes nothing
 
 
 def log_access(record: RequestRecord) -> None:
-    """Write the line of a request that is over."""
     if not access.isEnabledFor(logging.INFO):
         return
     first = record.seconds_to_first_token
@@ -47,11 +159,7 @@ def log_access(record: RequestRecord) -> None:
 
 
 class _Lines(logging.Formatter):
-    """Formats a record as one line.
-
-    Args:
-        as_json: As a JSON object.
-    """
+    """Formats a record as one line."""
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
@@ -81,14 +189,7 @@ def _word(value: Any) -> str:
 
 
 class Writer(logging.Handler):
-    """Writes lines in a thread of its own; a stream that takes nothing stops that thread alone.
-
-    Args:
-        stream: Where the lines go.
-
-    Attributes:
-        dropped: Lines that found no room and are not yet reported.
-    """
+    """Writes lines in a thread of its own; a stream that takes nothing stops that thread alone."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -97,7 +198,7 @@ class Writer(logging.Handler):
         self._held = 0  # characters of all lines that wait or are being written
         self._news = threading.Condition()
         self._closed = False
-        self.dropped = 0
+        self.dropped = 0  # lines that found no room and are not yet reported
         self._thread = threading.Thread(target=self._run, name="foredraft-log", daemon=True)
         self._thread.start()
 
@@ -117,7 +218,6 @@ class Writer(logging.Handler):
             self._news.notify_all()
 
     def flush(self) -> None:
-        """Wait until all lines are written, or nothing has moved for a while."""
         with self._news:
             while self._held and self._news.wait(FLUSH_SECONDS):
                 pass

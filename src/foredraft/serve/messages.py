@@ -1,8 +1,8 @@
 """POST /v1/messages: the shape of Anthropic's API, over the same chat requests.
 
-Fields that this API shares with chat completions mean the same. What it has beyond text and tools, such as
-images, is refused by name; tools that Anthropic's servers run are left out. A client that asks for more
-tokens than there is room for, as most do, gets as many as there is room for.
+What this API has beyond text and tools, such as images, is refused by name; tools that Anthropic's servers
+run are left out. A client that asks for more tokens than there is room for, as most do, gets as many as there
+is.
 """
 
 from __future__ import annotations
@@ -13,23 +13,12 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from foredraft.serve.blocks import Block, Step
+from foredraft.serve.blocks import BlockEvent, ContentBlock
 from foredraft.serve.conversation import REASONING, text_of
 from foredraft.serve.problems import Error, LengthFields, Problem, TooLong
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.requests import Body, ChatRequest, Further, Items
 from foredraft.serve.tool_calls import parsed_object
-
-__all__ = [
-    "CountTokensRequest",
-    "Message",
-    "MessageError",
-    "MessageEvent",
-    "MessageReply",
-    "MessagesRequest",
-    "chat_request",
-    "error_body",
-]
 
 StopReason: TypeAlias = Literal["end_turn", "stop_sequence", "max_tokens", "refusal", "tool_use"]
 # Why the library ends a text -> stop_reason of this API.
@@ -43,7 +32,6 @@ KINDS = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-
 
 # Fields of this API that have no meaning here, or no support.
 HARMLESS = frozenset("metadata service_tier container inference_geo cache_control".split())
@@ -201,11 +189,6 @@ class MessageEvent(TypedDict, closed=True):
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
-    """Return the same request as a chat.
-
-    Raises:
-        Problem: It asks for what is not supported.
-    """
     request.refuse_unsupported()
     messages = [made for each in request.messages for made in _messages(each)]
     if request.system:
@@ -224,14 +207,12 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
 
 
 def _format(request: MessagesRequest) -> dict[str, Any]:
-    """Return the field of chat completions for the form of the text, if it has one."""
     form = request.output_format or (request.output_config and request.output_config.format)
     schema = {"json_schema": {"schema": form.schema_, "strict": True}} if form else {}
     return {"response_format": {"type": "json_schema", **schema}} if form else {}
 
 
 def _tools(request: MessagesRequest) -> dict[str, Any]:
-    """Return the fields of chat completions for a request's tools."""
     choice = request.tool_choice or ToolChoice(type="auto")
     named = {"type": "function", "function": {"name": choice.name}}
     tools = [
@@ -277,7 +258,6 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def error_body(problem: Problem) -> MessageError:
-    """Return a problem in the shape of this API."""
     default = "invalid_request_error" if problem.status < 500 else "overloaded_error"
     kind = "api_error" if problem.status == 500 else KINDS.get(problem.status, default)
     message = problem.for_messages if isinstance(problem, TooLong) else problem.message
@@ -304,7 +284,7 @@ class MessageReply(BlockReply):
         yield {"type": "message_start", "message": self.state()}
         yield from super().begin()
 
-    def step(self, step: Step) -> Iterator[MessageEvent]:
+    def step(self, step: BlockEvent) -> Iterator[MessageEvent]:
         index = step.block.index
         if step.kind == "open":
             block = self._block(step.block, begun=True)
@@ -353,8 +333,7 @@ class MessageReply(BlockReply):
             reason = "tool_use"
         return reason, output.stopped_by if reason == "stop_sequence" else None
 
-    def _block(self, block: Block, *, begun: bool = False) -> TextBlock | ThinkingBlock | ToolUseBlock:
-        """Return a block of content, empty where it has only begun."""
+    def _block(self, block: ContentBlock, *, begun: bool = False) -> TextBlock | ThinkingBlock | ToolUseBlock:
         text = "" if begun else block.text
         if block.thinking:
             return {"type": "thinking", "thinking": text, "signature": "" if begun else self.id}
@@ -364,7 +343,7 @@ class MessageReply(BlockReply):
         return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
 
 
-def _delta_names(block: Block) -> tuple[str, str]:
+def _delta_names(block: ContentBlock) -> tuple[str, str]:
     """Return the type of an event that adds to a block, and the field that has what it adds."""
     if block.thinking:
         return "thinking_delta", "thinking"

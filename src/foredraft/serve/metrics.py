@@ -1,18 +1,28 @@
-"""Metrics for Prometheus."""
+"""Metrics for Prometheus, and an OpenTelemetry span for each request that asks for a text (extra `otel`).
+
+Attributes follow the semantic conventions for generative AI. A span is made of the record of a request that
+is over, so a server without tracing pays nothing.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+import foredraft
+from foredraft.errors import ConfigError
 from foredraft.llm.output import Output
-from foredraft.serve.request_records import current
+from foredraft.serve.logs import RequestRecord, current
+from foredraft.serve.requests import ChatRequest, CompletionRequest
 
-__all__ = ["Metrics", "labelled"]
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 # Own name -> vLLM's, behind an option.
@@ -30,11 +40,7 @@ VLLM = {
 
 
 class Metrics:
-    """The metrics of one server.
-
-    Args:
-        vllm: Use vLLM's names where it has them.
-    """
+    """The metrics of one server."""
 
     def __init__(self, *, vllm: bool = False) -> None:
         self.registry = CollectorRegistry()
@@ -81,7 +87,6 @@ class Metrics:
         self._refused.labels(reason).inc()
 
     def finished(self, output: Output) -> None:
-        """Count a sample that has finished."""
         stats = output.stats
         if stats.tokens > 0:
             self._each.observe(stats.seconds / stats.tokens)
@@ -95,7 +100,6 @@ class Metrics:
         self._finished.labels(output.finish_reason).inc()
 
     def text(self, update: Callable[[], None]) -> bytes:
-        """Return all metrics; `update` sets the gauges first."""
         update()
         return generate_latest(self.registry)
 
@@ -119,11 +123,83 @@ class _Labelled(Collector):
 
 
 def labelled(texts: Mapping[str, str]) -> bytes:
-    """Return the metrics of several servers as one text.
-
-    Args:
-        texts: Of `Metrics.text`, by the name of the replica.
-    """
     registry = CollectorRegistry()
     registry.register(_Labelled(texts))
     return generate_latest(registry)
+
+
+class Tracing:
+    """Makes spans."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("foredraft", foredraft.__version__)
+
+    @classmethod
+    def to_collector(cls) -> Tracing:
+        """Return tracing by the environment: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME and others."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(
+                f"tracing needs the package {error.name}", remedy="install it: pip install 'foredraft[otel]'"
+            ) from error
+        own = Resource({"service.name": "foredraft", "service.version": foredraft.__version__})
+        resource = Resource.create().merge(own).merge(OTELResourceDetector().detect())  # the last one wins
+        provider = TracerProvider(resource=resource)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        return cls(provider)
+
+    def end(self, record: RequestRecord) -> None:
+        from opentelemetry import propagate
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        if not record.operation:
+            return
+        seconds = time.monotonic() - record.started
+        span = self._tracer.start_span(
+            f"{record.operation} {record.requested.get('gen_ai.request.model', '')}".strip(),
+            context=propagate.extract(record.headers), kind=SpanKind.SERVER, start_time=record.wall,
+            attributes=_attributes(record),
+        )  # fmt: skip
+        if (first := record.seconds_to_first_token) is not None:
+            span.add_event("gen_ai.first_token", timestamp=record.wall + int(first * 1e9))
+        failed = record.reason if record.reason is not None or record.status < 500 else str(record.status)
+        if failed is not None:
+            span.set_attribute("error.type", failed)
+            span.set_status(Status(StatusCode.ERROR, failed))
+        span.end(record.wall + int(seconds * 1e9))
+
+    def stop(self) -> None:
+        self._provider.shutdown()
+
+
+def _attributes(record: RequestRecord) -> dict[str, Any]:
+    first = record.seconds_to_first_token
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": record.operation, "gen_ai.provider.name": "foredraft", **record.requested,
+        "gen_ai.response.model": record.model or None,
+        "gen_ai.response.finish_reasons": record.finish_reasons or None,
+        "gen_ai.usage.input_tokens": record.prompt_tokens, "gen_ai.usage.output_tokens": record.tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "gen_ai.response.time_to_first_chunk": first,
+        "http.request.method": record.method, "url.path": record.path,
+        "http.response.status_code": record.status or None, "foredraft.request_id": record.id,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def requested(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    """Return the fields of a request that its span shows."""
+    given, limit = request.shared, getattr(request, "max_completion_tokens", None)
+    found: dict[str, Any] = {
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.max_tokens": given.get("max_new_tokens") if limit is None else limit,
+        **{f"gen_ai.request.{name}": given.get(name) for name in ("temperature", "top_p", "top_k", "seed")},
+        "gen_ai.request.choice.count": None if request.n in (None, 1) else request.n,
+        "gen_ai.request.stream": request.stream or None,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,7 +1,6 @@
 """Replies: what has come of a request's samples -> events of a stream, or a whole reply.
 
-The shapes of the API are subclasses (completions.py, responses.py, messages.py). A whole reply is built of
-the same parts as a stream: each sample comes in one piece then.
+A whole reply is built of the same parts as a stream: each sample comes in one piece then.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
 from foredraft.llm.output import Output, Piece
-from foredraft.serve.blocks import Blocks, Step
+from foredraft.serve.blocks import BlockEvent, ContentBlocks
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Error, LengthFields, Problem, check_output
 from foredraft.serve.requests import Body, ChatRequest, CompletionRequest
 from foredraft.serve.scored_text import ScoredText, ShownToken
 from foredraft.serve.token_texts import TokenTexts
-
-__all__ = ["BlockReply", "Event", "Reply", "Sample"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,34 +27,19 @@ Event: TypeAlias = Mapping[str, Any]  # the data of an event; its "type", if it 
 
 
 class Sample:
-    """One sample of a request, as far as it has come.
-
-    Args:
-        index: Among the samples of all prompts.
-        blocks: Of its text.
-        scored: Its text with scores, where the request asks for them.
-
-    Attributes:
-        index: Among the samples of all prompts.
-        blocks: Of its text.
-        tokens: How many it has.
-        shown: The scored tokens that the last pieces added to the content.
-        told: All of them so far.
-        output: Once it has ended.
-    """
+    """One sample of a request, as far as it has come."""
 
     _thought: int | None = None  # tokens of its thinking, once that has ended
 
-    def __init__(self, index: int, blocks: Blocks, scored: ScoredText | None = None) -> None:
+    def __init__(self, index: int, blocks: ContentBlocks, scored: ScoredText | None = None) -> None:
         self.index, self.blocks, self._scored = index, blocks, scored
-        self.tokens = 0
-        self.shown: list[ShownToken] = []
-        self.told: list[ShownToken] = []
-        self.output: Output | None = None
+        self.tokens = 0  # how many it has
+        self.shown: list[ShownToken] = []  # the scored tokens that the last pieces added to the content
+        self.told: list[ShownToken] = []  # all of them so far
+        self.output: Output | None = None  # once it has ended
         self._characters: list[int] = []  # that each token completes, as long as the thinking may go on
 
-    def take(self, pieces: list[Piece]) -> list[Step]:
-        """Take further pieces; return what they add to the blocks."""
+    def take(self, pieces: list[Piece]) -> list[BlockEvent]:
         self.output = pieces[-1].output
         self.tokens += sum(len(piece.token_ids) for piece in pieces)
         self._note(pieces)
@@ -71,7 +53,6 @@ class Sample:
         return steps
 
     def _note(self, pieces: list[Piece]) -> None:
-        """Note the characters of further tokens."""
         if self._thought is None:
             self._characters += [0] * (self.tokens - len(self._characters))
             for index, text in (part for piece in pieces for part in piece.parts or ()):
@@ -90,34 +71,17 @@ class Sample:
 
 
 class Reply(ABC):
-    """The reply to one request, in one shape of the API.
+    """The reply to one request, in one shape of the API."""
 
-    Args:
-        id: Of the request.
-        model: Name of the model.
-        body: As the client sent it.
-        generation: Of the request.
-        texts: Of tokens.
-
-    Attributes:
-        request: The type of the request's body.
-        types: The types of a whole reply and of an event.
-        errors: The types of a refusal's body.
-        route: The name of its route.
-        operation: What traces call it.
-        lengths: The fields that decide how long a request is.
-        done: What ends a stream of events; a stream that it ends may come as plain text, too.
-        own_headers: A key may come in `x-api-key`; the reply has its id in `request-id`.
-    """
-
-    request: ClassVar[type[Body]]
-    types: ClassVar[tuple[Any, Any]]
-    errors: ClassVar[tuple[Any, ...]] = (Error,)
-    route: ClassVar[str]
-    operation: ClassVar[str] = "chat"
-    lengths: ClassVar[LengthFields]
+    request: ClassVar[type[Body]]  # the type of the request's body
+    types: ClassVar[tuple[Any, Any]]  # the types of a whole reply and of an event
+    errors: ClassVar[tuple[Any, ...]] = (Error,)  # the types of a refusal's body
+    route: ClassVar[str]  # the name of its route
+    operation: ClassVar[str] = "chat"  # what traces call it
+    lengths: ClassVar[LengthFields]  # the fields that decide how long a request is
+    # what ends a stream of events; a stream that it ends may come as plain text, too
     done: ClassVar[bytes] = b""
-    own_headers: ClassVar[bool] = False
+    own_headers: ClassVar[bool] = False  # a key may come in `x-api-key`; the reply has its id in `request-id`
 
     def __init__(
         self, id: str, model: str, body: Mapping[str, Any], generation: Generation, texts: TokenTexts
@@ -126,12 +90,11 @@ class Reply(ABC):
         self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
         self.created = int(time.time())
         self.samples = [
-            Sample(index, Blocks(self.job.tools, self.job.thinking), self._scored_text())
+            Sample(index, ContentBlocks(self.job.tools, self.job.thinking), self._scored_text())
             for index in range(self.job.samples)
         ]
 
     def _scored_text(self) -> ScoredText | None:
-        """Return the scored text of a sample; None where the request asks for no scores."""
         if self.job.params.logprobs is None:
             return None
         return ScoredText(self.texts, hides=not self.job.show_special, counts=self.job.echo)
@@ -139,11 +102,7 @@ class Reply(ABC):
     @classmethod
     @abstractmethod
     def read(cls, body: dict[str, Any]) -> ChatRequest | CompletionRequest:
-        """Return the request of a body.
-
-        Raises:
-            Problem: The body is wrong, or asks for what is not supported.
-        """
+        """Return the request of a body."""
 
     @staticmethod
     @abstractmethod
@@ -156,11 +115,7 @@ class Reply(ABC):
         return event
 
     async def events(self, heartbeat: float | None) -> AsyncIterator[Event | None]:
-        """Yield the events of a stream, the last one an error if the request failed; None is a comment.
-
-        Args:
-            heartbeat: Seconds of silence after which something is sent.
-        """
+        """Yield the events of a stream, the last one an error if the request failed; None is a comment."""
         sent = 0
         try:
             async for event in self._events(heartbeat):
@@ -197,16 +152,11 @@ class Reply(ABC):
         return found
 
     def begin(self) -> Iterable[Event]:
-        """Return the events before the first token."""
         return ()
 
     @abstractmethod
     def part(self, sample: Sample, pieces: list[Piece]) -> Iterable[Event]:
-        """Return the events of further pieces of a sample.
-
-        Raises:
-            Problem: The sample failed.
-        """
+        """Return the events of further pieces of a sample."""
 
     def end(self) -> Iterable[Event]:
         """Return the events once all samples have ended."""
@@ -224,18 +174,10 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self) -> Event:
-        """Return the whole reply.
-
-        Raises:
-            Problem: A sample failed.
-        """
+        """Return the whole reply."""
 
     def in_one_piece(self, sample: Sample) -> tuple[Output, list[Piece]]:
-        """Take a sample that has ended as one piece; return its output and the piece.
-
-        Raises:
-            Problem: The sample failed.
-        """
+        """Take a sample that has ended as one piece; return its output and the piece."""
         output = sample.output
         assert output is not None
         check_output(output)
@@ -265,7 +207,7 @@ class BlockReply(Reply):
 
     def begin(self) -> Iterator[Event]:
         for block in self.sample.blocks.all:
-            yield from self.step(Step("open", block))
+            yield from self.step(BlockEvent("open", block))
 
     def part(self, sample: Sample, pieces: list[Piece]) -> Iterator[Event]:
         for step in sample.take(pieces):
@@ -281,7 +223,7 @@ class BlockReply(Reply):
         return self.state()
 
     @abstractmethod
-    def step(self, step: Step) -> Iterable[Event]:
+    def step(self, step: BlockEvent) -> Iterable[Event]:
         """Return the events of a step of a block."""
 
     @abstractmethod

@@ -1,8 +1,7 @@
 """Requests: the bodies of the API, their types, and what they mean to the library.
 
-A field that would change the output is honoured or refused by name, those of other servers too
-(foreign_fields.py). A field that changes nothing here, such as `user`, is taken; an unknown one is ignored,
-and the response lists it in the header `x-ignored-fields`.
+A field that would change the output is honoured or refused by name. A field that changes nothing here, such
+as `user`, is taken; an unknown one is ignored, and the header `x-ignored-fields` lists it.
 """
 
 from __future__ import annotations
@@ -17,46 +16,39 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from foredraft.arguments import declared, spelled_elsewhere
 from foredraft.arguments.values import Choice, Flag, Ids, Number, Strings, Value, Whole, is_number, is_whole
-from foredraft.constraints.compiling import check_grammar
+from foredraft.constraints.grammar import check_grammar
 from foredraft.decode.params import SamplingKeywords, SamplingParams
-from foredraft.decode.thinking import Thinking
+from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import RequestError, shortened
 from foredraft.llm import LLM
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.beside import without_collection
+from foredraft.serve.blocks import template_variables, thinking_after
 from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
-from foredraft.serve.foreign_fields import BESIDE, FOREIGN
-from foredraft.serve.problems import FIELDS, Problem
-from foredraft.serve.schemas import Fitted
-from foredraft.serve.text_forms import (
+from foredraft.serve.offload import without_collection
+from foredraft.serve.problems import (
+    DEPENDENT,
+    FIELDS,
+    FOREIGN,
     FORMS,
     Form,
+    Problem,
     StructuredOutputs,
     named_as_given,
     only_form,
     structured_form,
 )
-from foredraft.serve.thinking import template_variables, thinking_after
+from foredraft.serve.schemas import Fitted
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema
-
-__all__ = [
-    "MAX_LOGPROBS",
-    "Body",
-    "ChatRequest",
-    "CompletionRequest",
-    "Further",
-    "Items",
-    "Job",
-    "check_model",
-]
 
 MAX_SAMPLES = 128  # of a prompt, as in the API
 MAX_LOGPROBS = 20  # alternatives to a token, as in the API
 T = TypeVar("T")
+# What messages or prompts mean: their token ids, the tools, the thinking, and fields that nothing reads.
+Parts: TypeAlias = tuple[list[list[int]], Tools | None, ThinkingMarkers | None, Collection[str]]
 # A list whose first wrong item ends the check: a million errors would take gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 # Fields that change nothing here.
-HARMLESS = BESIDE | frozenset(
+HARMLESS = DEPENDENT | frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
     " reasoning_effort parallel_tool_calls request_id priority".split()
 )
@@ -146,26 +138,16 @@ class Prediction(BaseModel):
 
 
 class Body(BaseModel):
-    """The base of all bodies. Fields that it does not declare are kept, and judged by three tables.
-
-    Attributes:
-        harmless: Fields that change nothing here.
-        unsupported: Fields that would change the output, with the values that leave it as it is.
-        instead: What to do instead of some of them.
-    """
+    """The base of all bodies. Fields that it does not declare are kept, and judged by three tables."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    harmless: ClassVar[frozenset[str]]
+    harmless: ClassVar[frozenset[str]]  # fields that change nothing here
+    # fields that would change the output, with the values that leave it as it is
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]]
-    instead: ClassVar[Mapping[str, str]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}  # what to do instead of some of them
 
     @classmethod
     def read(cls, body: object) -> Self:
-        """Return a body with its types checked.
-
-        Raises:
-            Problem: It is no object, lacks a field, or a field has another type.
-        """
         try:
             with without_collection():
                 return cls.model_validate(body)
@@ -187,7 +169,6 @@ class Body(BaseModel):
 
 
 def _json_type(value: Value) -> Any:
-    """Return the type in JSON of the values of an option."""
     match value:
         case Flag():
             return bool
@@ -256,11 +237,6 @@ class _Request(_Sampling):
         return {name: value for name, value in given.items() if value is not None}
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the library but for the scores.
-
-        Raises:
-            Problem: Two fields contradict each other, or one is malformed.
-        """
         options = self.shared
         if self.logit_bias:
             options["logit_bias"] = _biases(self.logit_bias)
@@ -277,11 +253,7 @@ class _Request(_Sampling):
         return options
 
     def kept(self, prompt: list[int]) -> list[int]:
-        """Return as many of the last tokens of a prompt as `truncate_prompt_tokens` says.
-
-        Raises:
-            Problem: It says none.
-        """
+        """Return as many of the last tokens of a prompt as `truncate_prompt_tokens` says."""
         count = self.truncate_prompt_tokens
         if count == 0:
             problem = "truncate_prompt_tokens is 0; give 1 or more, or -1 for as many as there is room for"
@@ -290,11 +262,6 @@ class _Request(_Sampling):
 
     @cached_property
     def form(self) -> Form | None:
-        """The form of the text.
-
-        Raises:
-            Problem: Several fields give one, or a field that should gives none.
-        """
         given = {
             "response_format": self._response_form,
             "structured_outputs": structured_form(self.structured_outputs),
@@ -313,11 +280,7 @@ class _Request(_Sampling):
 
     @cached_property
     def answer(self) -> Fitted | None:
-        """The schema of `response_format`, as a grammar holds it; None where the request has none.
-
-        Raises:
-            Problem: It is missing, no schema, or strict and has a keyword that no grammar holds.
-        """
+        """The schema of `response_format`, as a grammar holds it; None where the request has none."""
         given = self.response_format
         if given is None or given.type == "text":
             return None
@@ -335,17 +298,12 @@ class _Request(_Sampling):
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """What a request in another shape of the API asks for beyond the fields of a chat.
+    """What a request in another shape of the API asks for beyond the fields of a chat."""
 
-    Attributes:
-        cuts_length: As many new tokens as there is room for, where it asks for more.
-        thinks: Whether the reply begins with reasoning, for templates that can choose; None leaves it open.
-        ignored_tools: Tools that the server has no use for.
-    """
-
-    cuts_length: bool = False
+    cuts_length: bool = False  # as many new tokens as there is room for, where it asks for more
+    # whether the reply begins with reasoning, for templates that can choose; None leaves it open
     thinks: bool | None = None
-    ignored_tools: tuple[str, ...] = ()
+    ignored_tools: tuple[str, ...] = ()  # tools that the server has no use for
 
 
 class ChatRequest(_Request):
@@ -377,7 +335,6 @@ class ChatRequest(_Request):
 
     @property
     def beyond(self) -> Further:
-        """What the request asks for beyond these fields."""
         return self._beyond
 
 
@@ -406,49 +363,30 @@ class CompletionRequest(_Request):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request as the library understands it.
+    """A request as the library understands it."""
 
-    Attributes:
-        prompts: Token ids.
-        params: The same for all prompts.
-        n: Samples of each prompt.
-        echo: The reply begins with the prompt.
-        stream: The reply is streamed.
-        include_usage: A stream ends with the usage.
-        continuous_usage: Each part of a stream has the usage so far.
-        truncate: As in `LLM.generate`.
-        show_special: As in `LLM.generate`.
-        provenance: The reply has the source of each token.
-        sent: The prompts as the client sent them: text, or None for token ids and conversations.
-        token_ids: The reply has the ids of the prompt and of the new tokens.
-        prompt_scores: The reply has the scores of the prompt's tokens, each with so many of the likeliest.
-        form: Of the text.
-        tools: That the reply may call.
-        thinking: How the reply marks its reasoning; None where it has none.
-        ignored: Names of unknown fields, and of variables that the chat template does not read.
-        ignored_tools: Tools that the model does not see.
-        unenforced: Places of keywords of schemas that no grammar holds.
-    """
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    n: int
-    echo: bool = False
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    truncate: Literal["left"] | None = None
-    show_special: bool = False
-    provenance: bool = False
+    prompts: list[list[int]]  # token ids
+    params: SamplingParams  # the same for all prompts
+    n: int  # samples of each prompt
+    echo: bool = False  # the reply begins with the prompt
+    stream: bool = False  # the reply is streamed
+    include_usage: bool = False  # a stream ends with the usage
+    continuous_usage: bool = False  # each part of a stream has the usage so far
+    truncate: Literal["left"] | None = None  # as in `LLM.generate`
+    show_special: bool = False  # as in `LLM.generate`
+    provenance: bool = False  # the reply has the source of each token
+    # the prompts as the client sent them: text, or None for token ids and conversations
     sent: tuple[str | None, ...] = ()
-    token_ids: bool = False
+    token_ids: bool = False  # the reply has the ids of the prompt and of the new tokens
+    # the reply has the scores of the prompt's tokens, each with so many of the likeliest
     prompt_scores: int | None = None
-    form: Form | None = None
-    tools: Tools | None = None
-    thinking: Thinking | None = None
+    form: Form | None = None  # of the text
+    tools: Tools | None = None  # that the reply may call
+    thinking: ThinkingMarkers | None = None  # how the reply marks its reasoning; None where it has none
+    # names of unknown fields, and of variables that the chat template does not read
     ignored: tuple[str, ...] = ()
-    ignored_tools: tuple[str, ...] = ()
-    unenforced: tuple[str, ...] = ()
+    ignored_tools: tuple[str, ...] = ()  # tools that the model does not see
+    unenforced: tuple[str, ...] = ()  # places of keywords of schemas that no grammar holds
 
     @property
     def samples(self) -> int:
@@ -456,12 +394,7 @@ class Job:
 
     @classmethod
     def of(cls, request: ChatRequest | CompletionRequest, llm: LLM, names: tuple[str, ...]) -> Job:
-        """Read a request; it may take long for long prompts.
-
-        Raises:
-            Problem: The model is another, or a field is not supported.
-            RequestError: A value cannot be honoured.
-        """
+        """Read a request; it may take long for long prompts."""
         check_model(request.model, names)
         request.refuse_unsupported()
         options = request.options()
@@ -470,7 +403,7 @@ class Job:
                 400, "prompt_logprobs needs a whole reply; leave out stream", param="prompt_logprobs"
             )
         read = _read_chat if isinstance(request, ChatRequest) else _read_completion
-        found = read(cast(Any, request), llm, options)
+        prompts, tools, thinking, unread = read(cast(Any, request), llm, options)
         if request.prompt_logprobs is not None:
             options["prompt_logprobs"] = max(request.prompt_logprobs, options.get("prompt_logprobs", 0))
         with named_as_given(request.form):
@@ -479,7 +412,7 @@ class Job:
             raise Problem(400, "stream_options needs stream", param="stream_options")
         stream_options = request.stream_options or StreamOptions()
         return cls(
-            found.prompts, params,
+            prompts, params,
             n=1 if request.n is None else request.n,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             stream=bool(request.stream),
@@ -492,33 +425,18 @@ class Job:
             token_ids=bool(request.return_token_ids),
             prompt_scores=request.prompt_logprobs,
             form=request.form,
-            tools=found.tools,
-            thinking=found.thinking,
-            ignored=tuple(sorted([*request.further, *found.unread])),
+            tools=tools,
+            thinking=thinking,
+            ignored=tuple(sorted([*request.further, *unread])),
             ignored_tools=request.beyond.ignored_tools if isinstance(request, ChatRequest) else (),
             unenforced=(
-                *(() if found.tools is None else found.tools.unenforced),
+                *(() if tools is None else tools.unenforced),
                 *(() if request.answer is None else request.answer.left_out),
             ),
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """What the messages or the prompts of a request mean; the fields are those of `Job`."""
-
-    prompts: list[list[int]]
-    tools: Tools | None = None
-    thinking: Thinking | None = None
-    unread: Collection[str] = ()
-
-
 def check_model(name: str | None, names: tuple[str, ...]) -> None:
-    """Check that a request names this server's model, or none.
-
-    Raises:
-        Problem: It names another one.
-    """
     if name is not None and name not in names:
         raise Problem(
             404, f"the model {shortened(name)} does not exist; this server has {names[0]!r}",
@@ -527,11 +445,7 @@ def check_model(name: str | None, names: tuple[str, ...]) -> None:
 
 
 def _first(error: ValidationError, body: object) -> Problem:
-    """Return the first wrong field of a body as a problem that names it by its path.
-
-    A value that may have one of several types has an error for each of them; the one that lies deepest tells
-    the most.
-    """
+    """Return the first wrong field as a problem; of the errors of its types, the deepest tells most."""
     errors = error.errors(include_url=False, include_input=False)
     found = [(_path(each["loc"], body, missing=each["type"] == "missing"), each["msg"]) for each in errors]
     path, message = max(
@@ -542,13 +456,7 @@ def _first(error: ValidationError, body: object) -> Problem:
 
 
 def _path(parts: tuple[int | str, ...], body: object, *, missing: bool) -> list[str]:
-    """Return those parts of an error's path that lead through a body; pydantic's have names of types, too.
-
-    Args:
-        parts: The path.
-        body: The body.
-        missing: The last part is not in the body.
-    """
+    """Return those parts of an error's path that lead through a body; pydantic's have names of types, too."""
     path, value = [], cast(Any, body)
     for part in parts[:-1] if missing else parts:
         known = range(len(value)) if isinstance(value, list) else value if isinstance(value, Mapping) else ()
@@ -558,7 +466,7 @@ def _path(parts: tuple[int | str, ...], body: object, *, missing: bool) -> list[
     return [*path, str(parts[-1])] if missing else path
 
 
-def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read:
+def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> Parts:
     """Return the prompt and the tools, and add the length, the scores and the form of calls to `options`."""
     if llm.tokenizer is None:
         raise Problem(
@@ -596,11 +504,10 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> _Read
         raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
-    return _Read([prompt], tools, thinking, unread)
+    return [prompt], tools, thinking, unread
 
 
 def _begun_reply(request: ChatRequest) -> str:
-    """Return the text of the last message, which the reply goes on from."""
     message = request.messages[-1]
     if message.get("role") != "assistant" or message.get("content") is None or message.get("tool_calls"):
         problem = "continue_final_message needs a last message of the assistant that is text"
@@ -612,11 +519,6 @@ def _begun_reply(request: ChatRequest) -> str:
 
 
 def _chat_prompt(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> str:
-    """Return the text of a conversation, in the form that the chat template takes.
-
-    Raises:
-        RequestError: It takes none of the forms; the error is that for the messages as they were given.
-    """
     chat = tokenizer.chat
     if chat is not None and "tool_calls" not in chat.source(with_tools="tools" in variables):
         messages = spelled_out(messages)
@@ -653,7 +555,7 @@ def _constrain_calls(tools: Tools, options: dict[str, Any], form: Form | None) -
         options["grammar"] = grammar
 
 
-def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, Any]) -> _Read:
+def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, Any]) -> Parts:
     truncated = "truncate_prompt" if request.truncate_prompt else "truncate_prompt_tokens"
     if request.echo and (request.truncate_prompt or request.truncate_prompt_tokens is not None):
         raise Problem(400, f"echo needs the whole prompt; leave out {truncated}", param="echo")
@@ -665,15 +567,10 @@ def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, An
     prompts = [request.kept(prompt) for prompt in llm.encode(request.prompt)]
     room = llm.max_length - max(map(len, prompts))
     options.setdefault("max_new_tokens", max(1, room) if request.n_predict == -1 else 16)
-    return _Read(prompts)
+    return prompts, None, None, ()
 
 
 def _check_prompts(prompt: str | list[Any]) -> None:
-    """Check that there is a prompt, and that each has something in it.
-
-    Raises:
-        Problem: One is empty.
-    """
     if not prompt:
         raise Problem(400, "prompt is empty; give text or token ids", param="prompt")
     if isinstance(prompt, list) and not isinstance(prompt[0], int):

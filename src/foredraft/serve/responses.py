@@ -10,9 +10,9 @@ from typing_extensions import TypedDict
 
 from foredraft.errors import shortened
 from foredraft.llm.output import Output
-from foredraft.serve.blocks import Block, Step
+from foredraft.serve.blocks import BlockEvent, ContentBlock
 from foredraft.serve.completions import PromptTokens
-from foredraft.serve.items import messages_of_items
+from foredraft.serve.conversation import messages_of_items
 from foredraft.serve.problems import LengthFields, Problem
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.requests import MAX_LOGPROBS, Body, ChatRequest, Further, Items
@@ -20,8 +20,6 @@ from foredraft.serve.scored_text import ShownToken
 from foredraft.serve.token_texts import ScoredToken
 from foredraft.serve.tool_calls import is_object
 from foredraft.serve.tools import Function
-
-__all__ = ["Response", "ResponseEvent", "ResponseReply", "ResponsesRequest", "chat_request"]
 
 HARMLESS = frozenset(
     "store user service_tier max_tool_calls"
@@ -216,11 +214,6 @@ class ResponseEvent(TypedDict, closed=True):
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """Return the same request as a chat.
-
-    Raises:
-        Problem: It asks for what is not supported.
-    """
     request.refuse_unsupported()
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     messages = messages_of_items(given)
@@ -250,11 +243,6 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
 
 
 def _choice(choice: str | OtherTool | AllowedTools | None) -> Any:
-    """Return a choice of tools as chat completions take it.
-
-    Raises:
-        Problem: It names a tool that is no function.
-    """
     if isinstance(choice, AllowedTools):
         named = [_named(each) for each in choice.tools if each.type == "function"]
         if not named:  # of those that are left out
@@ -300,72 +288,50 @@ class ResponseReply(BlockReply):
             yield {"type": name, "response": self.state()}
         yield from super().begin()
 
-    def _scores(self, block: Block) -> list[ScoredToken]:
-        """Return the scores of a block's tokens."""
+    def _scores(self, block: ContentBlock) -> list[ScoredToken]:
         return self.texts.chat_logprobs(token for token in self.sample.told if token.block == block.index)
 
-    def _unsent(self, block: Block) -> list[ScoredToken]:
+    def _unsent(self, block: ContentBlock) -> list[ScoredToken]:
         """Return the scores of a block's tokens that no delta has had."""
         for token in self.sample.told[self._seen :]:
             self._waiting.setdefault(token.block, []).append(token)
         self._seen = len(self.sample.told)
         return self.texts.chat_logprobs(self._waiting.pop(block.index, []))
 
-    def _part(self, block: Block) -> OutputText:
-        """Return a block of text as the content of an item."""
+    def _part(self, block: ContentBlock) -> OutputText:
         return _part(block.text, self._scores(block))
 
-    def step(self, step: Step) -> Iterator[Event]:
-        if step.block.thinking:
-            yield from self._thinking_step(step)
-            return
+    def step(self, step: BlockEvent) -> Iterator[Event]:
         block, output = step.block, {"output_index": step.block.index}
         place = {"item_id": self._item_id(block), **output}
         if block.call is None:
             place["content_index"] = 0
+        name = f"response.{_text_name(block)}"
         if step.kind == "open":
             item = self._item(block, "in_progress")
             yield {"type": "response.output_item.added", **output, "item": item}
             if block.call is None:
-                yield {"type": "response.content_part.added", **place, "part": _part("", [])}
-        elif step.kind == "delta" and block.call is None:
-            scores = self._unsent(block)
-            yield {"type": "response.output_text.delta", **place, "delta": step.text, "logprobs": scores}
+                part = _reasoning("") if block.thinking else _part("", [])
+                yield {"type": "response.content_part.added", **place, "part": part}
         elif step.kind == "delta":
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": step.text}
+            scores = {"logprobs": self._unsent(block)} if block.is_content else {}
+            yield {"type": f"{name}.delta", **place, "delta": step.text, **scores}
         else:
             status = self._block_status(block)
             if block.call is None:
-                part = self._part(block)
-                done = {"text": block.text, "logprobs": part["logprobs"]}
-                yield {"type": "response.output_text.done", **place, **done}
-                yield {"type": "response.content_part.done", **place, "part": part}
+                done = _reasoning(block.text) if block.thinking else self._part(block)
+                scores = {"logprobs": done["logprobs"]} if "logprobs" in done else {}
+                yield {"type": f"{name}.done", **place, "text": block.text, **scores}
+                yield {"type": "response.content_part.done", **place, "part": done}
             elif status == "completed":
-                called = {"name": block.call.name, "arguments": block.text}
-                yield {"type": "response.function_call_arguments.done", **place, **called}
+                yield {"type": f"{name}.done", **place, "name": block.call.name, "arguments": block.text}
             yield {"type": "response.output_item.done", **output, "item": self._item(block, status)}
-
-    def _thinking_step(self, step: Step) -> Iterator[Event]:
-        block, output = step.block, {"output_index": step.block.index}
-        place = {"item_id": self._item_id(block), **output, "content_index": 0}
-        if step.kind == "open":
-            item = self._item(block, "in_progress")
-            yield {"type": "response.output_item.added", **output, "item": item}
-            yield {"type": "response.content_part.added", **place, "part": _reasoning("")}
-        elif step.kind == "delta":
-            yield {"type": "response.reasoning_text.delta", **place, "delta": step.text}
-        else:
-            yield {"type": "response.reasoning_text.done", **place, "text": block.text}
-            yield {"type": "response.content_part.done", **place, "part": _reasoning(block.text)}
-            item = self._item(block, self._block_status(block))
-            yield {"type": "response.output_item.done", **output, "item": item}
 
     def end(self) -> Iterator[Event]:
         ended = self.state()
         yield {"type": f"response.{ended['status']}", "response": ended}
 
     def state(self) -> Response:
-        """Return the response as it is now."""
         repeated = {name: self.body.get(name) for name in REPEATED}
         for name, otherwise in REPEATED_OR.items():
             repeated[name] = otherwise if self.body.get(name) is None else self.body[name]
@@ -398,13 +364,13 @@ class ResponseReply(BlockReply):
             return "in_progress"
         return "incomplete" if output.finish_reason in CUT else "completed"
 
-    def _block_status(self, block: Block) -> Status:
+    def _block_status(self, block: ContentBlock) -> Status:
         """Return how a block ended; the last one may be cut, as the output is."""
         last, call = block is self.sample.blocks.all[-1], block.call is not None
         cut = last and self._status() == "incomplete" and not (call and is_object(block.text))
         return "incomplete" if cut else "completed"
 
-    def _item(self, block: Block, status: Status) -> OutputItem | FunctionItem | ReasoningItem:
+    def _item(self, block: ContentBlock, status: Status) -> OutputItem | FunctionItem | ReasoningItem:
         """Return a block as an item of the output; without content while it is in progress."""
         begun, id = status == "in_progress", self._item_id(block)
         if block.thinking:
@@ -418,10 +384,16 @@ class ResponseReply(BlockReply):
             "name": block.call.name, "arguments": "" if begun else block.text,
         }  # fmt: skip
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: ContentBlock) -> str:
         if block.thinking:
             return f"rs_{self.id}_{block.index}"
         return f"msg_{self.id}_{block.index}" if block.call is None else f"fc_{block.call.id}"
+
+
+def _text_name(block: ContentBlock) -> str:
+    if block.thinking:
+        return "reasoning_text"
+    return "output_text" if block.call is None else "function_call_arguments"
 
 
 def _part(text: str, scores: list[ScoredToken]) -> OutputText:

@@ -1,46 +1,99 @@
-"""Scored text: the text of one sample with the scores of its tokens, while it comes.
+"""Scored text: the text of one sample with the scores and the sources of its tokens, while it comes.
 
-The scores that a reply lists are those of the tokens that its text consists of. A token that ends the text,
-or that is left out of it, is not among them, and one that a stop string cuts is there as far as it belongs to
-the text. So the listed tokens, joined, are the text; and because the text is handed on up to a token's end,
-they are that in every part of a stream, too. Clients build their text of the tokens of each part
-(https://github.com/guidance-ai/guidance/blob/main/guidance/models/_openai_base.py).
-
-Behind an echo every token is listed, because clients count: they ask for a prompt and one token, and leave
-out the last score
-(https://github.com/EleutherAI/lm-evaluation-harness/blob/main/lm_eval/models/openai_completions.py).
+The tokens that a reply lists, joined, are its text, in every part of a stream, because clients build their
+text of them (https://github.com/guidance-ai/guidance/blob/main/guidance/models/_openai_base.py). Behind an
+echo every token is listed, because clients count: they ask for a prompt and one token, and leave out the last
+score (https://github.com/EleutherAI/lm-evaluation-harness/blob/main/lm_eval/models/openai_completions.py).
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Literal, Protocol, cast
+
+from typing_extensions import TypedDict
 
 from foredraft.decode.scores import Score
+from foredraft.decode.stats import RoundTrace
 from foredraft.llm.output import Piece
-from foredraft.serve.blocks import Step
+from foredraft.serve.blocks import BlockEvent
 
-__all__ = ["ScoredText", "ShownToken"]
+
+class Origin(TypedDict, closed=True):
+    """The source of a token."""
+
+    token_id: int
+    origin: Literal["drafter", "target", "bonus"]
+    text: str | None
+
+
+class Round(TypedDict, closed=True):
+    """A round of a sample, as `RoundTrace`, with the texts of its tokens."""
+
+    start: int
+    drafter: str | None
+    budget: int
+    draft: list[int]
+    p: list[float]
+    q: list[float]
+    accepted: int
+    next_token: int
+    next_p: float
+    emitted: int
+    discarded: bool
+    rollback: float | None
+    legal: list[int] | None
+    after_sibling: int | None
+    draft_texts: list[str]
+    next_text: str
+    after_text: str | None
+
+
+class Provenance:
+    """The provenance of one sample, while it comes."""
+
+    def __init__(self, shown: Callable[[int], str]) -> None:
+        self._shown = shown
+        self._entries: list[Origin] = []
+        self._sent = 0
+
+    def add(self, pieces: Iterable[Piece]) -> tuple[list[Origin], list[Round]]:
+        """Return the entries that have become complete with further pieces, and their rounds."""
+        final, rounds = self._sent, []
+        for piece in pieces:
+            for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+                text = None if piece.parts is None else ""
+                self._entries.append({"token_id": token, "origin": cast(Any, origin), "text": text})
+            for index, text in piece.parts or ():
+                self._entries[index]["text"] = (self._entries[index]["text"] or "") + text
+                final = index  # the last token with text may get more
+            if piece.parts is None or piece.output is not None:
+                final = len(self._entries)
+            rounds += [self._round(trace) for trace in piece.trace or ()]
+        entries, self._sent = self._entries[self._sent : final], final
+        return entries, rounds
+
+    def _round(self, trace: RoundTrace) -> Round:
+        """Return a round with the texts of its tokens; those that were rejected are in no other field."""
+        draft_texts = [self._shown(token) for token in trace.draft]
+        after = None if trace.after_sibling is None else self._shown(trace.after_sibling)
+        texts = {
+            "draft_texts": draft_texts, "next_text": self._shown(trace.next_token), "after_text": after,
+        }  # fmt: skip
+        return cast(Round, asdict(trace) | texts)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token as the text of a reply has it.
+    """A token as the text of a reply has it."""
 
-    Attributes:
-        score: Of the whole token.
-        text: The text that it completes, as far as the reply has it; "" where it only begins a character.
-        data: Its bytes, as far as the reply has them.
-        block: The index of the block that it is in.
-    """
-
-    score: Score
-    text: str
-    data: bytes
-    block: int = 0
+    score: Score  # of the whole token
+    text: str  # the text that it completes, as far as the reply has it; "" where it only begins a character
+    data: bytes  # its bytes, as far as the reply has them
+    block: int = 0  # the index of the block that it is in
 
 
 class Texts(Protocol):
@@ -58,31 +111,17 @@ class Texts(Protocol):
 
 @dataclass(slots=True)
 class _Token:
-    """A token whose place in the text is not known yet.
+    """A token whose place in the text is not known yet."""
 
-    Attributes:
-        score: Its scores.
-        data: Its bytes; none where texts leave it out.
-        own: The characters that its bytes complete after those of the tokens before it.
-        open: Bytes that begin a character at its end.
-        text: What the text has got by it so far.
-    """
-
-    score: Score
-    data: bytes
-    own: str
-    open: int
-    text: str = ""
+    score: Score  # its scores
+    data: bytes  # its bytes; none where texts leave it out
+    own: str  # the characters that its bytes complete after those of the tokens before it
+    open: int  # bytes that begin a character at its end
+    text: str = ""  # what the text has got by it so far
 
 
 class ScoredText:
-    """The scored text of one sample.
-
-    Args:
-        texts: Of tokens.
-        hides: Special tokens are left out of the text.
-        counts: Every token is told, without text where the text has none of it.
-    """
+    """The scored text of one sample."""
 
     def __init__(self, texts: Texts, *, hides: bool, counts: bool = False) -> None:
         self._texts, self._hides, self._counts = texts, hides, counts
@@ -119,13 +158,8 @@ class ScoredText:
         self._whole += _counted(group, whole) if self._counts else whole
         return self._text[begun:]
 
-    def shown(self, steps: list[Step], *, ended: bool) -> list[ShownToken]:
-        """Return the further tokens of the content, each once it is known to be content.
-
-        Args:
-            steps: What has come of the text that `add` returned.
-            ended: Nothing follows.
-        """
+    def shown(self, steps: list[BlockEvent], *, ended: bool) -> list[ShownToken]:
+        """Return the further tokens of the content, each once it is known to be content."""
         if not self._texts.has_text:
             whole, self._whole = self._whole, []
             return whole
@@ -154,10 +188,7 @@ class ScoredText:
         return _Token(score, data, own, len(self._decoder.getstate()[0]))
 
     def _count_whole(self) -> int:
-        """Return the number of tokens up to the last one whose text cannot grow.
-
-        A token's text is whole where the text has all characters of it, or goes on behind it.
-        """
+        """Return the number of tokens up to the last one that has all its characters, or text behind it."""
         count = len(self._tokens)
         goes_on = False
         while count:
@@ -168,7 +199,7 @@ class ScoredText:
             count -= 1
         return 0
 
-    def _place(self, step: Step) -> None:
+    def _place(self, step: BlockEvent) -> None:
         """Find a step in the text: blocks show parts of it one after the other, without the markup."""
         if step.kind != "delta":
             return
@@ -198,12 +229,7 @@ class ScoredText:
 
 
 def _shown(group: list[_Token], *, ended: bool) -> Iterator[ShownToken]:
-    """Yield tokens as the text has them; those that it has no character of are left out.
-
-    Args:
-        group: Tokens of which the last one's text is whole.
-        ended: The text ends with them; it may end within one of them.
-    """
+    """Yield tokens as the text has them; those that it has no character of are left out."""
     texted = [place for place, token in enumerate(group, start=1) if token.text]
     for begin, end in pairwise([0, *texted]):
         last = end == texted[-1]
@@ -211,12 +237,7 @@ def _shown(group: list[_Token], *, ended: bool) -> Iterator[ShownToken]:
 
 
 def _at_once(group: list[_Token], *, cut: bool) -> Iterator[ShownToken]:
-    """Yield tokens whose text came with the last of them.
-
-    Args:
-        group: The tokens.
-        cut: The text ends there.
-    """
+    """Yield tokens whose text came with the last of them."""
     text, own = group[-1].text, "".join(token.own for token in group)
     if not own.startswith(text):  # its decoder does more than to join bytes
         yield ShownToken(group[-1].score, text, text.encode())

@@ -14,14 +14,12 @@ from fastapi import FastAPI
 
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
-from foredraft.model.freed import freeze_what_is_loaded
+from foredraft.model.memory import freeze_what_is_loaded
 from foredraft.serve.app import create_app
 from foredraft.serve.connections import Connections, HttpConnection, SocketConnection
 from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import SWEEP_SECONDS, App, Model
-
-__all__ = ["listen", "make_server", "serve"]
 
 LAST_WORDS_SECONDS = 3  # for sending what is ready, once all requests are over
 # Bytes of a connection that the kernel takes before the server waits for the reader. Its own choice is
@@ -49,20 +47,6 @@ class _Server(uvicorn.Server):
 
 
 def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model, bool], None]) -> bool:
-    """Serve until a signal comes.
-
-    Args:
-        load: Returns the model.
-        settings: Options of the server.
-        on_ready: Told the address, the model, and whether requests need a key, once requests are served.
-
-    Returns:
-        False if the signal came while the model was being loaded: the thread that loads it goes on.
-
-    Raises:
-        ConfigError: The address cannot be used, or the file of API keys.
-        ForedraftError: The model cannot be loaded.
-    """
     app = create_app(load, settings)
     state: App = app.state.foredraft
     listening = listen(settings)
@@ -86,7 +70,6 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
 
 
 def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
-    """Return a server of an app that `create_app` made."""
     state: App = app.state.foredraft
     # of a WebSocket, in bytes; `Socket` bounds characters, with an error
     connections = Connections.of(settings, lambda: 4 * state.most_body, state.bodies)
@@ -100,11 +83,6 @@ def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Return a socket that is bound to the address of a server.
-
-    Raises:
-        ConfigError: The address cannot be used.
-    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -13,8 +13,6 @@ from foredraft.arguments import check_fields, option
 from foredraft.arguments.values import Choice, File, Flag, Name, Number, Strings, Unfit, Whole
 from foredraft.errors import ConfigError
 
-__all__ = ["Settings"]
-
 COUNT = Whole("0 or more", most=math.inf)
 SEVERAL = Whole("1 or more", least=1, most=math.inf)
 SECONDS = Number("seconds, above 0", most=math.inf, above=True)
@@ -35,7 +33,6 @@ class Origins(Strings):
 
 
 def _host(text: str) -> str:
-    """Return the host and the port that a text begins with."""
     return re.split(r"[/?#]", text.lstrip("/"), maxsplit=1)[0] or "localhost:3000"
 
 
@@ -83,9 +80,6 @@ class Settings:
             other standard variables of the environment say where.
         log_prompts: Write prompts, as token ids, to the log.
         cors: Origins that browsers may call from, such as http://localhost:3000; * is all.
-
-    Raises:
-        ConfigError: An option does not take its value.
     """
 
     host: str = field(default="127.0.0.1", metadata=option(Name("an address")))

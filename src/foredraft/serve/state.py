@@ -16,24 +16,17 @@ from fastapi import FastAPI
 
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
-from foredraft.serve.beside import LARGE, beside, in_thread, tidy_up
 from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES, Bodies
-from foredraft.serve.clients import Client
 from foredraft.serve.generations import Generations
-from foredraft.serve.keys import Keys
-from foredraft.serve.limits import Limits
-from foredraft.serve.logs import log_access
-from foredraft.serve.metrics import Metrics
-from foredraft.serve.problems import Problem, as_problems, busy
+from foredraft.serve.limits import Client, Keys, Limits
+from foredraft.serve.logs import RequestRecord, current, log_access
+from foredraft.serve.metrics import Metrics, Tracing, requested
+from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
+from foredraft.serve.problems import Problem, as_problems, busy, named_as_given
 from foredraft.serve.replies import Reply
-from foredraft.serve.request_records import RequestRecord, current
 from foredraft.serve.requests import Job
 from foredraft.serve.settings import Settings
-from foredraft.serve.text_forms import named_as_given
 from foredraft.serve.token_texts import TokenTexts
-from foredraft.serve.tracing import Tracing, requested
-
-__all__ = ["SWEEP_SECONDS", "App", "Loader", "Model"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +37,7 @@ Loader = Callable[[], LLM]
 
 
 class Model:
-    """A loaded model as the app serves it.
-
-    Args:
-        llm: The model.
-        settings: Of the server.
-        metrics: Of the server.
-        loop: The event loop of the app.
-    """
+    """A loaded model as the app serves it."""
 
     def __init__(
         self, llm: LLM, settings: Settings, metrics: Metrics, loop: asyncio.AbstractEventLoop
@@ -70,7 +56,6 @@ class Model:
 
     @property
     def chats(self) -> bool:
-        """Whether it has a chat template."""
         return self.llm.tokenizer is not None and self.llm.tokenizer.chat is not None
 
     def update_gauges(self) -> None:
@@ -143,7 +128,6 @@ class App:
             await tidy_up(after=after)
 
     def end(self, record: RequestRecord) -> None:
-        """Take the record of a request that is over."""
         self._untidy |= record.size > LARGE
         if (reason := record.refusal) is not None:
             record.reason = reason
@@ -168,36 +152,24 @@ class App:
 
     @property
     def most_body(self) -> int:
-        """The largest body of a request, in bytes."""
         length = 0 if self.model is None else self.model.llm.max_length
         return self.settings.max_body or max(MIN_BODY, BYTES_OF_TOKEN * length + BODY_OF_FIELDS)
 
     @property
     def most_of_bodies(self) -> int:
-        """The bytes of all bodies together."""
         rows = 0 if self.model is None else self.model.rows
         return self.settings.max_bodies or (rows + MORE_BODIES) * self.most_body
 
     def ready(self) -> Model:
-        """Return the model.
-
-        Raises:
-            Problem: It is still being loaded.
-        """
         if self.model is None:
             raise Problem(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
         return self.model
 
     async def start(self, shape: type[Reply], body: dict[str, Any], key: str) -> Reply:
-        """Check a request and start it.
-
-        Raises:
-            Problem: It is refused.
-        """
         record = current()
         record.operation = shape.operation
         model = self.ready()
-        request = await beside(record.size, shape.read, body)
+        request = await offloaded(record.size, shape.read, body)
         record.model = model.names[0]
         if self.tracing is not None:
             record.requested = requested(request)
@@ -206,7 +178,7 @@ class App:
             self.metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
         client = Client.of(key, record.address)
-        place = model.limits.take(count, client.name)
+        permit = model.limits.take(count, client.name)
         try:
             with as_problems(shape.lengths, body):
                 job = await in_thread(record.size, Job.of, request, model.llm, model.names)
@@ -215,13 +187,13 @@ class App:
                     logger.warning(says, ", ".join(job.ignored_tools))
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
-                share = client.share(self.settings, request.cache_salt)
+                tenant = client.tenant(self.settings, request.cache_salt)
                 with named_as_given(job.form):
-                    generation = await model.generations.start(job, place, share)
+                    generation = await model.generations.start(job, permit, tenant)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 self.metrics.cancelled.inc()
-            place.free()
+            permit.free()
             raise
         return shape(record.own_id, model.names[0], body, generation, model.texts)
 

@@ -1,8 +1,7 @@
 """Token texts: single tokens as text and bytes, and their log-probabilities in completions and chats.
 
-A token may hold a part of a character. The API's two shapes spell it in two ways: completions as OpenAI does
-(`bytes:\\xe2\\x98`), so that the keys of different tokens differ; chats as the text that it completes, beside
-its bytes.
+A part of a character is spelled as OpenAI does in completions (`bytes:\\xe2\\x98`), so that the keys of
+different tokens differ; in chats it is the text that it completes, beside its bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from foredraft.decode.scores import Score
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.scored_text import ShownToken
-
-__all__ = ["ChatLogprobs", "CompletionLogprobs", "Offsets", "PromptScore", "ScoredToken", "TokenTexts"]
 
 LEAST = -9999.0  # in place of minus infinity, which is no JSON
 PRINTABLE = range(0x20, 0x7F)  # bytes that OpenAI's spelling of a part of a character shows as they are
@@ -68,7 +65,6 @@ class TokenTexts:
 
     @property
     def has_text(self) -> bool:
-        """Whether tokens have texts; without a tokenizer they have numbers alone."""
         return self._tokenizer is not None
 
     def is_special(self, id: int) -> bool:
@@ -94,12 +90,7 @@ class TokenTexts:
         return "".join(f"<0x{byte:02X}>" for byte in data) if "\N{REPLACEMENT CHARACTER}" in text else text
 
     def echoed(self, ids: list[int], sent: str | None) -> str:
-        """Return the text of a prompt, special tokens included; "" without a tokenizer.
-
-        Args:
-            ids: The prompt as it is read.
-            sent: Its text, where the client sent text.
-        """
+        """Return the text of a prompt, special tokens included; "" without a tokenizer."""
         if sent is not None or self._tokenizer is None:
             return sent or ""
         return self._tokenizer.decode(ids, skip_special=False)
@@ -121,7 +112,6 @@ class TokenTexts:
         return data
 
     def chat_logprobs(self, tokens: Iterable[ShownToken]) -> list[ScoredToken]:
-        """Return scores as chat completions have them."""
         return [self._scored(token) for token in tokens]
 
     def _scored(self, token: ShownToken) -> ScoredToken:
@@ -136,12 +126,7 @@ class TokenTexts:
         return {**entry(score.token_id, score.logprob), "top_logprobs": top}
 
     def prompt_scores(self, scores: Iterable[Score | None], top: int) -> list[dict[str, PromptScore] | None]:
-        """Return the scores of a prompt's tokens in vLLM's shape, by token id.
-
-        Args:
-            scores: None for the first token, which has none.
-            top: How many of the likeliest tokens each place has, beside the prompt's own.
-        """
+        """Return the scores of a prompt's tokens in vLLM's shape, by token id."""
         return [None if score is None else self._prompt_score(score, top) for score in scores]
 
     def _prompt_score(self, score: Score, top: int) -> dict[str, PromptScore]:
@@ -157,9 +142,6 @@ class Offsets:
     """The places of the tokens in one text, whose tokens come one after the other.
 
     A character lies where its first token does, and an incomplete one nowhere.
-
-    Args:
-        texts: Of tokens.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -169,14 +151,7 @@ class Offsets:
     def prompt(
         self, ids: list[int], sent: str | None, scores: Iterable[Score | None], top: int
     ) -> CompletionLogprobs:
-        """Return the scores of a prompt that the text begins with; its first token has none.
-
-        Args:
-            ids: The prompt as it is read.
-            sent: Its text, where the client sent text.
-            scores: Of its tokens.
-            top: How many of the likeliest tokens each place has.
-        """
+        """Return the scores of a prompt that the text begins with; its first token has none."""
         tokens = []
         for id, data, score in zip(ids, self._texts.echoed_tokens(ids, sent), scores, strict=False):
             known = (

@@ -1,20 +1,65 @@
-"""POST /tokenize and /detokenize: text -> token ids, and back. GET /tokenizer_info: the tokenizer."""
+"""POST /tokenize and /detokenize, the tokenizer itself, and prompts counted without generating.
+
+https://platform.claude.com/docs/en/api/messages-count-tokens,
+https://platform.openai.com/docs/api-reference/responses/input-tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import TypedDict
 
 from foredraft.decode.params import is_whole
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.problems import Problem
+from foredraft.serve import messages, responses
+from foredraft.serve.messages import CountTokensRequest, MessageError
+from foredraft.serve.problems import Error, Problem
 from foredraft.serve.requests import Body, ChatRequest, Items, Job, check_model
+from foredraft.serve.responses import ResponsesRequest
 from foredraft.serve.state import Model
 from foredraft.serve.streaming import as_json
 
-__all__ = ["DetokenizeRequest", "Text", "TokenizeRequest", "TokenizerInfo", "Tokens", "tokenizer_info"]
+
+class MessageTokens(TypedDict, closed=True):
+    """The reply of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class InputTokens(TypedDict, closed=True):
+    """The reply of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A route that counts."""
+
+    name: str  # of the route
+    request: type[Body]  # the type of its body
+    type: Any  # the type of its reply
+    errors: tuple[Any, ...]  # the types of a refusal's body
+    read: Callable[[dict[str, Any]], ChatRequest]  # returns the chat of a body
+    reply: Callable[[int], MessageTokens | InputTokens]  # returns the reply for a number of tokens
+
+
+COUNTERS = {
+    "/v1/messages/count_tokens": Counter(
+        "count_tokens", CountTokensRequest, MessageTokens, (MessageError, Error),
+        lambda body: messages.chat_request(CountTokensRequest.read(body)),
+        lambda tokens: MessageTokens(input_tokens=tokens),
+    ),
+    "/v1/responses/input_tokens": Counter(
+        "count_input_tokens", ResponsesRequest, InputTokens, (Error,),
+        lambda body: responses.chat_request(ResponsesRequest.read(body)),
+        lambda tokens: InputTokens(object="response.input_tokens", input_tokens=tokens),
+    ),
+}  # fmt: skip
 
 
 class Tokens(TypedDict, closed=True):
@@ -62,11 +107,6 @@ class _TokensRequest(Body):
     model: str | None = None
 
     def tokenizer_of(self, model: Model) -> Tokenizer:
-        """Return the tokenizer that the request asks for.
-
-        Raises:
-            Problem: It asks for another model or for what is not supported, or the model has no tokenizer.
-        """
         if self.model is not None:
             check_model(self.model, model.names)
         self.refuse_unsupported()
@@ -91,12 +131,7 @@ class TokenizeRequest(_TokensRequest):
     continue_final_message: bool | None = None
 
     def answer(self, model: Model) -> bytes:
-        """Return the reply in JSON; it may take long for a long text.
-
-        Raises:
-            Problem: The request is refused.
-            RequestError: The text is not valid Unicode.
-        """
+        """Return the reply in JSON; it may take long for a long text."""
         tokenizer = self.tokenizer_of(model)
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if not given:
@@ -118,7 +153,6 @@ class TokenizeRequest(_TokensRequest):
         return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
 
     def _conversation(self, model: Model) -> list[int]:
-        """Return the prompt that a chat of these messages has."""
         if self.add_special_tokens:
             problem = "the chat template writes the special tokens of messages; leave it out"
             raise Problem(400, f"add_special_tokens: {problem}", param="add_special_tokens")
@@ -133,11 +167,7 @@ class DetokenizeRequest(_TokensRequest):
     tokens: Items[int]
 
     def answer(self, model: Model) -> bytes:
-        """Return the reply in JSON; it may take long for many tokens.
-
-        Raises:
-            Problem: The request is refused.
-        """
+        """Return the reply in JSON; it may take long for many tokens."""
         tokenizer, size = self.tokenizer_of(model), model.llm.loaded.spec.vocab_size
         if not all(is_whole(id, 0, size - 1) for id in self.tokens):
             raise Problem(400, f"tokens must be ids of this model, from 0 to {size - 1}", param="tokens")
@@ -149,22 +179,12 @@ class DetokenizeRequest(_TokensRequest):
 
 
 def tokenizer_of(model: Model) -> Tokenizer:
-    """Return the tokenizer of a model.
-
-    Raises:
-        Problem: It has none.
-    """
     if model.llm.tokenizer is None:
         raise Problem(400, "this model has no tokenizer; use token ids everywhere", param="model")
     return model.llm.tokenizer
 
 
 def tokenizer_info(model: Model) -> TokenizerInfo:
-    """Return what a client needs to know of a tokenizer.
-
-    Raises:
-        Problem: The model has none.
-    """
     tokenizer, spec = tokenizer_of(model), model.llm.loaded.spec
     chat = tokenizer.chat
     named = {} if chat is None else chat.special_tokens

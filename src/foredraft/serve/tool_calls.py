@@ -1,7 +1,4 @@
-"""Tool calls: the text of a model that may call tools -> content and calls, however it is cut into pieces.
-
-Models write calls in three ways, and a checkpoint's chat template shows which one it was trained for.
-"""
+"""Tool calls: the text of a model that may call tools -> content and calls, however it is cut into pieces."""
 
 from __future__ import annotations
 
@@ -14,36 +11,16 @@ from typing import Literal, TypeAlias
 
 from foredraft.decode.thinking import overlap
 
-__all__ = [
-    "HERMES",
-    "LLAMA",
-    "MISTRAL",
-    "CallFormat",
-    "CallReader",
-    "Event",
-    "ToolCall",
-    "is_object",
-    "parsed_object",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The way in which a model writes calls.
+    """The way in which a model writes calls."""
 
-    Attributes:
-        opens: Before each call.
-        closes: After each call.
-        between: From one call to the next.
-        arguments: The key of the arguments, beside "name".
-        marked: `opens` shows that a call follows, wherever it stands; otherwise calls begin the text.
-        first, last: Around all calls.
-    """
-
-    opens: str
-    closes: str
-    between: str
-    arguments: str
+    opens: str  # before each call
+    closes: str  # after each call
+    between: str  # from one call to the next
+    arguments: str  # the key of the arguments, beside "name"
+    # `opens` shows that a call follows, wherever it stands; otherwise calls begin the text
     marked: bool = False
     first: str = ""
     last: str = ""
@@ -63,54 +40,37 @@ ID_LENGTH = 9  # letters and digits, as Mistral's template asks
 
 
 @dataclass(slots=True)
-class ToolCall:
-    """One call.
+class ParsedToolCall:
+    """One call."""
 
-    Attributes:
-        index: Among the calls of its text.
-        id: A fresh one.
-        name: Of the tool.
-        arguments: JSON as the model wrote it, so far.
-    """
-
-    index: int
-    name: str
-    arguments: str = ""
-    id: str = field(default_factory=lambda: secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
+    index: int  # among the calls of its text
+    name: str  # of the tool
+    arguments: str = ""  # JSON as the model wrote it, so far
+    id: str = field(default_factory=lambda: secrets.token_hex(ID_LENGTH)[:ID_LENGTH])  # a fresh one
 
 
 # Content; a new call; or further arguments of a call.
 Event: TypeAlias = (
     tuple[Literal["content"], str]
-    | tuple[Literal["call"], ToolCall]
-    | tuple[Literal["arguments"], ToolCall, str]
+    | tuple[Literal["call"], ParsedToolCall]
+    | tuple[Literal["arguments"], ParsedToolCall, str]
 )
 
 
 class CallReader:
-    """Reads one text piece by piece.
-
-    Args:
-        format: How the model writes calls.
-        names: Of the tools. What calls another one is content.
-        most: Calls at most; further ones are content. None is no limit.
-
-    Attributes:
-        calls: Found so far.
-        content: Text beside the calls so far.
-    """
+    """Reads one text piece by piece."""
 
     def __init__(self, format: CallFormat, names: Collection[str], most: int | None = None) -> None:
         self._format, self._names, self._most = format, frozenset(names), most
         self._heads = [
             f'{{"name":{json.dumps(name)},"{key}":{{' for name in names for key in ("arguments", "parameters")
         ]
-        self.calls: list[ToolCall] = []
-        self.content = ""
+        self.calls: list[ParsedToolCall] = []  # found so far
+        self.content = ""  # text beside the calls so far
         self._text = ""  # not yet decided
         self._state: Literal["content", "object", "after"] = "content" if format.marked else "after"
         self._scan = _ObjectScan()
-        self._call: ToolCall | None = None  # whose arguments are being read
+        self._call: ParsedToolCall | None = None  # whose arguments are being read
         self._sent = 0  # characters of the object that are sent as arguments
         self._before = ""  # what stood before the object that is being read
         self._follows_call = False  # no content has come since the last call
@@ -122,11 +82,7 @@ class CallReader:
         return self._settle(ended=False)
 
     def end(self, *, cut: bool = False) -> list[Event]:
-        """Return what is left at the end of the text.
-
-        Args:
-            cut: A limit ended the text, so the markup of a call that has only begun is no content.
-        """
+        """Return what is left at the end of the text."""
         self._cut = cut
         return self._settle(ended=True)
 
@@ -139,7 +95,6 @@ class CallReader:
         return events
 
     def _show(self, events: list[Event], length: int) -> None:
-        """Show the first characters of the text as content."""
         shown, self._text = self._text[:length], self._text[length:]
         if shown:
             self._follows_call = False
@@ -198,7 +153,6 @@ class CallReader:
         self._state, self._scan, self._call, self._sent = "object", _ObjectScan(), None, 0
 
     def _object(self, events: list[Event], ended: bool) -> bool:
-        """Read the object of a call."""
         end = self._scan.end(self._text)
         if self._call is None:
             self._call = self._named(events, end)
@@ -224,7 +178,7 @@ class CallReader:
         self._text, self._state, self._follows_call = self._text[end:], "after", True
         return True
 
-    def _named(self, events: list[Event], end: int | None) -> ToolCall | None:
+    def _named(self, events: list[Event], end: int | None) -> ParsedToolCall | None:
         """Return the call once its name is known, with all arguments where they came before the name."""
         head = HEAD.match(self._text)
         if head is not None:
@@ -236,7 +190,7 @@ class CallReader:
             return None
         if not isinstance(name, str) or name not in self._names or len(self.calls) == self._most:
             return None
-        call = ToolCall(len(self.calls), name)
+        call = ParsedToolCall(len(self.calls), name)
         self.calls.append(call)
         events.append(("call", call))
         if arguments:
@@ -257,13 +211,10 @@ class CallReader:
 
 
 class _ObjectScan:
-    """Finds the end of a JSON object in a text that grows.
-
-    Attributes:
-        value_end: The position after its first member that is an object or a list; None until that is whole.
-    """
+    """Finds the end of a JSON object in a text that grows."""
 
     def __init__(self) -> None:
+        # the position after its first member that is an object or a list; None until that is whole
         self.value_end: int | None = None
         self._read, self._depth = 0, 0
         self._in_string = self._escaped = False
@@ -301,7 +252,6 @@ def parsed_object(text: str) -> dict[str, object]:
 
 
 def is_object(text: str) -> bool:
-    """Return whether a text is a JSON object, whole."""
     return _ObjectScan().end(text) == len(text)
 
 

@@ -1,9 +1,8 @@
 """Tools of a chat: their part of the prompt, the grammar of calls, and the reader of calls.
 
-A chat template that reads tools describes them as its model was trained to see them. Under any other template
-a system message does, in the way of Nous Research's Hermes. Calls are constrained: to JSON that the tool's
-schema allows, by name; only Mistral's models begin calls with a special token, which a grammar has no text
-for, so theirs are constrained only where a call is required.
+Under a chat template that reads no tools, a system message describes them in the way of Nous Research's
+Hermes. Calls are constrained to JSON that the tool's schema allows; those of Mistral's models only where a
+call is required, because they begin with a special token, which a grammar has no text for.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foredraft.constraints.compiling import WHITE_SPACE
+from foredraft.constraints.grammar import WHITE_SPACE
 from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.conversation import Messages
 from foredraft.serve.problems import Problem
 from foredraft.serve.schemas import Fitted, broken, fit
-from foredraft.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader, ToolCall
-
-__all__ = ["MAX_TOOLS", "Function", "Tool", "ToolChoice", "Tools", "fitted_schema"]
+from foredraft.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader, ParsedToolCall
 
 MAX_TOOLS = 128
 MAX_PLACES = 5  # of a schema that an error names
@@ -92,35 +89,21 @@ ToolChoice = (
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one request.
+    """The tools of one request."""
 
-    Attributes:
-        functions: All that the prompt describes.
-        callable: Those that may be called.
-        schemas: Of their arguments by name, as the grammar holds them.
-        required: The text is calls and nothing else.
-        parallel: Several calls are allowed.
-        format: How the model writes calls.
-        described: The chat template describes the functions.
-    """
-
-    functions: tuple[Function, ...]
-    callable: tuple[Function, ...]
-    schemas: Mapping[str, Fitted]
-    required: bool
-    parallel: bool
-    format: CallFormat
-    described: bool
+    functions: tuple[Function, ...]  # all that the prompt describes
+    callable: tuple[Function, ...]  # those that may be called
+    schemas: Mapping[str, Fitted]  # of their arguments by name, as the grammar holds them
+    required: bool  # the text is calls and nothing else
+    parallel: bool  # several calls are allowed
+    format: CallFormat  # how the model writes calls
+    described: bool  # the chat template describes the functions
 
     @classmethod
     def of(
         cls, tools: list[Tool] | None, choice: Any, parallel: bool | None, chat: ChatTemplate | None
     ) -> Tools | None:
-        """Return the tools of a request; None where it has none, or none may be called.
-
-        Raises:
-            Problem: The choice names no tool, two tools have one name, or a schema cannot be used.
-        """
+        """Return the tools of a request; None where it has none, or none may be called."""
         if not tools or chat is None:
             if choice not in (None, "none", "auto"):
                 raise Problem(400, "tool_choice needs tools", param="tool_choice")
@@ -149,24 +132,16 @@ class Tools:
         )
 
     def reader(self) -> CallReader:
-        """Return a fresh reader of one text."""
         return CallReader(
             self.format, [function.name for function in self.callable], most=None if self.parallel else 1
         )
-
-    def read(self, text: str) -> CallReader:
-        """Return the reader of a whole text."""
-        reader = self.reader()
-        reader.read(text)
-        reader.end()
-        return reader
 
     @property
     def unenforced(self) -> tuple[str, ...]:
         """The keywords that the grammar does not hold, each with its tool and its place in the schema."""
         return tuple(f"{name}: {place}" for name, each in self.schemas.items() for place in each.left_out)
 
-    def broken(self, call: ToolCall) -> list[str]:
+    def broken(self, call: ParsedToolCall) -> list[str]:
         """Return the places of the keywords that a call's arguments break, of those that no grammar holds."""
         fitted = self.schemas.get(call.name)
         if fitted is None or not fitted.left_out:
@@ -193,9 +168,6 @@ class Tools:
         """Return the grammar of the text in llguidance's dialect; None where there is none.
 
         An answer and a call that both begin as a JSON object cannot be told apart by the library.
-
-        Args:
-            schema: Of a text without calls; None leaves it free.
         """
         form = self.format
         if not self.required and (form is MISTRAL or (schema is not None and not form.marked)):
@@ -230,11 +202,7 @@ class Tools:
 
 
 def _named(functions: tuple[Function, ...], choices: list[NamedChoice]) -> tuple[Function, ...]:
-    """Return the functions that choices name, in their own order.
-
-    Raises:
-        Problem: One is no tool.
-    """
+    """Return the functions that choices name, in their own order."""
     names = [choice.function.name for choice in choices]
     if unknown := [name for name in names if name not in {each.name for each in functions}]:
         says = f"tool_choice names {shortened(unknown[0])}, which is no tool"
@@ -243,7 +211,6 @@ def _named(functions: tuple[Function, ...], choices: list[NamedChoice]) -> tuple
 
 
 def _schema(function: Function) -> Fitted:
-    """Return the schema of a function's arguments; errors as `fitted_schema`."""
     given = function.parameters or NO_PARAMETERS
     return fitted_schema(f"the tool {function.name!r}", given, "tools", strict=function.strict, close=True)
 
@@ -251,18 +218,7 @@ def _schema(function: Function) -> Fitted:
 def fitted_schema(
     subject: str, schema: dict[str, Any], param: str, *, strict: bool | None, close: bool | None
 ) -> Fitted:
-    """Return a schema as a grammar holds it.
-
-    Args:
-        subject: What has the schema, for the error.
-        schema: The schema.
-        param: The field that has it.
-        strict: The grammar must hold all of it.
-        close: Its objects take the properties that it lists alone.
-
-    Raises:
-        Problem: It is no schema, too large, or strict and has a keyword that no grammar holds.
-    """
+    """Return a schema as a grammar holds it."""
     try:
         fitted = fit(schema, close=bool(close))
     except RequestError as error:

@@ -1,11 +1,8 @@
 """The student that becomes a DFlash head (Chen et al. 2026, arXiv:2602.06036).
 
-Contract: products, norms and the target's contexts are those of `drafters.heads.block_head`. Only attention
-differs, as the blocks of all texts run at once.
-
-An *anchor* is a column whose token is the pending one of a draft. Its block is that token and masked slots;
-slot k predicts the token k columns later, from the contexts of the columns before the anchor and the block
-itself. A block costs as much as its slots, so a step of training takes every n-th column as an anchor, where
+An *anchor* is a column whose token is the pending one of a draft; the blocks of all texts run at once. A
+block is that token and masked slots; slot k predicts the token k columns later, from the contexts of the
+columns before the anchor and the block itself. A step of training takes every n-th column as an anchor, where
 n is the length of a draft; which ones depends on the texts of the pass.
 """
 
@@ -21,62 +18,42 @@ from torch.utils.checkpoint import checkpoint
 
 from foredraft.drafters.heads.block_files import shapes_of
 from foredraft.drafters.heads.block_head import BlockBuilder, BlockHead, Projections
-from foredraft.drafters.heads.block_record import BlockRecord
 from foredraft.drafters.heads.eagle3_files import D2T, T2D
-from foredraft.drafters.heads.eagle3_writing import maps_of
+from foredraft.drafters.heads.record import BlockRecord
+from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Decoder, Layer, finish, project
-from foredraft.model.forward_context import rope_tables
-from foredraft.model.layers import Linear, RMSNorm
-from foredraft.train.chunks import CHUNK, Compare, by_chunks
-from foredraft.train.eagle3_student import reaching
-from foredraft.train.packed_documents import Packed, rotated
-from foredraft.train.parameters import Parameters
-from foredraft.train.students import Accept, Student
-
-__all__ = ["BlockStudent"]
+from foredraft.model.layers import Linear
+from foredraft.train.eagle3_student import HeadStudent, reaching
+from foredraft.train.losses import CHUNK, Compare, by_chunks
+from foredraft.train.students import Accept, Parameters
+from foredraft.train.target import Packed, rotated
 
 
-class Blocks(NamedTuple):
-    """The blocks of some anchors.
+class AnchorBlocks(NamedTuple):
+    """The blocks of some anchors."""
 
-    Attributes:
-        anchors: The columns of the anchors, [A], ascending.
-        hidden: The normed states of their slots, [A, block, d].
-    """
-
-    anchors: Tensor
-    hidden: Tensor
+    anchors: Tensor  # the columns of the anchors, [A], ascending
+    hidden: Tensor  # the normed states of their slots, [A, block, d]
 
 
-class BlockStudent(Student):
-    """A DFlash head without windows or causal masks, whose embedding and head are the target's.
+class BlockStudent(HeadStudent):
+    """A DFlash head, random but for its last norm; embedding and head are the target's."""
 
-    It starts at random, but for its last norm, which is the target's.
-
-    Args:
-        record: The head.
-        target: The target.
-        head: The weight of the target's head, [V, hidden].
-        vocabulary: The token ids of a reduced head, ascending; None keeps all.
-        decay: Weight of each token of a draft against the one before.
-        seed: Of the first weights.
-    """
+    record: BlockRecord
 
     def __init__(
         self,
-        record: BlockRecord,
-        target: Decoder,
-        head: Tensor,
+        record: BlockRecord,  # the head
+        target: Decoder,  # the target
+        head: Tensor,  # the weight of the target's head, [V, hidden]
         *,
-        vocabulary: Sequence[int] | None = None,
-        decay: float,
-        seed: int = 0,
+        vocabulary: Sequence[int] | None = None,  # the token ids of a reduced head, ascending; None keeps all
+        decay: float,  # weight of each token of a draft against the one before
+        seed: int = 0,  # of the first weights
     ) -> None:
-        super().__init__()
-        assert record.taps is not None and not any(record.spec.windows) and record.markov is None
+        super().__init__(record, target, record.drafts, decay)
+        assert not any(record.spec.windows) and record.markov is None
         assert not (record.from_anchor or record.causal or record.own_head or record.own_embedding)
-        self.record, self.target, self.taps = record, target, record.taps
-        self.steps, self.decay = record.drafts, decay
         if vocabulary is not None:
             self.vocabulary = torch.tensor(vocabulary, device=target.device)
             head = head[self.vocabulary]
@@ -84,10 +61,7 @@ class BlockStudent(Student):
         needed, _ = shapes_of(record, {})
         self.shapes = {name: shape for name, shape in needed.items() if name not in (D2T, T2D)}
         self.own = Parameters(self.shapes, target.device)
-        self.own.draw(torch.Generator().manual_seed(seed), norm=1.0)
-        if isinstance(target.norm, RMSNorm):
-            with torch.no_grad():
-                self.own.by_name["norm.weight"].copy_(target.norm.weight)
+        self.begin(seed)
 
     def head(self) -> BlockHead:
         """Return the head over the parameters as they are now."""
@@ -104,9 +78,8 @@ class BlockStudent(Student):
     ) -> Tensor:
         """Return what `Student.forward` does; logits and the figure of `compare` are of first slots.
 
-        The loss of token k of a draft counts `decay`^(k - 1). With `compare` some columns are anchors, which
-        stand for all; else all columns are. A column without a column before it has no anchor: its logits
-        are 0, and it is never accepted.
+        The loss of token k counts `decay`^(k - 1). With `compare` some columns are anchors, which stand for
+        all. A column without a column before it has logits of 0, and is never accepted.
         """
         assert states is not None
         head, device, count = self.head(), packed.tokens.device, len(packed.predicting)
@@ -130,13 +103,6 @@ class BlockStudent(Student):
                     everywhere = everywhere.index_put((columns,), logits)
         return accepted if everywhere is None else everywhere
 
-    def tensors(self) -> dict[str, Tensor]:
-        own = self.own.by_name
-        return own if self.vocabulary is None else {**own, **maps_of(self.vocabulary, self.record)}
-
-    def shards(self) -> list[torch.nn.Module]:
-        return []
-
     def _compared(self, head: BlockHead, packed: Packed, contexts: Tensor, compare: Compare) -> Tensor:
         """Return the sums of `compare`, times the columns that an anchor stands for."""
         blocks = self._blocks(head, packed, contexts, int(packed.tokens.sum()) % self.steps)
@@ -151,16 +117,15 @@ class BlockStudent(Student):
             sums = sums + by_chunks(compared, left, []) * weights
         return sums
 
-    def _drafted(self, packed: Packed, blocks: Blocks, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a step of all drafts left, [A, d], and where the anchors and what they reach stand in
-        `packed.predicting`, [A] each."""
+    def _drafted(self, packed: Packed, blocks: AnchorBlocks, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a step of all drafts left, [A, d], and the anchors and what they reach, [A] each."""
         columns, anchors, reached = reaching(packed, step)
         place = torch.full_like(packed.tokens, -1)
         place[blocks.anchors] = torch.arange(len(blocks.anchors), device=place.device)
         own = place[columns]
         return blocks.hidden[own[own >= 0], step + 1], anchors[own >= 0], reached[own >= 0]
 
-    def _blocks(self, head: BlockHead, packed: Packed, contexts: Tensor, offset: int) -> Blocks:
+    def _blocks(self, head: BlockHead, packed: Packed, contexts: Tensor, offset: int) -> AnchorBlocks:
         """Run the blocks of every n-th column of each document, from column `offset` on."""
         record, spec, device = self.record, self.record.spec, packed.tokens.device
         positions = packed.positions
@@ -176,7 +141,7 @@ class BlockStudent(Student):
         for layer in head.layers:
             given = layer, packed, offset, x, contexts, of_slots, of_contexts
             x = checkpoint(self._layer, *given, use_reentrant=False)
-        return Blocks(anchors, head.norm(x).view(len(anchors), record.block, -1))
+        return AnchorBlocks(anchors, head.norm(x).view(len(anchors), record.block, -1))
 
     def _layer(
         self,
@@ -204,14 +169,7 @@ class BlockStudent(Student):
     def _attended(
         self, packed: Packed, offset: int, own: tuple[Tensor, ...], given: tuple[Tensor, ...]
     ) -> Tensor:
-        """Return the output of all heads, [S, H * D].
-
-        Args:
-            packed: The documents.
-            offset: The first anchor of each.
-            own: Queries, keys and values of the slots, [S, heads, D] each.
-            given: Keys and values of the contexts, [N, Hk, D] each.
-        """
+        """Return the output of all heads, [S, H * D], for `own` [S, heads, D] and `given` [N, Hk, D]."""
         spec, width, outputs, first = self.record.spec, self.record.block, list[Tensor](), 0
         for count, length, columns in packed.groups():
             places = torch.arange(offset, length, self.steps, device=own[0].device)

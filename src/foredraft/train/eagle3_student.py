@@ -1,12 +1,9 @@
 """The student that becomes an EAGLE-3 head, by training-time test (Li et al. 2025, arXiv:2503.01840).
 
-Contract: products, norms and what recurs are those of `drafters.heads.eagle3_head`. Only attention differs,
-as all drafts of all texts run at once.
-
-An *anchor* is a column after whose token a draft begins. Step 0 reads each column's token with the target's
-state before it. Step k reads the token k columns later with the state that the head itself gave at the same
-anchor the step before, as a draft does that was accepted so far. Its query stands k positions later, and sees
-the keys of step 0 up to the anchor, and those of steps 1 to k at its own anchor.
+An *anchor* is a column after whose token a draft begins; all drafts of all texts run at once. Step 0 reads
+each column's token with the target's state before it. Step k reads the token k columns later with the state
+that the head itself gave at the same anchor. Its query stands k positions later, and sees the keys of step 0
+up to the anchor, and those of steps 1 to k at its own anchor.
 """
 
 from __future__ import annotations
@@ -20,30 +17,21 @@ from torch.utils.checkpoint import checkpoint
 
 from foredraft.drafters.heads.eagle3_files import D2T, HEAD, T2D, head_shapes
 from foredraft.drafters.heads.eagle3_head import Eagle3Head, HeadBuilder
-from foredraft.drafters.heads.eagle3_writing import maps_of
 from foredraft.drafters.heads.record import HeadRecord
+from foredraft.drafters.heads.writing import maps_of
 from foredraft.model.decoder import Decoder, finish, project
 from foredraft.model.layers import Linear, RMSNorm
-from foredraft.train.chunks import CHUNK, Compare, by_chunks
-from foredraft.train.packed_documents import Packed, PackedPass
-from foredraft.train.parameters import Parameters
-from foredraft.train.students import Accept, Student
-
-__all__ = ["Eagle3Student"]
+from foredraft.train.losses import CHUNK, Compare, by_chunks
+from foredraft.train.students import Accept, Parameters, Student
+from foredraft.train.target import Packed, PackedPass
 
 
-class Step(NamedTuple):
-    """One step of all drafts.
+class DraftStep(NamedTuple):
+    """One step of all drafts."""
 
-    Attributes:
-        left: The states that leave the layer, [A, d].
-        anchors: The prediction that each draft begins with, [A], among the M that count.
-        reached: The prediction that this step makes, [A], among the same.
-    """
-
-    left: Tensor
-    anchors: Tensor
-    reached: Tensor
+    left: Tensor  # the states that leave the layer, [A, d]
+    anchors: Tensor  # the prediction that each draft begins with, [A], among the M that count
+    reached: Tensor  # the prediction that this step makes, [A], among the same
 
 
 class KeysValues(NamedTuple):
@@ -53,53 +41,62 @@ class KeysValues(NamedTuple):
     values: Tensor
 
 
-class Eagle3Student(Student):
-    """An EAGLE-3 head of one layer.
+class HeadStudent(Student):
+    """Base class of a head over the target's states; its embedding is the target's."""
 
-    It starts as another head, or at random but for its last norm and its head, which are the target's.
+    own: Parameters
 
-    Args:
-        record: The head.
-        target: The target.
-        head: The weight of the target's head, [V, hidden].
-        vocabulary: The token ids of a reduced head; None keeps all.
-        steps: Tokens of a draft that are learned.
-        decay: Weight of each of them against the one before.
-        seed: Of the first weights.
-        start: The tensors of the head to start from, by their names; None draws them.
-    """
+    def __init__(self, record: HeadRecord, target: Decoder, steps: int, decay: float) -> None:
+        super().__init__()
+        assert record.aux_layers is not None
+        self.record, self.target, self.aux_layers = record, target, record.aux_layers
+        self.steps, self.decay = steps, decay
+
+    def begin(self, seed: int) -> None:
+        """Draw the first weights, but for the last norm, which is the target's."""
+        self.own.draw(torch.Generator().manual_seed(seed), norm=1.0)
+        if isinstance(self.target.norm, RMSNorm):
+            with torch.no_grad():
+                self.own.by_name["norm.weight"].copy_(self.target.norm.weight)
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = self.own.by_name
+        return own if self.vocabulary is None else {**own, **maps_of(self.vocabulary, self.record)}
+
+    def shards(self) -> list[torch.nn.Module]:
+        return []
+
+
+class Eagle3Student(HeadStudent):
+    """An EAGLE-3 head of one layer; a new one is random but for its last norm and its head, the target's."""
 
     def __init__(
         self,
-        record: HeadRecord,
-        target: Decoder,
-        head: Tensor,
+        record: HeadRecord,  # the head
+        target: Decoder,  # the target
+        head: Tensor,  # the weight of the target's head, [V, hidden]
         *,
-        vocabulary: Sequence[int] | None = None,
-        steps: int,
-        decay: float,
-        seed: int = 0,
-        start: Mapping[str, Tensor] | None = None,
+        vocabulary: Sequence[int] | None = None,  # the token ids of a reduced head; None keeps all
+        steps: int,  # tokens of a draft that are learned
+        decay: float,  # weight of each of them against the one before
+        seed: int = 0,  # of the first weights
+        start: Mapping[str, Tensor] | None = None,  # the first weights, by name; None draws them
     ) -> None:
-        super().__init__()
-        assert record.taps is not None and record.spec.layers == 1 and record.own_head
-        self.record, self.target, self.taps = record, target, record.taps
-        self.steps, self.decay = steps, decay
+        super().__init__(record, target, steps, decay)
+        assert record.spec.layers == 1 and record.own_head
         if vocabulary is not None:
             self.vocabulary = torch.tensor(vocabulary, device=head.device)
             head = head[self.vocabulary]
-        needed, allowed = head_shapes(record, len(self.taps))
+        needed, allowed = head_shapes(record, len(self.aux_layers))
         self.shapes = {name: shape for name, shape in needed.items() if name not in (D2T, T2D)}
         self.shapes[HEAD] = allowed[HEAD]
         self.own = Parameters(self.shapes, head.device)
         if start is not None:
             self.own.fill(start)
             return
-        self.own.draw(torch.Generator().manual_seed(seed), norm=1.0)
+        self.begin(seed)
         with torch.no_grad():
             self.own.by_name[HEAD].copy_(head)
-            if isinstance(target.norm, RMSNorm):
-                self.own.by_name["norm.weight"].copy_(target.norm.weight)
 
     def head(self) -> Eagle3Head:
         """Return the head over the parameters as they are now."""
@@ -114,8 +111,8 @@ class Eagle3Student(Student):
     ) -> Tensor:
         """Return what `Student.forward` does; logits and the figure of `compare` are those of step 0.
 
-        The loss of step k counts `decay`^k. A column without a column before it has no anchor: its logits are
-        0, and it is never accepted.
+        The loss of step k counts `decay`^k. A column without a column before it has logits of 0, and is never
+        accepted.
         """
         assert states is not None
         head, device, count = self.head(), packed.tokens.device, len(packed.predicting)
@@ -140,17 +137,10 @@ class Eagle3Student(Student):
                 accepted[anchors, k] = torch.cat([accept(head.logits(part), rows) for part, rows in parts])
         return sums if compare is not None else accepted
 
-    def tensors(self) -> dict[str, Tensor]:
-        own = self.own.by_name
-        return own if self.vocabulary is None else {**own, **maps_of(self.vocabulary, self.record)}
-
-    def shards(self) -> list[torch.nn.Module]:
-        return []
-
-    def _drafted(self, head: Eagle3Head, packed: Packed, tapped: Tensor) -> Iterator[Step]:
+    def _drafted(self, head: Eagle3Head, packed: Packed, aux_states: Tensor) -> Iterator[DraftStep]:
         """Yield each step of all drafts."""
         spec, layer = self.record.spec, head.layers[0]
-        state = head.joined(tapped).roll(1, 0)  # of the column before
+        state = head.joined(aux_states).roll(1, 0)  # of the column before
         context: KeysValues | None = None
         own: list[KeysValues] = []
         for k in range(self.steps):
@@ -168,20 +158,13 @@ class Eagle3Student(Student):
             attended = checkpoint(self._attended, packed, *given, use_reentrant=False)
             left = finish(spec, layer, head.residual(state), attended, True, None)
             columns, anchors, reached = reaching(packed, k)
-            yield Step(left[columns], anchors, reached)
+            yield DraftStep(left[columns], anchors, reached)
             state = head.recurring(left)
 
     def _attended(
         self, packed: Packed, q: Tensor, context: KeysValues, own_keys: list[Tensor], own_values: list[Tensor]
     ) -> Tensor:
-        """Return the output of all heads, [N, H * D].
-
-        Args:
-            packed: The documents.
-            q: Queries, [N, H, D].
-            context: Of step 0.
-            own_keys, own_values: Of the further steps at the same anchor, [N, Hk, D] each.
-        """
+        """Return the output of all heads, [N, H * D], for `q` [N, H, D] and keys and values [N, Hk, D]."""
         spec, outputs = self.record.spec, []
         scale = spec.attention_scale
         for count, length, columns in packed.groups():
@@ -206,11 +189,7 @@ class Eagle3Student(Student):
 
 
 def reaching(packed: Packed, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the columns that a step of a draft counts for: anchors of which the token `step` later counts.
-
-    Returns:
-        The columns [A], and where these and the columns `step` later stand in `packed.predicting`, [A] each.
-    """
+    """Return the columns that a step of a draft counts for: anchors whose token `step` later counts."""
     device, columns = packed.tokens.device, packed.predicting
     count = len(packed.tokens)
     lengths = torch.tensor(packed.lengths, device=device)

@@ -1,35 +1,124 @@
-"""The loop: steps of an optimiser over packed documents, validated, logged and continued where it stopped.
+"""The loop: steps of an optimiser over packed documents, validated by what counts in decoding, logged and
+continued.
 
-Contract: a run is a function of its options. Whatever step a process dies at, the next one goes on from the
-last checkpoint to the same losses. The loop knows no kind of student, and no target but `FrozenTarget`.
+One pass over a held-out text gives the acceptance at every position for every draft that may reach it, and
+`ExpectedRounds` the rounds that decoding takes. A run is a function of its options: whatever step a process
+dies at, the next one goes on from the last checkpoint to the same losses.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigError
-from foredraft.train.batches import Batches
-from foredraft.train.chunks import Rows
-from foredraft.train.journal import Journal
-from foredraft.train.losses import mixture, overlap
-from foredraft.train.packed_documents import Document, Packed
+from foredraft.train.losses import Rows, mixture, overlap
 from foredraft.train.processes import Processes
-from foredraft.train.states import KeptStates
 from foredraft.train.students import Student
-from foredraft.train.target import FrozenTarget
-from foredraft.train.training_checkpoints import TrainingCheckpoints, TrainingProgress
+from foredraft.train.target import Batches, Document, FrozenTarget, KeptStates, Packed
+from foredraft.train.training_checkpoints import Journal, TrainingCheckpoints, TrainingProgress
 from foredraft.train.training_options import TrainOptions, parse_loss
-from foredraft.train.validation import Validation, acceptance, summarise
+from foredraft.tune.teacher_forced import ExpectedRounds, Floats
 
-__all__ = ["OnProgress", "TrainingRun"]
+LONGEST = 10  # tokens of the drafts that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """How a student drafts."""
+
+    alpha: float  # α: of the drafted tokens that are reached, the share that is accepted
+    by_position: tuple[float, ...]  # the same for the first, second, ... token of a draft
+    tau: float  # τ at `max_draft`
+    max_draft: int  # the best draft length
+    predicted: float  # the speed-up there, at draft costs by the bytes that a step reads
+    agreement: float  # share of the positions at which both argmax agree
+
+
+@torch.no_grad()
+def acceptance(
+    student: Student, target: FrozenTarget, groups: Sequence[Sequence[Document]], temperature: float
+) -> tuple[list[Floats], float]:
+    """Return the probabilities of acceptance by run of tokens that count, and the agreement.
+
+    Those of a run are [T, K], of the draft that begins with each token; K is 1 where that makes no
+    difference.
+    """
+    runs: list[Floats] = []
+    same = total = 0.0
+    for group in groups:
+        packed = Packed.of(group, target.decoder.device)
+        states = target.states(packed, student.aux_layers)
+        p = target.decoder.head(states.last)
+        accept = partial(_accepted, p, student.vocabulary, temperature)
+        accepted, agrees = student(packed, states.aux_states, accept=accept).unbind(-1)  # [M, K]
+        same, total = same + float(agrees[:, 0].sum()), total + len(agrees)
+        runs += _runs(packed.predicting, accepted)
+    return runs, same / max(1, total)
+
+
+def _accepted(
+    target: Tensor, vocabulary: Tensor | None, temperature: float, logits: Tensor, rows: Rows
+) -> Tensor:
+    """Return the probability of acceptance and whether both argmax agree, [n, 2]; `target` is [M, V]."""
+    p, q = target[rows], logits.float()
+    best = q.argmax(-1)
+    agrees = (p.argmax(-1) == (best if vocabulary is None else vocabulary[best])).double()
+    if temperature == 0:
+        return torch.stack([agrees, agrees], -1)
+    log_p = (p / temperature).log_softmax(-1)
+    if vocabulary is not None:
+        log_p = log_p[:, vocabulary]
+    return torch.stack([overlap(log_p, (q / temperature).log_softmax(-1)).double(), agrees], -1)
+
+
+def _runs(predicting: Tensor, values: Tensor) -> Iterator[Floats]:
+    """Cut values where the columns are no neighbours: at the ends of documents, and around prompts."""
+    columns, found = predicting.cpu().numpy(), values.cpu().numpy()
+    yield from np.split(found, np.flatnonzero(np.diff(columns) > 1) + 1)
+
+
+def drafts_of(runs: Sequence[Floats]) -> Floats:
+    """Return the probabilities of every draft [runs, T, K], for runs as `acceptance` returns them."""
+    most, tokens = max(map(len, runs)), runs[0].shape[1]
+    longest = min(LONGEST, most)
+    padded = np.zeros((len(runs), most + longest, tokens))
+    for row, run in enumerate(runs):
+        padded[row, : len(run)] = run
+    if tokens > 1:
+        return padded[:, :most, :LONGEST]
+    return np.lib.stride_tricks.sliding_window_view(padded[..., 0], longest, axis=1)[:, :most]
+
+
+def summarise(runs: Sequence[Floats], agreement: float, cost: float) -> Validation:
+    """Return the figures of runs of acceptance probabilities."""
+    lengths = np.array([len(run) for run in runs], dtype=np.int64)
+    windows = drafts_of(runs)
+    longest = windows.shape[2]
+    rounds = ExpectedRounds.from_acceptance(windows, lengths)
+    drafts = np.arange(1, longest + 1)
+    speedups = rounds.taus / (drafts * cost + 1)
+    best = int(speedups.argmax())
+    starts = rounds.starts[best][:, :, None]
+    reached = np.concatenate([np.ones_like(windows[:, :, :1]), np.cumprod(windows, 2)[:, :, :-1]], 2)
+    reached, kept = (starts * reached)[..., : best + 1], (starts * reached * windows)[..., : best + 1]
+    return Validation(
+        alpha=float(kept.sum() / reached.sum()),
+        by_position=tuple((kept.sum((0, 1)) / np.maximum(reached.sum((0, 1)), 1e-30)).tolist()),
+        tau=float(rounds.taus[best]),
+        max_draft=best + 1,
+        predicted=float(speedups[best]),
+        agreement=agreement,
+    )
+
 
 LOWEST = 0.1  # of the learning rate, at the last step
 BETAS = (0.9, 0.95)  # of AdamW, as the reference has them
@@ -40,35 +129,20 @@ OnProgress = Callable[[str, int, int, str], None]  # stage, done, total, note
 
 @dataclass
 class TrainingRun:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        student: What learns.
-        target: What it learns from.
-        batches: The data.
-        held_out: Documents of the validation.
-        cost: c, of a draft step by the student, in plain steps; by the bytes that both read.
-        options: The options.
-        folder: Of checkpoints and logs.
-        digest: Of what makes it the same run (`preparation.RunKey`).
-        processes: Those that train together.
-        keep: Writes the student, with how it does; called whenever it is the best so far.
-        kept: Returns whether what `keep` wrote is still there.
-        report: Told how far the run is.
-    """
-
-    student: Student
-    target: FrozenTarget
-    batches: Batches
-    held_out: Sequence[Document]
-    cost: float
-    options: TrainOptions
-    folder: Path
-    digest: str
-    processes: Processes
-    keep: Callable[[Validation, TrainingProgress], None]
-    kept: Callable[[], bool]
-    report: OnProgress
+    student: Student  # what learns
+    target: FrozenTarget  # what it learns from
+    batches: Batches  # the data
+    held_out: Sequence[Document]  # documents of the validation
+    cost: float  # c, of a draft step by the student, in plain steps; by the bytes that both read
+    options: TrainOptions  # the options
+    folder: Path  # of checkpoints and logs
+    digest: str  # of what makes it the same run (`preparation.RunKey`)
+    processes: Processes  # those that train together
+    keep: Callable[[Validation, TrainingProgress], None]  # writes the best student so far
+    kept: Callable[[], bool]  # returns whether what `keep` wrote is still there
+    report: OnProgress  # told how far the run is
 
     def __post_init__(self) -> None:
         options, device = self.options, self.target.decoder.device
@@ -85,7 +159,7 @@ class TrainingRun:
             betas=BETAS,
         )
         self._kept = KeptStates(
-            self.target, self.student.taps, self.folder / "states", int(options.kept_states * GIB)
+            self.target, self.student.aux_layers, self.folder / "states", int(options.kept_states * GIB)
         )
         self._checkpoints = TrainingCheckpoints(self.folder / "checkpoints", self.processes, self.digest)
         tokens = self.batches.tokens
@@ -93,11 +167,7 @@ class TrainingRun:
         self._groups -= self._groups % self.processes.count
 
     def train(self) -> TrainingProgress:
-        """Train to the last step, or until the validation gets no better; return how far it came.
-
-        Raises:
-            ConfigError: A checkpoint cannot be written, or the loss is not finite.
-        """
+        """Train to the last step, or until the validation gets no better; return how far it came."""
         progress = self._checkpoints.restore(self.student, self._optimizer) or TrainingProgress()
         journal = Journal(self.folder, progress.step) if self.processes.first else None
         try:
@@ -164,15 +234,15 @@ class TrainingRun:
             return torch.stack([self._loss(log_p, log_q).sum(), overlap(log_p, log_q.detach()).sum()])
 
         with self.target.autocast():
-            sums: Tensor = self.student(packed, states.tapped, compare)
+            sums: Tensor = self.student(packed, states.aux_states, compare)
         # The gradients are averaged over the processes, but the loss is a mean over what all of them count.
         torch.autograd.backward(sums[0] * (self.processes.count / counted))
         return sums.detach()
 
     def _log_p(self, last: Tensor) -> Tensor:
-        """Return log p of the student's words, [n, words], of the target's last states."""
-        log_p, words = self.target.log_probs(last), self.student.vocabulary
-        return log_p if words is None else log_p[:, words]
+        """Return log p of the student's draft vocabulary, [n, draft_vocab], of the target's last states."""
+        log_p, draft_vocab = self.target.log_probs(last), self.student.vocabulary
+        return log_p if draft_vocab is None else log_p[:, draft_vocab]
 
     def _validate(self, progress: TrainingProgress, journal: Journal | None) -> None:
         """Validate, keep the student where it is the best so far, and stop where it has long not been."""

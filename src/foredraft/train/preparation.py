@@ -1,11 +1,15 @@
-"""Preparation: from a model and files of data to documents, a frozen target and the folder of a run."""
+"""Preparation: from a model and files of data to documents, self-generated if asked for, a target and a
+folder.
+
+The texts are kept in the run's folder as they come: a run that is continued writes the rest alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,28 +17,100 @@ from typing import Any
 import torch
 
 from foredraft import demo
-from foredraft.drafters.adapter_files import target_hash
-from foredraft.drafters.heads.settings import read_settings
-from foredraft.errors import ConfigError, Option
-from foredraft.files import TEMPORARY, is_no_file, replacing
-from foredraft.loading import options_for
+from foredraft.decode.params import SamplingParams
+from foredraft.drafters.adapter import target_hash
+from foredraft.drafters.heads.head_asset import read_settings
+from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.files import TEMPORARY, errors_named, is_no_file, replacing
+from foredraft.loading import load_for, options_for
 from foredraft.loading.checkpoints import find_target
-from foredraft.loading.device import check_dtype, find_device
-from foredraft.loading.threads import use_threads
+from foredraft.loading.machine_limits import use_threads
+from foredraft.loading.runners import check_dtype, find_device
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER
-from foredraft.model.unread import Checkpoint
-from foredraft.train.batches import Batches, hold_out
 from foredraft.train.loop import OnProgress
-from foredraft.train.packed_documents import Document
 from foredraft.train.processes import Processes
-from foredraft.train.self_generation import self_generated
-from foredraft.train.target import FrozenTarget
-from foredraft.train.texts import Reader
+from foredraft.train.target import Batches, Document, FrozenTarget, hold_out
+from foredraft.train.texts import DocumentReader
+from foredraft.train.training_checkpoints import MAKE_ROOM, broken_line, whole_lines
 from foredraft.train.training_options import TrainOptions
 from foredraft.user_cache import cache_folder, make_folder
 
-__all__ = ["Prepared", "check_out", "checked_taps", "prepare"]
+FILE = "self_generated.jsonl"
+ROWS = 32  # sequences of a batch
+
+
+def self_generated(
+    model: str | None,
+    load: Mapping[str, Any],
+    prompts: Sequence[list[int]],
+    options: TrainOptions,
+    length: int,
+    vocabulary: int,
+    folder: Path,
+    processes: Processes,
+    report: OnProgress,
+) -> list[Document]:
+    """Return each prompt with what the target writes after it, of which that alone counts."""
+    new_tokens = min(options.self_generate, length - 1)
+    prompts = [prompt[-(length - new_tokens) :] for prompt in prompts]
+    file = folder / FILE
+    if processes.first:
+        with errors_named(folder, "work", MAKE_ROOM, f"in which {FILE} cannot be written"):
+            _write(model, load, prompts, new_tokens, options, file, vocabulary, report)
+    processes.wait()
+    documents = []
+    for prompt, written in zip(prompts, _written(file, len(prompts), vocabulary), strict=True):
+        if written:
+            counts = (False,) * len(prompt) + (True,) * len(written)
+            documents.append(Document((*prompt, *written), counts))
+    if not documents:
+        raise ConfigError(
+            "holds no prompt that the target continues", option="data", remedy="give other prompts"
+        )
+    return documents
+
+
+def _written(file: Path, most: int, vocabulary: int) -> list[list[int]]:
+    """Return the texts that are kept: the whole lines of the file."""
+    lines = whole_lines(file)
+    for number, ids in enumerate(lines, 1):
+        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocabulary for id in ids):
+            raise broken_line(file, number, "is no list of the model's token ids")
+        if number > most:
+            raise broken_line(file, number, f"follows the texts of all {most} prompts")
+    return lines
+
+
+def _write(
+    model: str | None,
+    load: Mapping[str, Any],
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    options: TrainOptions,
+    file: Path,
+    vocabulary: int,
+    report: OnProgress,
+) -> None:
+    done = _written(file, len(prompts), vocabulary)
+    if len(done) == len(prompts):
+        return
+    file.write_text("".join(f"{json.dumps(ids)}\n" for ids in done))  # without half a line at its end
+    longest = max(map(len, prompts)) + new_tokens
+    llm = load_for(lambda *_: (ROWS, longest), model, **load)
+    params = SamplingParams(temperature=options.self_temperature, max_new_tokens=new_tokens)
+    with file.open("a") as kept:
+        for first in range(len(done), len(prompts), ROWS):
+            batch = list(prompts[first : first + ROWS])
+            each = [params.replace(seed=options.seed + first + n) for n in range(len(batch))]
+            for output in llm.generate(batch, each):
+                if output.error is not None:
+                    raise RequestError(f"the target could not continue a prompt: {output.error}")
+                kept.write(json.dumps(output.token_ids) + "\n")
+            kept.flush()
+            report("self-generate", min(first + ROWS, len(prompts)), len(prompts), "")
+
 
 KEY = "key.json"  # in the folder of a run
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
@@ -47,29 +123,17 @@ MAX_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 2
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run starts from.
+    """What a run starts from."""
 
-    Attributes:
-        checkpoint: The target's, not loaded.
-        hash: The target's hash.
-        name: The target's name, for display.
-        target: The target.
-        batches: The data.
-        held_out: Documents of the validation.
-        skipped: Bad lines that were left out.
-        folder: Of checkpoints and logs.
-        digest: Of what makes it the same run.
-    """
-
-    checkpoint: Checkpoint
-    hash: str
-    name: str
-    target: FrozenTarget
-    batches: Batches
-    held_out: list[Document]
-    skipped: int
-    folder: Path
-    digest: str
+    checkpoint: Checkpoint  # the target's, not loaded
+    hash: str  # the target's hash
+    name: str  # the target's name, for display
+    target: FrozenTarget  # the target
+    batches: Batches  # the data
+    held_out: list[Document]  # documents of the validation
+    skipped: int  # bad lines that were left out
+    folder: Path  # of checkpoints and logs
+    digest: str  # of what makes it the same run
 
 
 def prepare(
@@ -80,20 +144,7 @@ def prepare(
     report: OnProgress,
     check_place: Callable[[Checkpoint, str], object],
 ) -> Prepared:
-    """Read the data and load the target.
-
-    Args:
-        model: A folder or a hub id; None is the demo target.
-        options: Of the training.
-        load: Of the arguments of `foredraft.load`: revision, dtype, device, threads.
-        processes: Those that train together.
-        report: Told how far it is.
-        check_place: Given the target and its hash, refuses the folder to write, before anything is computed.
-
-    Raises:
-        ConfigError: An option or a file of data cannot be used.
-        CheckpointError: The target cannot be loaded.
-    """
+    """Read the data and load the target."""
     options.check()
     draftless = {"draft": None} if model is not None else {}
     given = options_for(model or demo.target_path(), **draftless, **load)
@@ -103,8 +154,7 @@ def prepare(
     check_dtype(device, checkpoint.dtype)
     if checkpoint.tokenizer is None:
         raise ConfigError(
-            f"{checkpoint.source} has no tokenizer, so no text can be read",
-            remedy=GIVE_TOKENIZER,
+            f"{checkpoint.source} has no tokenizer, so no text can be read", remedy=GIVE_TOKENIZER
         )
     hash = target_hash(checkpoint.folder)
     check_place(checkpoint, hash)
@@ -112,7 +162,7 @@ def prepare(
     folder = _work(options, key, processes)
     length = min(options.length or LENGTH, checkpoint.spec.max_positions)
     eos = next(iter(checkpoint.spec.eos_token_ids), None)
-    reader = Reader(checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
+    reader = DocumentReader(checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
     if options.self_generate:
         prompts = reader.prompts(options.data)
         documents = self_generated(
@@ -123,7 +173,7 @@ def prepare(
     skipped = reader.skipped
     if options.validation:
         held_out = (
-            Reader(
+            DocumentReader(
                 checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines, option="validation"
             )
             .corpus(options.validation)
@@ -158,25 +208,15 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """What makes a run itself: the target, the content of the files, and the options that decide its figures.
+    """What makes a run itself: the target, its files' content, and the options that decide its figures."""
 
-    Attributes:
-        target: The target's hash.
-        files: The digest of each file.
-        settings: The options by name.
-    """
-
-    target: str
-    files: Mapping[str, str]
-    settings: Mapping[str, Any]
+    target: str  # the target's hash
+    files: Mapping[str, str]  # the digest of each file
+    settings: Mapping[str, Any]  # the options by name
 
     @classmethod
     def of(cls, options: TrainOptions, target: str) -> RunKey:
-        """Return the key of a run.
-
-        Raises:
-            ConfigError: A file cannot be read.
-        """
+        """Return the key of a run."""
         files = {str(file): _digest(file, "data") for file in options.data}
         files |= {str(file): _digest(file, "validation") for file in options.validation}
         settings = {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_RUN}
@@ -220,7 +260,7 @@ def _work(options: TrainOptions, key: RunKey, processes: Processes) -> Path:
 def _claim(folder: Path, key: str, options: TrainOptions) -> None:
     """Make the folder a run's own, or check that it is."""
     file = folder / KEY
-    try:
+    with errors_named(folder, "work", "give a folder that can be"):
         if options.fresh and file.is_file():
             shutil.rmtree(folder)
         if not file.is_file():
@@ -239,59 +279,30 @@ def _claim(folder: Path, key: str, options: TrainOptions) -> None:
                 "which holds a run of another target, other data or other options", option="work",
                 value=str(folder), remedy=("give a new folder, or ", Option("fresh")),
             )  # fmt: skip
-    except OSError as error:
-        raise ConfigError(
-            f"which cannot be written ({error.strerror})", option="work", value=str(folder),
-            remedy="give a folder that can be",
-        ) from error  # fmt: skip
 
 
 def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Check that a folder may be replaced: it is not there, empty, or holds what a former run wrote.
-
-    Raises:
-        ConfigError: It holds anything else, which would be lost.
-    """
-    try:
+    """Check that a folder may be replaced: it is not there, empty, or holds what a former run wrote."""
+    with errors_named(place, "out", "give another folder", "which cannot be read"):
         if not place.exists() or (place.is_dir() and (not any(place.iterdir()) or is_ours(place))):
             return
-    except OSError as error:
-        raise ConfigError(
-            f"which cannot be read ({error.strerror})", option="out", value=str(place),
-            remedy="give another folder",
-        ) from error  # fmt: skip
     problem = "which holds other files" if place.is_dir() else "which is no folder"
     raise ConfigError(problem, option="out", value=str(place), remedy="give a new folder")
 
 
-def checked_taps(taps: tuple[int, ...], target: ModelSpec, allowed: range, where: str) -> tuple[int, ...]:
-    """Return the boundaries that a head reads.
-
-    Args:
-        taps: The boundaries.
-        target: The target.
-        allowed: Those that there are.
-        where: Says which these are, for the message.
-
-    Raises:
-        ConfigError: The target lacks one of them, or they do not ascend.
-    """
-    if list(taps) != sorted(set(taps)) or not set(taps) <= set(allowed):
+def checked_layers(layers: tuple[int, ...], target: ModelSpec, allowed: range, where: str) -> tuple[int, ...]:
+    """Return the auxiliary layers that a head reads."""
+    if list(layers) != sorted(set(layers)) or not set(layers) <= set(allowed):
         raise ConfigError(
             f"but the target has {target.layers} layers, and a head reads after some of them in ascending"
             f" order, {where}",
-            option="taps", value=",".join(map(str, taps)), remedy="give others, such as 2,4,6",
+            option="taps", value=",".join(map(str, layers)), remedy="give others, such as 2,4,6",
         )  # fmt: skip
-    return taps
+    return layers
 
 
 def _digest(file: Path, option: str) -> str:
     if is_no_file(file):
         raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
-    try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise ConfigError(
-            f"which cannot be read ({error.strerror})", option=option, value=str(file), remedy="give a file"
-        ) from error
+    with errors_named(file, option, "give a file", "which cannot be read"), file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

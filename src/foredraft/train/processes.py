@@ -1,36 +1,34 @@
-"""Processes: one, or several that `torchrun` starts, each with a part of the student and of every step."""
+"""Processes: one, or several that `torchrun` starts; the first one gathers and writes what they trained."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from foredraft.drafters.heads.eagle3_files import CONFIG
+from foredraft.drafters.heads.head_asset import SETTINGS
+from foredraft.drafters.heads.writing import WEIGHTS
 from foredraft.errors import ConfigError
-from foredraft.loading.device import find_device
+from foredraft.files import errors_named
+from foredraft.loading.runners import find_device
 from foredraft.train.students import Student
-
-__all__ = ["Processes", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes that train together.
+    """The processes that train together."""
 
-    Attributes:
-        rank: Which of them this one is.
-        count: How many there are.
-    """
-
-    rank: int = 0
-    count: int = 1
+    rank: int = 0  # which of them this one is
+    count: int = 1  # how many there are
 
     @property
     def first(self) -> bool:
@@ -74,16 +72,7 @@ class Processes:
 
 @contextmanager
 def joined(name: str | None) -> Iterator[Processes]:
-    """Join the processes that `torchrun` started, if it did, until the block ends.
-
-    Each process on a GPU gets one of its own, which is its current one from then on.
-
-    Args:
-        name: The device, as `load` takes it.
-
-    Raises:
-        ConfigError: There is no such device, or there are more processes than GPUs.
-    """
+    """Join the processes that `torchrun` started, if it did, each with a GPU of its own."""
     count, device = int(os.environ.get("WORLD_SIZE", "1")), find_device(name)
     if count == 1:
         yield Processes()
@@ -115,3 +104,24 @@ def _own_gpu(name: str | None) -> torch.device:
             remedy=f"start {gpus} processes, or give 'cpu'",
         )  # fmt: skip
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def holds_a_head(is_kind: Callable[[Path], bool], folder: Path) -> bool:
+    """Return whether a folder holds a head of a kind, and nothing besides."""
+    return is_kind(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, WEIGHTS, SETTINGS}
+
+
+def write_drafter(
+    student: Student,
+    processes: Processes,
+    dtype: torch.dtype,
+    place: Path,
+    write: Callable[[Mapping[str, Tensor]], None],
+) -> None:
+    """Write a student; all processes call this, and leave it together."""
+    tensors = processes.whole(student.tensors())
+    if processes.first:
+        halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        with errors_named(place, "out", "give a folder that can be"):
+            write(halves)
+    processes.wait()

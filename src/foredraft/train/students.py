@@ -1,46 +1,142 @@
-"""Students: what is trained. One class for each kind of drafter; the loop knows none of them.
+"""Students: what is trained, with their parameters in float32. One class a kind of drafter; the loop knows
+none.
 
-A student reads packed documents, and the target's states where it asks for them, and gives the logits of its
-predictions. It starts from weights of the target, and is written under the names of a checkpoint.
+A module here is a source for `model.weights`, so what is trained has the arithmetic of what decodes, and the
+names of what is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from foredraft.drafters.adapter import adapter_spec
-from foredraft.drafters.adapter_files import VOCABULARY
-from foredraft.model.decoder import Decoder
-from foredraft.model.layers import Linear
+from foredraft.drafters.adapter import VOCABULARY, adapter_spec
+from foredraft.model.checkpoint import Shapes
+from foredraft.model.decoder import Decoder, Layer
+from foredraft.model.layers import Linear, Norm
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_layouts import EMBEDDING, HEAD, POSITIONS
-from foredraft.train.chunks import Compare, Rows, by_chunks
-from foredraft.train.packed_documents import Packed, PackedPass
-from foredraft.train.parameters import Parameters, TrainedLayer, TrainedNorm
+from foredraft.model.tensor_names import EMBEDDING, HEAD, POSITIONS
+from foredraft.model.weights import build_layer, build_norm
+from foredraft.train.losses import Compare, Rows, by_chunks
+from foredraft.train.target import Packed, PackedPass
 
-__all__ = ["Accept", "AdapterStudent", "DraftStudent", "Student"]
+DEVIATION = 0.02  # of weights that start at random, as transformers draws them
+
+
+class Parameters(nn.Module):
+    """Parameters of a part of a model. A name of a checkpoint has dots, which a module's may not have."""
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.dtype = device, torch.float32
+        for name, shape in shapes.items():
+            self.register_parameter(_own(name), nn.Parameter(torch.empty(shape, device=device)))
+
+    def load(self, shapes: Shapes) -> Tensor:
+        """Return the joined parameters; part of `model.weights.TensorSource`."""
+        found = [getattr(self, _own(name)) for name in shapes]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    load_temporary = load
+
+    def free_temporary(self) -> None:
+        """There is no temporary memory."""
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The parameters by the names of a checkpoint."""
+        return {name.replace("/", "."): value for name, value in self.named_parameters()}
+
+    @torch.no_grad()
+    def draw(self, random: torch.Generator, *, norm: float) -> None:
+        """Draw matrices from a normal distribution, and set norms to `norm`, scalars to 1 and biases to 0."""
+        for name, value in self.by_name.items():
+            if value.dim() > 1:
+                drawn = torch.randn(value.shape, generator=random) * DEVIATION
+                value.copy_(drawn)
+            else:
+                is_norm = "norm" in name and not name.endswith(".bias")
+                value.fill_(norm if is_norm else float(name.endswith("layer_scalar")))
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the values of all parameters from tensors by the same names."""
+        for name, value in self.by_name.items():
+            value.copy_(tensors[name])
+
+
+def _own(name: str) -> str:
+    return name.replace(".", "/")
+
+
+class TrainedLayer(Parameters):
+    """A layer, with or without an MLP; `index` is its place in the model that it is part of."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, *, index: int = 0, mlp: bool = True) -> None:
+        self._spec, self._index, self._mlp = spec, index, mlp
+        recorder = _ShapeRecorder()
+        build_layer(spec, recorder, index, mlp=mlp)
+        super().__init__(recorder.shapes, device)
+
+    def layer(self) -> Layer:
+        """Return the layer over the parameters as they are now."""
+        return build_layer(self._spec, self, self._index, mlp=self._mlp)
+
+    def forward(self, x: Tensor, pass_: PackedPass) -> Tensor:
+        """Return the states [N, hidden] that leave the layer."""
+        return pass_.run([self.layer()], x, self._index)
+
+
+class TrainedNorm(Parameters):
+    """The norm after the last layer."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._spec = spec
+        recorder = _ShapeRecorder()
+        build_norm(spec, recorder)
+        super().__init__(recorder.shapes, device)
+
+    def norm(self) -> Norm:
+        """Return the norm over the parameter as it is now."""
+        return build_norm(self._spec, self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed states, [N, hidden]."""
+        return self.norm()(x)
+
+
+class _ShapeRecorder:
+    """A source that notes what is asked of it."""
+
+    device, dtype = torch.device("meta"), torch.float32
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def load(self, shapes: Shapes) -> Tensor:
+        self.shapes |= shapes
+        rows = sum(shape[0] for shape in shapes.values())
+        return torch.empty(rows, *next(iter(shapes.values()))[1:], device="meta")
+
+    load_temporary = load
+
+    def free_temporary(self) -> None:
+        return None
+
 
 # (logits of predictions, which ones) -> [n, 2]: the probability of acceptance, and whether both argmax agree
 Accept = Callable[[Tensor, Rows], Tensor]
 
 
 class Student(nn.Module):
-    """Base class of what is trained.
+    """Base class of what is trained."""
 
-    Attributes:
-        taps: The depths at which it reads the target's states; none: it reads tokens alone.
-        vocabulary: The token ids that it has logits for, [n] int64; None is all.
-        steps: Tokens of a draft that are learned at every position.
-    """
-
-    taps: tuple[int, ...] = ()
-    steps: int = 1
-    vocabulary: Tensor | None = None
+    aux_layers: tuple[int, ...] = ()  # the depths at which it reads the target's states; none: tokens alone
+    steps: int = 1  # tokens of a draft that are learned at every position
+    vocabulary: Tensor | None = None  # the token ids that it has logits for, [n] int64; None is all
 
     def forward(
         self,
@@ -49,19 +145,7 @@ class Student(nn.Module):
         compare: Compare | None = None,
         accept: Accept | None = None,
     ) -> Tensor:
-        """Return the logits of the predictions, or what comparing them gives.
-
-        Args:
-            packed: The documents.
-            states: The target's states at the taps side by side, [N, taps * hidden].
-            compare: Compares the logits of some predictions with the target's.
-            accept: Says how they would be accepted; without `compare`.
-
-        Returns:
-            The logits [M, V] float32, of the columns `packed.predicting`; or the sums of `compare`, [2]; or
-            what `accept` says of each token of a draft from each prediction on, [M, K, 2], where K is 1 for a
-            student whose logits do not depend on where a draft began.
-        """
+        """Return the logits, or what comparing them gives; `states` are [N, layers * hidden]."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
@@ -74,33 +158,21 @@ class Student(nn.Module):
 
 
 class AdapterStudent(Student):
-    """An adapter over the target's first layers (`drafters.adapter`).
-
-    It starts as a layer of the target and the target's last norm.
-
-    Args:
-        target: The target; its head is used, frozen.
-        head: The head's weight, [V, hidden].
-        start: Their tensors, by the adapter's names.
-        depth: Layers of the target below the adapter.
-        mlp: The adapter has an MLP.
-        vocabulary: The token ids of a reduced head, ascending; None keeps all.
-        bias: The head's bias, [V]; None if it has none.
-    """
+    """An adapter over the target's first layers, which starts as a layer and the last norm of the target."""
 
     def __init__(
         self,
-        target: ModelSpec,
-        head: Tensor,
-        start: dict[str, Tensor],
-        depth: int,
+        target: ModelSpec,  # the target; its head is used, frozen
+        head: Tensor,  # the head's weight, [V, hidden]
+        start: dict[str, Tensor],  # their tensors, by the adapter's names
+        depth: int,  # layers of the target below the adapter
         *,
-        mlp: bool,
-        vocabulary: Sequence[int] | None = None,
-        bias: Tensor | None = None,
+        mlp: bool,  # the adapter has an MLP
+        vocabulary: Sequence[int] | None = None,  # the token ids of a reduced head, ascending; None keeps all
+        bias: Tensor | None = None,  # the head's bias, [V]; None if it has none
     ) -> None:
         super().__init__()
-        self.depth, self.taps, self.spec = depth, (depth,), adapter_spec(target)
+        self.depth, self.aux_layers, self.spec = depth, (depth,), adapter_spec(target)
         device = head.device
         self.layer = TrainedLayer(self.spec, device, mlp=mlp)
         self.norm = TrainedNorm(self.spec, device)
@@ -121,7 +193,7 @@ class AdapterStudent(Student):
     ) -> Tensor:
         assert states is not None
         x = self.layer(states, PackedPass(self.spec, packed, states.dtype))
-        logits = _head(self.spec, self.norm, self.head, self.bias)
+        logits = _Head(self.spec, self.norm, self.head, self.bias)
         return _predicted(logits, x[packed.predicting], compare, accept)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -133,24 +205,16 @@ class AdapterStudent(Student):
 
 
 class DraftStudent(Student):
-    """A small model with the target's tokenizer.
-
-    Args:
-        spec: The small model.
-        device: Where it is.
-        start: Tensors to start from, by their names in the small model; None draws them from `seed`.
-        seed: Of the first weights.
-        checkpointed: Recompute each layer's activations in the backward pass, to save memory.
-    """
+    """A small model with the target's tokenizer."""
 
     def __init__(
         self,
-        spec: ModelSpec,
-        device: torch.device,
-        start: dict[str, Tensor] | None,
+        spec: ModelSpec,  # the small model
+        device: torch.device,  # where it is
+        start: dict[str, Tensor] | None,  # tensors to start from, by name; None draws them from `seed`
         *,
-        seed: int = 0,
-        checkpointed: bool = False,
+        seed: int = 0,  # of the first weights
+        checkpointed: bool = False,  # recompute each layer's activations in the backward pass, to save memory
     ) -> None:
         super().__init__()
         self.spec, self.checkpointed = spec, checkpointed
@@ -189,7 +253,7 @@ class DraftStudent(Student):
             x = checkpoint(layer, x, pass_, use_reentrant=False) if self.checkpointed else layer(x, pass_)
         head = ends.get(f"{HEAD}.weight", embedding)
         bias = ends.get(f"{HEAD}.bias")
-        return _predicted(_head(self.spec, self.norm, head, bias), x[packed.predicting], compare, accept)
+        return _predicted(_Head(self.spec, self.norm, head, bias), x[packed.predicting], compare, accept)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for part in self._parts() for name, value in part.by_name.items()}
@@ -202,17 +266,12 @@ class DraftStudent(Student):
         return [self.ends, *layers, self.norm]
 
 
-@dataclass(frozen=True, slots=True)
 class _Head:
-    """The norm and the head of a student, with the parameters among their weights."""
+    """The norm and the head of a student, over the parameters as they are now."""
 
-    logits: Callable[[Tensor], Tensor]
-    parameters: list[Tensor]
-
-
-def _head(spec: ModelSpec, norm: TrainedNorm, head: Tensor, bias: Tensor | None) -> _Head:
-    decoder = Decoder(spec, head, (), norm.norm(), Linear(head, bias))
-    return _Head(decoder.head, [*norm.parameters(), head, *([] if bias is None else [bias])])
+    def __init__(self, spec: ModelSpec, norm: TrainedNorm, head: Tensor, bias: Tensor | None) -> None:
+        self.logits = Decoder(spec, head, (), norm.norm(), Linear(head, bias)).head
+        self.parameters = [*norm.parameters(), head, *([] if bias is None else [bias])]
 
 
 def _predicted(head: _Head, x: Tensor, compare: Compare | None, accept: Accept | None) -> Tensor:

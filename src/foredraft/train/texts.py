@@ -1,31 +1,149 @@
-"""Texts: files of data, read into documents whose prompts do not count.
+"""Texts: files of data, read into documents whose prompts do not count; the replies and the frequent tokens
+in them.
 
-A text file is one document. A line of JSON, or a row of a Parquet table, is one document, too:
+A text file is one document; so is a line of JSON, or a row of a Parquet table:
 
     {"text": ...}                       all of it counts
     {"prompt": ..., "response": ...}    the response counts
     {"messages": [...]}                 every reply of the assistant counts, in the model's chat template
 
-A text as long as it may be is cut into pieces of `length` tokens.
+A reply counts where the conversation's text begins with all before it and with all up to its end: templates
+change earlier turns at times, as those that drop reasoning. Rendering that for every reply takes time that
+grows with the square of their number, so a longer conversation is read in windows: what a reply adds is
+rendered after the opening messages and the exchange before it alone. Where all windows make up the
+conversation's text, and whole texts of some replies agree, that holds; elsewhere whole texts decide.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError, Option, RequestError
-from foredraft.files import is_no_file
+from foredraft.files import errors_named, is_no_file
+from foredraft.model.chat import ChatTemplate
 from foredraft.model.config import parse_json
+from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.train.packed_documents import Document
-from foredraft.train.reply_spans import MAX_REPLIES, TooManyRepliesError, reply_spans, role_of
+from foredraft.train.target import Document
 
-__all__ = ["Corpus", "Reader"]
+
+def frequent_tokens(documents: Sequence[Document], size: int | None, spec: ModelSpec) -> Sequence[int] | None:
+    """Return the tokens that are learned most often, those that end a text among them, in ascending order."""
+    if size is None or size >= spec.vocab_size:
+        return None
+    counts: Counter[int] = Counter()
+    for document in documents:
+        pairs = zip(document.ids[1:], document.counts[1:], strict=True)
+        counts.update(id for id, is_counted in pairs if is_counted)
+    ends = list(spec.eos_token_ids)
+    tokens = dict.fromkeys([*ends, *(id for id, _ in counts.most_common()), *range(spec.vocab_size)])
+    return sorted(list(tokens)[:size])
+
+
+FEW = 16  # replies of which whole texts are cheaper than windows
+MAX_REPLIES = 500  # of which whole texts are rendered
+MAX_WINDOW = 32  # messages of a window, and of those that open a conversation
+
+Span = tuple[int, int]  # first character of a reply, and the one after its last
+
+
+class TooManyRepliesError(ValueError):
+    """The template changes earlier turns, and the conversation has more replies than `MAX_REPLIES`."""
+
+
+def reply_spans(chat: ChatTemplate, messages: Sequence[Any], whole: str) -> list[Span]:
+    """Return where the replies that count stand in a conversation's text."""
+    replies = [at for at, message in enumerate(messages) if role_of(message) == "assistant"]
+    if len(replies) > FEW:
+        spans = _by_windows(chat, messages, replies, whole)
+        if spans is not None:
+            return [span for span in spans if span[0] < span[1]]
+    if len(replies) > MAX_REPLIES:
+        raise TooManyRepliesError(len(replies))
+    found = (_by_whole_texts(chat, messages, at, whole) for at in replies)
+    return [span for span in found if span is not None]
+
+
+def role_of(message: Any) -> object:
+    """Return the role of a message; None where it has none."""
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _by_whole_texts(chat: ChatTemplate, messages: Sequence[Any], at: int, whole: str) -> Span | None:
+    """Return where the reply at a place stands; None where it does not count."""
+    before = chat.render(messages[:at], add_generation_prompt=True) if at else ""
+    after = chat.render(messages[: at + 1], add_generation_prompt=False)
+    counts = whole.startswith(before) and whole.startswith(after) and len(before) < len(after)
+    return (len(before), len(after)) if counts else None
+
+
+def _by_windows(
+    chat: ChatTemplate, messages: Sequence[Any], replies: Sequence[int], whole: str
+) -> list[Span] | None:
+    """Return where all replies stand; None where windows do not tell."""
+    roles = [role_of(message) for message in messages]
+    opening = roles.index("user") if "user" in roles else 0
+    if opening > MAX_WINDOW:
+        return None
+    try:
+        first = _by_whole_texts(chat, messages, replies[0], whole)
+        if first is None:
+            return None
+        spans = [first]
+        for former, at in pairwise(replies):
+            start = _window_start(roles, opening, former)
+            if at - start > MAX_WINDOW:
+                return None
+            window = [*messages[:opening], *messages[start : at + 1]]
+            span = _next_span(chat, window, at - former, spans[-1][1], whole)
+            if span is None:
+                return None
+            spans.append(span)
+        if spans[-1][1] != len(whole):
+            return None
+        agree = all(
+            _by_whole_texts(chat, messages, replies[place], whole) == spans[place]
+            for place in _halves(len(replies))
+        )
+    except RequestError:  # some templates refuse a conversation that begins in its middle
+        return None
+    return spans if agree else None
+
+
+def _window_start(roles: Sequence[object], opening: int, former: int) -> int:
+    """Return the place of the question before a reply, or one that is further away than `MAX_WINDOW`."""
+    start = former
+    while start > opening and roles[start] != "user" and former - start <= MAX_WINDOW:
+        start -= 1
+    return max(start, opening)
+
+
+def _next_span(chat: ChatTemplate, window: Sequence[Any], since: int, end: int, whole: str) -> Span | None:
+    """Return where the last reply of a window stands in the conversation's text; None where it does not."""
+    former = chat.render(window[:-since], add_generation_prompt=False)
+    before = chat.render(window[:-1], add_generation_prompt=True)
+    after = chat.render(window, add_generation_prompt=False)
+    if not (before.startswith(former) and after.startswith(before)):
+        return None
+    start = end + len(before) - len(former)
+    fits = whole.startswith(after[len(former) :], end)
+    return (start, start + len(after) - len(before)) if fits else None
+
+
+def _halves(count: int) -> list[int]:
+    """Return the last place, that in the middle, that in the middle before it, and so on."""
+    places, place = [], count - 1
+    while place:
+        places.append(place)
+        place //= 2
+    return places
+
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 SHAPES = 'a "text", a "prompt" with a "response", or "messages"'
@@ -39,49 +157,31 @@ class BadRecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What the files hold.
+    """What the files hold."""
 
-    Attributes:
-        documents: In the order of the files.
-        skipped: Bad lines that were left out.
-    """
-
-    documents: list[Document]
-    skipped: int
+    documents: list[Document]  # in the order of the files
+    skipped: int  # bad lines that were left out
 
 
-class Reader:
-    """Reads files of data.
-
-    Args:
-        tokenizer: The target's.
-        eos: Ends a response; None: nothing does.
-        length: Tokens of a document at most.
-        skip_bad_lines: Leave lines and rows out that hold no document, and count them.
-        prompts_count: A "prompt" without a "response" is a text, all of which counts.
-        option: The option that names the files, for errors.
-    """
+class DocumentReader:
+    """Reads files of data."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        eos: int | None,
-        length: int,
+        tokenizer: Tokenizer,  # the target's
+        eos: int | None,  # ends a response; None: nothing does
+        length: int,  # tokens of a document at most
         *,
-        skip_bad_lines: bool = False,
-        prompts_count: bool = False,
-        option: str = "data",
+        skip_bad_lines: bool = False,  # leave lines and rows out that hold no document, and count them
+        prompts_count: bool = False,  # a "prompt" without a "response" is a text, all of which counts
+        option: str = "data",  # the option that names the files, for errors
     ) -> None:
         self.tokenizer, self.eos, self.length = tokenizer, eos, length
         self.skip_bad_lines, self.prompts_count, self.option = skip_bad_lines, prompts_count, option
         self.skipped = 0
 
     def corpus(self, files: Sequence[Path]) -> Corpus:
-        """Return the documents of files.
-
-        Raises:
-            ConfigError: A file cannot be read or holds nothing, a line is bad, or nothing in them counts.
-        """
+        """Return the documents of files."""
         documents = [piece for record in self._records(files) for piece in self._pieces(*record)]
         if not documents:
             raise ConfigError(
@@ -91,11 +191,7 @@ class Reader:
         return Corpus(documents, self.skipped)
 
     def prompts(self, files: Sequence[Path]) -> list[list[int]]:
-        """Return the prompts of the files' documents: of a text, the beginning of each piece.
-
-        Raises:
-            ConfigError: As `corpus`.
-        """
+        """Return the prompts of the files' documents: of a text, the beginning of each piece."""
         found: list[list[int]] = []
         for ids, counts in self._records(files):
             first = counts.index(True) if True in counts else len(ids)
@@ -190,23 +286,16 @@ def _within(tokens: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]])
 
 
 def _read(file: Path, option: str) -> Iterator[tuple[str | None, Any]]:
-    """Yield where each record of a file is, and the record; of a text file nowhere.
-
-    Raises:
-        ConfigError: The file cannot be read, is empty, or holds no text.
-    """
+    """Yield where each record of a file is, and the record; of a text file nowhere."""
     if is_no_file(file):
         raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
     if file.suffix in PARQUET:
         yield from _rows(file, option)
         return
-    try:
+    with errors_named(file, option, "give a file", "which cannot be read"):
         content = file.read_bytes()
+    try:
         text = content.decode("utf-8-sig")  # a byte order mark is no text
-    except OSError as error:
-        raise ConfigError(
-            f"which cannot be read ({error.strerror})", option=option, value=str(file), remedy="give a file"
-        ) from error
     except UnicodeDecodeError as error:
         raise _no_text(file, option) from error
     if not text.strip():

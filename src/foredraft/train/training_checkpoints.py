@@ -1,206 +1,227 @@
-"""Checkpoints of a run: parameters, optimiser and progress, one safetensors file a checkpoint.
+"""What a training run keeps in its folder: the journal of its steps, and checkpoints to go on from.
 
-    checkpoints/step-400.safetensors
-        student/layer.self_attn.q_proj.weight              a parameter
-        optimizer/exp_avg/layer.self_attn.q_proj.weight    what the optimiser keeps of it (`MOMENTS`)
-        header: {"progress": "{\"step\": 400, ...}", "run": "9f86d081..."}
+The last line may be cut by a kill, and does not count. A continued run drops what came after its checkpoint.
 
-Contract: a checkpoint is read by its own run alone. The digest in its header names the run: target, data and
-options, but for the number of steps. The latest checkpoint is whole, whatever ended the run. One is written
-under another name, which then takes its place; the former one goes only after that. Reading one executes
-nothing that it holds: the file is numbers and JSON, each of which is checked. The first process writes the
-tensors whole, and any number of processes can read them.
+Contract: a checkpoint is read by its own run alone, whose digest it holds: of target, data and options, but
+for the number of steps. The latest one is whole, whatever ended the run: it is written under another name,
+which then takes its place, and the former one goes only after that. Reading one executes nothing
+(`weights_only`). The first process writes the tensors whole, and any number of processes can read them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+import zipfile
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from foredraft.errors import CheckpointError, ConfigError, Option, shortened
-from foredraft.files import replacing
-from foredraft.model.config import MAX_FLOAT, parse_json
-from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
+from foredraft.errors import ConfigError, Option, shortened
+from foredraft.files import errors_named, replacing
+from foredraft.model.config import parse_json
 from foredraft.train.processes import Processes
 from foredraft.train.students import Student
 
-__all__ = ["TrainingCheckpoints", "TrainingProgress"]
 
-PREFIX, SUFFIX = "step-", ".safetensors"
-PROGRESS, RUN = "progress", "run"  # of the header
-STEPS = "step"  # what AdamW counts for each parameter, a scalar
-MOMENTS = (STEPS, "exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
+def whole_lines(file: Path) -> list[Any]:
+    """Return the values of the whole lines of a file; none where there is no file."""
+    if not file.is_file():
+        return []
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+    except OSError as error:
+        raise _refused_file(file, f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise _refused_file(file, "is not UTF-8 text") from error
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values.append(parse_json(line))
+        except ValueError as error:
+            raise broken_line(file, number, "is not JSON") from error
+    return values
+
+
+def broken_line(file: Path, number: int, problem: str) -> ConfigError:
+    """Return the error of a line that no run wrote."""
+    return _refused_file(file, f"is broken: line {number} {problem}")
+
+
+def _refused_file(file: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"whose {file.name} {problem}", option="work", value=str(file.parent),
+        remedy=("start anew with ", Option("fresh")),
+    )  # fmt: skip
+
+
+FILE, FOLDER = "metrics.jsonl", "tensorboard"
+MAKE_ROOM = "make room, and run the same command again"  # a remedy
+
+
+class Journal:
+    """The figures of a run."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.file = folder / FILE
+        self._board: Any = None
+        kept = [
+            json.dumps(entry)
+            for number, entry in enumerate(whole_lines(self.file), 1)
+            if self._step_of(number, entry) <= step
+        ]
+        with self._writing(), replacing(self.file) as new:
+            new.write_text("".join(f"{line}\n" for line in kept))
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        with self._writing():
+            self._board = SummaryWriter(str(folder / FOLDER), purge_step=step + 1)
+
+    def _step_of(self, number: int, entry: Any) -> int:
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if type(step) is not int:
+            raise broken_line(self.file, number, 'is no JSON object with a "step"')
+        return step
+
+    def write(self, step: int, figures: dict[str, float | list[float]]) -> None:
+        """Add an entry."""
+        with self._writing():
+            with self.file.open("a") as file:
+                file.write(json.dumps({"step": step, **figures}) + "\n")
+            if self._board is not None:
+                for name, value in figures.items():
+                    values = {name: value} if isinstance(value, float | int) else _numbered(name, value)
+                    for each, number in values.items():
+                        self._board.add_scalar(each, number, step)
+
+    def close(self) -> None:
+        """Write what TensorBoard's part holds back."""
+        if self._board is not None:
+            with self._writing():
+                self._board.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return errors_named(
+            self.file.parent, "work", MAKE_ROOM, f"in which {FILE} or {FOLDER} cannot be written"
+        )
+
+
+def _numbered(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{name}/{number}": value for number, value in enumerate(values, 1)}
+
+
+PREFIX, SUFFIX = "step-", ".pt"
+STEPS = "step"  # what AdamW counts for each parameter: a scalar, on the CPU
 
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        step: Steps done.
-        tokens: Tokens learned from, each as often as it was.
-        seconds: Of training.
-        best: The best validated speed-up; 0 before the first validation.
-        worse: Validations since then.
-        finished: Training has ended.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    best: float = 0.0
-    worse: int = 0
-    finished: bool = False
-
-    @classmethod
-    def read(cls, text: object) -> TrainingProgress:
-        """Return the progress that a text holds as JSON.
-
-        Raises:
-            ValueError: It holds anything else.
-        """
-        found = parse_json(text) if isinstance(text, str) else None
-        if not isinstance(found, dict):
-            raise ValueError("does not say how far the run is")
-        types = {each.name: type(each.default) for each in fields(cls)}
-        if found.keys() != types.keys():
-            [name, *_] = sorted(found.keys() ^ types.keys())
-            raise ValueError(f"has {'the unknown' if name in found else 'no'} field {shortened(name)}")
-        for name, kind in types.items():
-            value = found[name]
-            fits = type(value) in (int, float) if kind is float else type(value) is kind
-            if not fits or not 0 <= value <= MAX_FLOAT:
-                raise ValueError(f"has the {name} {shortened(value)}")
-        return cls(**found)
+    step: int = 0  # steps done
+    tokens: int = 0  # tokens learned from, each as often as it was
+    seconds: float = 0.0  # of training
+    best: float = 0.0  # the best validated speed-up; 0 before the first validation
+    worse: int = 0  # validations since then
+    finished: bool = False  # training has ended
 
 
 class TrainingCheckpoints:
-    """The checkpoints in a folder.
-
-    Args:
-        folder: Holds them.
-        processes: Those that train.
-        run: The digest of the run.
-    """
+    """The checkpoints in a folder."""
 
     def __init__(self, folder: Path, processes: Processes, run: str) -> None:
         self.folder, self.processes, self.run = folder, processes, run
 
     @property
     def latest(self) -> Path | None:
-        """The last checkpoint.
-
-        Raises:
-            ConfigError: The folder holds one that is no file of this version.
-        """
+        """The last checkpoint."""
         found = {}
         for path in self.folder.glob(f"{PREFIX}*"):
-            if path.is_dir():
-                raise _refused(path, "is a folder, as earlier versions wrote, which is not read any more")
+            if path.is_dir() or path.suffix == ".safetensors":
+                raise _refused(path, "is that of an earlier version, which is not read any more")
             number = path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
             if path.suffix == SUFFIX and number.isascii() and number.isdecimal():
                 found[int(number)] = path
         return found[max(found)] if found else None
 
     def save(self, student: Student, optimizer: Optimizer, progress: TrainingProgress) -> None:
-        """Write a checkpoint, and remove the former one.
-
-        Raises:
-            ConfigError: The disk is full, or the folder cannot be written; the former one stays.
-        """
+        """Write a checkpoint, and remove the former one."""
         self.processes.part(student)
-        tensors = self.processes.whole(dict(_held(student, optimizer)))
+        parameters = dict(student.named_parameters())
+        content = {
+            "run": self.run,
+            "progress": asdict(progress),
+            "student": self.processes.whole(parameters),
+            "optimizer": {name: self.processes.whole(optimizer.state[p]) for name, p in parameters.items()},
+        }
         if self.processes.first:
             former, file = self.latest, self._file(progress.step)
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with replacing(file) as new:
-                    header = {PROGRESS: json.dumps(asdict(progress)), RUN: self.run}
-                    write_tensors(new, tensors, header)
+                with replacing(file) as new, new.open("wb") as opened:
+                    torch.save(content, opened)
                 if former is not None and former != file:
                     former.unlink()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 raise _unwritable(self.folder, error) from error
         self.processes.wait()
 
     def restore(self, student: Student, optimizer: Optimizer) -> TrainingProgress | None:
-        """Read the latest checkpoint into student and optimiser; None: there is none.
-
-        Raises:
-            ConfigError: The checkpoint is broken, or that of another run.
-        """
+        """Read the latest checkpoint into student and optimiser; None: there is none."""
         latest = self.latest
         if latest is None:
             return None
         try:
-            with SafetensorsFile(latest) as file:
-                if file.metadata.get(RUN) != self.run:
-                    raise ValueError("is that of a run of another target, other data or other options")
-                progress = TrainingProgress.read(file.metadata.get(PROGRESS))
-                if self._file(progress.step) != latest:
-                    raise ValueError(f"is that of step {progress.step}")
-                _check(file, student)
-                _read(file, student, optimizer)
-        except CheckpointError as error:
-            raise _refused(latest, f"cannot be read ({error.problem})") from error
+            content = self._read(latest)
+            _check_shapes(content, student)
         except ValueError as error:
             raise _refused(latest, str(error)) from error
-        return progress
+        _take_over(content, student, optimizer)
+        return TrainingProgress(**content["progress"])
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        """Return the content of a file that is a checkpoint of this run."""
+        try:
+            damaged = zipfile.ZipFile(file).testzip()  # PyTorch does not compare the checksums
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            run, progress = content["run"], TrainingProgress(**content["progress"])
+        except Exception as error:  # they raise many kinds
+            raise ValueError(f"cannot be read ({shortened(str(error))})") from error
+        if damaged is not None:
+            raise ValueError(f"is damaged in {damaged}")
+        if run != self.run:
+            raise ValueError("is that of a run of another target, other data or other options")
+        if self._file(progress.step) != file:
+            raise ValueError(f"is that of step {progress.step}")
+        return content
 
     def _file(self, step: int) -> Path:
         return self.folder / f"{PREFIX}{step}{SUFFIX}"
 
 
-def _held(student: Student, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint by name, as far as this process has them."""
-    for name, parameter in student.named_parameters():
-        yield _student(name), parameter
-        for moment in MOMENTS:
-            yield _moment(moment, name), optimizer.state[parameter][moment]
-
-
-def _check(file: SafetensorsFile, student: Student) -> None:
-    """Check that a file holds the tensors of a student and its optimiser, before one of them is taken over.
-
-    Raises:
-        ValueError: A tensor is missing, too many, of another shape or dtype, or not finite.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in student.named_parameters():
-        shape = tuple(parameter.shape)
-        shapes[_student(name)] = shape
-        shapes |= {_moment(moment, name): () if moment == STEPS else shape for moment in MOMENTS}
-    if different := sorted(shapes.keys() ^ file.tensors.keys()):
-        has = "has" if different[0] in file.tensors else "lacks"
-        raise ValueError(f"{has} tensor {shortened(different[0])}, so it is that of another run")
-    for name, shape in shapes.items():
-        info = file.tensors[name]
-        if info.shape != shape or info.dtype != "F32":
-            raise ValueError(
-                f"has tensor {name} of shape {[*info.shape]} and dtype {info.dtype}, not {[*shape]} and F32,"
-                " so it is that of another run"
-            )
-        if not torch.isfinite(file.get_tensor(name)).all():
-            raise ValueError(f"has tensor {name} with values that are not finite")
+def _check_shapes(content: dict[str, Any], student: Student) -> None:
+    """Check that a checkpoint has the tensors of a student: another version may train other ones."""
+    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
+    held = {name: tensor.shape for name, tensor in content["student"].items()}
+    if different := sorted(name for name in shapes | held if shapes.get(name) != held.get(name)):
+        raise ValueError(f"differs in tensor {shortened(different[0])}, so it is that of another run")
 
 
 @torch.no_grad()
-def _read(file: SafetensorsFile, student: Student, optimizer: Optimizer) -> None:
-    """Take over the tensors of a file that `_check` has accepted; each process takes its part."""
+def _take_over(content: dict[str, Any], student: Student, optimizer: Optimizer) -> None:
+    """Take over the tensors of a checkpoint; each process takes its part."""
     for name, parameter in student.named_parameters():
-        parameter.copy_(_part(file.get_tensor(_student(name)), parameter))
-        state = {moment: file.get_tensor(_moment(moment, name)) for moment in MOMENTS}
-        # a copy, because the tensors of a file are read only; AdamW counts its steps on the CPU
+        parameter.copy_(_part(content["student"][name], parameter))
         optimizer.state[parameter] = {
-            moment: value.clone() if moment == STEPS else _part(value, parameter).clone()
-            for moment, value in state.items()
+            key: value if key == STEPS else _part(value, parameter)
+            for key, value in content["optimizer"][name].items()
         }
 
 
@@ -212,14 +233,6 @@ def _part(value: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _student(name: str) -> str:
-    return f"student/{name}"
-
-
-def _moment(moment: str, name: str) -> str:
-    return f"optimizer/{moment}/{name}"
-
-
 def _refused(checkpoint: Path, problem: str) -> ConfigError:
     return ConfigError(
         f"whose checkpoint {checkpoint.name} {problem}", option="work", value=str(checkpoint.parent.parent),
@@ -227,8 +240,11 @@ def _refused(checkpoint: Path, problem: str) -> ConfigError:
     )  # fmt: skip
 
 
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
+def _unwritable(folder: Path, error: Exception) -> ConfigError:
+    # PyTorch raises an error of its own in place of the system's
+    cause = error if isinstance(error, OSError) else error.__context__
+    why = getattr(cause, "strerror", error)
     return ConfigError(
-        f"in which a checkpoint cannot be written ({error.strerror}); the one before it is whole",
+        f"in which a checkpoint cannot be written ({why}); the one before it is whole",
         option="work", value=str(folder), remedy="make room, and run the same command again",
     )  # fmt: skip

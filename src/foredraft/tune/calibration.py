@@ -1,8 +1,8 @@
-"""Calibration texts: texts that the target writes once, on which every trial is scored; and held-out prompts.
+"""Calibration texts, which the target writes once and on which every trial is scored; and held-out prompts.
 
-The texts are a function of the model, the prompts and the temperature, because every sample has a fixed
-seed. A text is cut before more than `MAX_REPEATED` of its 4-grams are repetitions: loops are easy to draft,
-and a plan that was found on loops is good at nothing else.
+Every sample has a fixed seed, so texts are a function of the model, the prompts and the temperature, and are
+kept in the user's cache folder: a large model writes for minutes. A text is cut before more than
+`MAX_REPEATED` of its 4-grams are repetitions, because loops are easy to draft.
 """
 
 from __future__ import annotations
@@ -12,45 +12,35 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from foredraft.bench.bench_settings import MAX_REPEATED
+import torch
+
+import foredraft
+from foredraft import user_cache
+from foredraft.bench.bench_records import MAX_REPEATED
 from foredraft.decode.params import SamplingParams
+from foredraft.drafters.lookup import repeated
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
-from foredraft.ngrams import repeated
-
-__all__ = [
-    "MIN_TOKENS",
-    "CalibrationText",
-    "CalibrationTexts",
-    "calibration_prompt_count",
-    "hold_out",
-    "new_tokens_per_prompt",
-    "write_calibration_texts",
-]
+from foredraft.llm.loaded import Loaded
+from foredraft.model.lora.lora_config import base_of
 
 HELD_OUT_EVERY = 4  # one prompt in four is held out
-# Prompts held out at least, or half of all prompts: with fewer, no speed-up is significant
-# (`Finalist.objection`).
-MIN_HELD_OUT = 6
+MIN_HELD_OUT = 6  # prompts, or half of all: with fewer, no speed-up is significant
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 64, 256  # bounds of the new tokens asked of one prompt
 MIN_TEXT_TOKENS = 16  # shorter texts are dropped: they hold few whole drafts
-# Tokens that a search needs at least: on fewer, chance decides between plans of nearly the same speed.
-MIN_TOKENS = 512
+MIN_TOKENS = 512  # that a search needs: on fewer, chance decides between plans
 MAX_SAMPLES = 8  # samples of one prompt at a temperature above 0
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """A prompt and its continuation by the target.
+    """A prompt and its continuation by the target."""
 
-    Attributes:
-        ids: Token ids of the prompt and of the new tokens after it.
-        prompt_length: Tokens of the prompt.
-    """
-
-    ids: tuple[int, ...]
-    prompt_length: int
+    ids: tuple[int, ...]  # token ids of the prompt and of the new tokens after it
+    prompt_length: int  # tokens of the prompt
 
     @property
     def new_tokens(self) -> int:
@@ -77,19 +67,7 @@ class CalibrationTexts:
 
 
 def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Split prompts, in a fixed random order, into those for calibration and those held out.
-
-    Equal prompts count once, so that none is on both sides.
-
-    Args:
-        prompts: Token ids of each prompt.
-
-    Returns:
-        The prompts that calibration texts continue, and the held-out prompts.
-
-    Raises:
-        ConfigError: Fewer than two prompts differ.
-    """
+    """Split different prompts, in a fixed random order, into those for calibration and those held out."""
     different = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
     if len(different) < 2:
         raise ConfigError(
@@ -122,12 +100,7 @@ def write_calibration_texts(
     temperature: float,
     progress: Callable[[str, int, int], None],
 ) -> CalibrationTexts:
-    """Let the target write texts with `tokens` new tokens or more in total, or as many as the prompts give.
-
-    Raises:
-        ConfigError: The prompts give fewer than `MIN_TOKENS` new tokens, and than `tokens`.
-        RequestError: The generation of a text failed.
-    """
+    """Let the target write texts with `tokens` new tokens or more in total, or what the prompts give."""
     texts: list[CalibrationText] = []
     done = 0
     room = llm.max_length - max(map(len, prompts))  # truncation may have made prompts equal: fewer are left
@@ -174,3 +147,79 @@ def _cut_repetition(ids: list[int]) -> list[int]:
     while length and repeated(ids[:length]) > MAX_REPEATED:
         length -= 1
     return ids[:length]
+
+
+KIND = "texts"  # of the user's cache
+FORMAT = 1
+
+
+class CalibrationCache:
+    """The cached texts of one search."""
+
+    def __init__(
+        self,
+        folder: Path,  # of the model; its path and its files' times count, as the hash covers no values
+        hash: str,  # hash of the model (`plan_files.model_hash`)
+        loaded: Loaded,  # the model
+        prompts: Sequence[list[int]],
+        tokens: int,  # new tokens of all texts, at least, unless the prompts give fewer
+        temperature: float,  # temperature of the texts
+    ) -> None:
+        # token ids of the prompts that the texts continue
+        self.prompts = {tuple(prompt) for prompt in prompts}
+        self.vocabulary, self.tokens, self.temperature = loaded.spec.vocab_size, tokens, temperature
+        self.key = {
+            "format": FORMAT,
+            "foredraft": foredraft.__version__,
+            "model": hash,
+            "files": _files(folder),
+            "passes": _passes(loaded),
+            "prompts": list(prompts),
+            "tokens": tokens,
+            "temperature": temperature,
+        }
+
+    def read_or(self, write: Callable[[], CalibrationTexts]) -> CalibrationTexts:
+        """Return the cached texts, or call `write` and cache what it returns."""
+        found = self._read()
+        if found is None:
+            found = write()
+            self._keep(found)
+        return found
+
+    def _read(self) -> CalibrationTexts | None:
+        kept = user_cache.read(KIND, self.key)
+        if kept is None:
+            return None
+        try:
+            texts = tuple(CalibrationText(tuple(ids), start) for ids, start in kept["texts"])
+            found = CalibrationTexts(texts, self.temperature)
+            sound = all(map(self._sound, texts))
+        except (ValueError, LookupError, TypeError):  # not what `_keep` writes
+            return None
+        return found if sound and found.tokens >= min(self.tokens, MIN_TOKENS) else None
+
+    def _sound(self, text: CalibrationText) -> bool:
+        ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)
+        start = type(text.prompt_length) is int and 0 < text.prompt_length < len(text.ids)
+        return ids and start and text.ids[: text.prompt_length] in self.prompts
+
+    def _keep(self, found: CalibrationTexts) -> None:
+        texts = [[text.ids, text.prompt_length] for text in found.texts]
+        user_cache.write(KIND, self.key, {"texts": texts})
+
+
+def _files(folder: Path) -> list[Any]:
+    """Return the path of the folder, and the name, size and time of its weights and configuration files."""
+    folder = base_of(folder)  # its LoRAs are in the hash whole
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
+    about = ((file.name, file.stat()) for file in files)
+    return [str(folder.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]
+
+
+def _passes(loaded: Loaded) -> list[Any]:
+    """Return what determines the arithmetic: device, dtype, kind of passes, version of PyTorch."""
+    runner, engine = loaded.runner, loaded.engine
+    device, dtype = engine.device.type, str(engine.cache.dtype)
+    how = [runner.by_kernels, runner.compiled, loaded.deterministic]
+    return [device, dtype, how, torch.__version__]

@@ -1,40 +1,196 @@
-"""Finals: the best plans in real decoding of held-out prompts, in turns with plain decoding.
+"""The finals: the best plans in real decoding of held-out prompts, in turns with plain decoding, and the
+winner's file.
 
-Every finalist decodes each prompt in each repeat. A speed-up is the median of the ratios within a prompt's
-repeats, and then over the prompts; it stands beside the flag that says whether all tokens equal plain
-decoding's. At a temperature above 0 a plan then decodes on, untimed, until its τ is accurate enough to be
-compared with the predicted one.
+A speed-up is the median of the ratios within a prompt's repeats, and then over the prompts. At a temperature
+above 0 the decoded rounds of a text scatter around the expected ones, which gives the standard error of τ; a
+plan then decodes on, untimed, until its τ is accurate enough. A plan that cannot be written is reported in
+words, so that the rest of the report is not lost.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import sqrt
+from pathlib import Path
 from statistics import median
 
-from foredraft.bench.bench_records import Spread
-from foredraft.bench.bench_settings import MAX_REPEATED
-from foredraft.bench.contender import Timing
-from foredraft.bench.foredraft_contender import ForedraftContender
-from foredraft.bench.forward_costs import measure_costs
-from foredraft.bench.schedule import turns
+import foredraft
+from foredraft.bench.bench_records import MAX_REPEATED, Spread
+from foredraft.bench.contender import ForedraftContender, Timing
+from foredraft.bench.measurement import measure_costs
+from foredraft.bench.workload import turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.lookup import repeated
 from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.plan_files import PlanFile, find_plan, keep_plan, plan_place, write_plan
 from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError, shortened
+from foredraft.files import TEMPORARY, probe
 from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
+from foredraft.model.memory import dtype_name
 from foredraft.model.runner import Runner
-from foredraft.ngrams import repeated
 from foredraft.profiling.timing import replaced
-from foredraft.tune.agreement import Agreement
-from foredraft.tune.calibration import CalibrationText
-from foredraft.tune.progress import Progress
+from foredraft.tune.calibration import CalibrationText, CalibrationTexts
+from foredraft.tune.teacher_forced import TeacherForced
 from foredraft.tune.tune_records import TAU_TOLERANCE, Finalist, Trial
-from foredraft.tune.tune_settings import TuneSettings
+from foredraft.tune.tune_settings import Progress, TuneSettings
+from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError, check_folder, make_folder
 
-__all__ = ["decode_finalists"]
+
+class Agreement:
+    """Decoded and expected rounds of one plan at one draft length."""
+
+    def __init__(
+        self, runner: Runner, drafting: Runner | None, skips: Skips, draft_length: int, temperature: float
+    ) -> None:
+        self.runner, self.drafting = runner, drafting
+        self.draft_length, self.temperature = draft_length, temperature
+        self.plan = skips.plan(runner.decoder.spec.layers)
+        self.tokens = 0  # new tokens of all texts
+        self.decoded_rounds: list[int] = []  # rounds that each text took
+        self.expected_rounds: list[float] = []  # rounds that teacher forcing expects of each text
+
+    def add(self, texts: Sequence[CalibrationText], rounds: Sequence[int]) -> None:
+        """Add decoded texts and the rounds that each took; the end of a text may cut its last round."""
+        pairs = zip(texts, rounds, strict=True)
+        ordered = sorted(pairs, key=lambda pair: -pair[0].new_tokens)  # the order that TeacherForced uses
+        calibration = CalibrationTexts(tuple(text for text, _ in ordered), self.temperature)
+        teacher_forced = TeacherForced(self.runner, calibration, self.draft_length, drafting=self.drafting)
+        starts = teacher_forced.rounds(self.plan, every_start=True).starts[self.draft_length - 1]  # [R, N]
+        self.expected_rounds += map(float, starts.sum(1))
+        self.decoded_rounds += [decoded for _, decoded in ordered]
+        self.tokens += teacher_forced.tokens
+
+    @property
+    def tau(self) -> float:
+        """τ of decoding."""
+        return self.tokens / sum(self.decoded_rounds)
+
+    @property
+    def predicted_tau(self) -> float:
+        """τ that teacher forcing predicts."""
+        return self.tokens / sum(self.expected_rounds)
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of `tau` ÷ `tau`."""
+        if self.temperature == 0:
+            return 0.0
+        pairs = zip(self.decoded_rounds, self.expected_rounds, strict=True)
+        squares = sum((decoded - expected) ** 2 for decoded, expected in pairs)
+        return sqrt(squares) / sum(self.decoded_rounds)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ConfigError unless this user alone can write a subfolder of the cache folder; it is not made."""
+    cache = folder.parent
+    refused = f"no {folder.name} can be written to the cache folder {shortened(str(cache))}"
+    try:
+        make_folder(cache)
+        existing = check_folder(folder if folder.exists() else cache)
+        probe(existing / f"{TEMPORARY}{os.getpid()}")
+    except NotPrivateError as error:
+        raise ConfigError(
+            f"{refused}, because {error.filename} {error.strerror}", remedy=PRIVATE_CACHE
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{refused} ({error.strerror})",
+            remedy="set FOREDRAFT_CACHE to a writable folder, or to an empty value to store nothing",
+        ) from error
+
+
+def dtype_of(loaded: Loaded) -> str:
+    """Return the name of the dtype in which the model computes."""
+    return dtype_name(loaded.engine.cache.dtype)
+
+
+def make_plan_file(
+    winner: Finalist, model: str, hash: str, loaded: Loaded, options: TuneSettings
+) -> PlanFile:
+    """Return the plan file of a finalist, dated today."""
+    skips = Skips.parse(winner.skips)
+    return PlanFile(
+        model=model,
+        model_hash=hash,
+        layers=loaded.spec.layers,
+        skip_attention=skips.attention,
+        skip_mlp=skips.mlp,
+        exit=skips.exit,
+        device=loaded.engine.device.type,
+        dtype=dtype_of(loaded),
+        max_draft=winner.draft,
+        alpha=winner.alpha,
+        c=winner.c,
+        tau=winner.tau,
+        speedup=winner.speedup.median,
+        predicted=winner.predicted,
+        date=datetime.now(UTC).date().isoformat(),
+        foredraft=foredraft.__version__,
+        temperature=options.temperature,
+        draft_weights=options.draft_weights,
+    )
+
+
+def save_plan(plan: PlanFile, plan_out: Path | None) -> tuple[list[str], list[str]]:
+    """Write a plan to `plan_out`, if given, and to the cache folder."""
+    files, unwritten = [], []
+    try:
+        if plan_out is not None:
+            write_plan(plan, plan_out, "plan_out")
+            files.append(str(plan_out))
+    except ConfigError as error:
+        unwritten.append(f"the plan was not written to {plan_out} ({_reason(error)})")
+    try:
+        if (cached := keep_plan(plan)) is not None:
+            files.append(str(cached))
+    except ConfigError as error:
+        unwritten.append(
+            f"the plan was not written to {plan_place(plan.model_hash, plan.draft_weights)}"
+            f" ({_reason(error)}); set"
+            " FOREDRAFT_CACHE to a writable folder and run the same command again to continue the study"
+        )
+    return files, unwritten
+
+
+def _reason(error: ConfigError) -> str:
+    return getattr(error.__cause__, "strerror", None) or "not a place for a file"
+
+
+def replaced_plan_note(hash: str, draft_weights: str | None = None) -> str | None:
+    """Return a note on the cached plan that a winner replaces, or None if there is none that can be used."""
+    with suppress(ConfigError):
+        if (plan := find_plan(hash, draft_weights)) is not None:
+            return f"The winner replaces the earlier plan {plan}."
+    return None
+
+
+def remaining_plan_note(
+    hash: str, finalists: Sequence[Finalist], draft_weights: str | None = None
+) -> str | None:
+    """Return a note on the cached plan that stays in use because no finalist won; None if there is none."""
+    file = plan_place(hash, draft_weights)
+    try:
+        plan = find_plan(hash, draft_weights)
+    except ConfigError as error:
+        return f"An earlier plan cannot be used: {error}."
+    if plan is None:
+        return None
+    skips = str(plan.skips)
+    speedups = [finalist.speedup.median for finalist in finalists if finalist.skips == skips]
+    result = f"ran at {speedups[0]:.2f} x plain decoding" if speedups else "was not timed"
+    return (
+        f"The earlier plan {skips} in {file} stays in use; in this search it {result}. Delete the file to"
+        " stop using the plan."
+    )
+
 
 MAX_PROMPTS = 16  # held-out prompts to decode; at 16, 13 wins are significant (`records.sign_test`)
 MAX_TURNS = 24  # runs over all prompts until τ must be accurate enough
@@ -69,16 +225,7 @@ def decode_finalists(
     progress: Progress,
     drafting: Runner | None = None,
 ) -> list[Finalist]:
-    """Decode held-out prompts with each plan, and return what was measured, in the order of `trials`.
-
-    Args:
-        llm: The model.
-        trials: The trials of the plans, the best first.
-        prompts: Token ids of the held-out prompts.
-        options: The options of the search.
-        progress: Reports the prompts.
-        drafting: Runs the drafts: the target's copy in few bits. None is the target itself.
-    """
+    """Decode held-out prompts with each plan, and return what was measured, in the order of `trials`."""
     plain = _Contest(llm, None, [], options).contender(PLAIN, 0)
     contest = _Contest(llm, drafting, _without_loops(plain, prompts, options), options)
     names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}

@@ -12,44 +12,40 @@ from typing import Any, Literal, TypeAlias
 
 from foredraft import demo
 from foredraft.bench.machine_record import LoadWatch, machine
+from foredraft.bench.workload import AS_IT_IS, PromptForm
 from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
-from foredraft.loading.policy_choice import longest_draft
+from foredraft.loading.checkpoints import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.lora.folder import with_loras
-from foredraft.model.prompt_form import AS_IT_IS, PromptForm
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.tune.calibration import (
+    CalibrationCache,
     CalibrationTexts,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
     write_calibration_texts,
 )
-from foredraft.tune.calibration_cache import CalibrationCache
-from foredraft.tune.finals import decode_finalists
-from foredraft.tune.plan_costs import PlanCosts, measure_plan_costs
-from foredraft.tune.plan_output import (
+from foredraft.tune.finals import (
     check_writable,
+    decode_finalists,
     dtype_of,
     make_plan_file,
     remaining_plan_note,
     replaced_plan_note,
     save_plan,
 )
-from foredraft.tune.progress import Progress, silent
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import TeacherForced
-from foredraft.tune.tune_records import Finalist, Trial, TuneReport
-from foredraft.tune.tune_settings import TuneSettings
-
-__all__ = ["tune"]
+from foredraft.tune.tune_records import Finalist, PlanCosts, Trial, TuneReport, measure_plan_costs
+from foredraft.tune.tune_settings import Progress, TuneSettings, silent
 
 Prompts: TypeAlias = Sequence[str] | Sequence[list[int]]  # texts, or the token ids of chats
 CALIBRATION_BATCH = 8  # calibration texts generated in one batch
@@ -69,25 +65,7 @@ def tune(
 ) -> TuneReport:
     """Search for the sub-layers that drafts of a model skip, and save the plan if it wins.
 
-    Ctrl-C ends the search early: the study keeps its trials, and the report holds them. The report also
-    says if the winner's plan could not be written.
-
-    Args:
-        prompts: Prompts of the kind that the model will see; some of them are held out.
-        options: TuneSettings of the search.
-        model: Folder or hub id, as `foredraft.load` takes it. None: the demo target.
-        plan_out: A file for the plan, beside the one in the cache folder.
-        truncate: "left" drops the oldest tokens of a prompt that is too long.
-        form: How prompts become token ids.
-        progress: Receives the progress of each stage.
-        loading: Further arguments of `foredraft.load`.
-
-    Raises:
-        ConfigError: An option cannot be honoured, the prompts are too few, the calibration texts do not fit
-            into memory, the storage cannot be used, or no trial was completed before the timeout.
-        RequestError: A prompt is too long.
-        CheckpointError: The model cannot be loaded.
-        KeyboardInterrupt: Ctrl-C before the first trial was completed.
+    Ctrl-C ends the search early: the study keeps its trials, and the report holds them.
     """
     stages, watch = _Stages(), LoadWatch(progress)
     deadline = Deadline(options.timeout)
@@ -126,19 +104,12 @@ def _check_layers(spec: ModelSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The loaded model.
+    """The loaded model."""
 
-    Attributes:
-        name: Its name, for display.
-        folder: Its folder.
-        hash: Its hash (`plan_files.model_hash`).
-        llm: The model itself.
-    """
-
-    name: str
-    folder: Path
-    hash: str
-    llm: LLM
+    name: str  # its name, for display
+    folder: Path  # its folder
+    hash: str  # its hash (`plan_files.model_hash`)
+    llm: LLM  # the model itself
 
     @property
     def runner(self) -> Runner:
@@ -153,25 +124,15 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _SearchResult:
-    """The study after the trials, read from the storage, which may be lost from then on.
+    """The study after the trials, read from the storage, which may be lost from then on."""
 
-    Attributes:
-        study: Name of the study.
-        tokens: New tokens of the calibration texts.
-        costs: Costs on which predictions rest.
-        trials: Completed trials.
-        importance: `Search.importance`.
-        exhausted: Number of all plans if the search ended early because all were tried, else None.
-        finished: False if Ctrl-C ended the trials.
-    """
-
-    study: str
-    tokens: int
-    costs: PlanCosts
-    trials: tuple[Trial, ...]
-    importance: dict[str, float]
-    exhausted: int | None
-    finished: bool
+    study: str  # name of the study
+    tokens: int  # new tokens of the calibration texts
+    costs: PlanCosts  # costs on which predictions rest
+    trials: tuple[Trial, ...]  # completed trials
+    importance: dict[str, float]  # `Search.importance`
+    exhausted: int | None  # number of all plans if the search ended early because all were tried, else None
+    finished: bool  # False if Ctrl-C ended the trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +302,7 @@ def _load(
 def _encode(
     llm: LLM, prompts: Prompts, options: TuneSettings, truncate: Literal["left"] | None
 ) -> list[list[int]]:
-    """Return the prompts' token ids, with room left for the new tokens of all stages.
-
-    Raises:
-        RequestError: A prompt is too long.
-    """
+    """Return the prompts' token ids, with room left for the new tokens of all stages."""
     room = _new_tokens(options, prompts)
     encoded = []
     for ids in llm.encode(prompts):
@@ -399,8 +356,8 @@ def _study_name(
 ) -> str:
     """Return the name of the study in which all trials are comparable.
 
-    They have the same model, texts, temperature and draft length. They also have the same costs, so
-    machines share a study only if they are of one kind and run the passes in the same way.
+    They have one model, texts, temperature, draft length and costs, so machines share it only if they are of
+    one kind and run the passes in the same way.
     """
     sampling = f"T={calibration.temperature:g} K={max_draft}"
     if draft_weights is not None:
@@ -408,11 +365,7 @@ def _study_name(
     about = machine(loaded.engine.device)
     device = about.get("device") or f"{about['cpu']}, {about['threads']} threads"
     runner = loaded.runner
-    modes = {
-        "kernels": runner.by_kernels,
-        "compiled": runner.compiled,
-        "deterministic": loaded.deterministic,
-    }
+    modes = {"kernels": runner.by_kernels, "compiled": runner.compiled, "deterministic": loaded.deterministic}
     mode = "+".join(name for name, enabled in modes.items() if enabled) or "plain"
     texts = calibration.digest[:16]
     return f"{STUDY_FORMAT}. {hash[:16]} {dtype_of(loaded)} {sampling} {texts} {mode} on {device}"

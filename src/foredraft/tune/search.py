@@ -1,8 +1,8 @@
 """The search: Optuna proposes plans, and each trial scores one on the calibration texts.
 
-The objective is the predicted speed-up at the best draft length; it has no noise. There is one Boolean
-parameter per sub-layer. Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) decodes and times each plan of
-its search; here a trial is one forward of the draft (`teacher_forced`).
+The objective, the predicted speed-up at the best draft length, has no noise; there is one Boolean parameter
+per sub-layer. Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) decodes and times each plan; here a trial
+is one forward of the draft (`teacher_forced`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import numpy as np
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
-from foredraft.model.plan import Plan
-from foredraft.tune.expected_rounds import Floats
-from foredraft.tune.plan_costs import PlanCosts
-from foredraft.tune.progress import Progress, Steps, silent
-from foredraft.tune.ranking import clasp, count_sub_layer_runs, every_other, greedy, skips_of
-from foredraft.tune.samplers import SeedsFirst, make_sampler
+from foredraft.model.layer_geometry import Plan
+from foredraft.tune.samplers import (
+    SeedsFirst,
+    clasp,
+    count_sub_layer_runs,
+    every_other,
+    greedy,
+    make_sampler,
+    skips_of,
+)
 from foredraft.tune.study import StudyStorage, optuna, run_trial
-from foredraft.tune.teacher_forced import TeacherForced
-from foredraft.tune.tune_records import Trial
-from foredraft.tune.tune_settings import TuneSettings
-
-__all__ = ["Deadline", "OutOfTime", "Search", "best_trials", "seed_plans"]
+from foredraft.tune.teacher_forced import Floats, TeacherForced
+from foredraft.tune.tune_records import PlanCosts, Trial
+from foredraft.tune.tune_settings import Progress, Steps, TuneSettings, silent
 
 SEED_SIZES = 8  # ranked seed plans skip 1/8, 2/8, ..., 7/8 of all sub-layers
 KINDS = ("attention", "mlp")
@@ -84,27 +86,16 @@ def seed_plans(teacher_forced: TeacherForced, progress: Progress = silent) -> di
 
 
 class Search:
-    """The part of one process in a study.
-
-    All trials of a study use the same costs: `measure_costs` is called only if the study has none yet.
-
-    Args:
-        storage: The storage of the study.
-        name: Name of the study.
-        options: TuneSettings of the search.
-        teacher_forced: Scores plans.
-        measure_costs: Measures what plans cost on this machine.
-        deadline: Ends the trials.
-    """
+    """The part of one process in a study, of which all trials use the same costs."""
 
     def __init__(
         self,
-        storage: StudyStorage,
-        name: str,
-        options: TuneSettings,
-        teacher_forced: TeacherForced,
-        measure_costs: Callable[[], PlanCosts],
-        deadline: Deadline,
+        storage: StudyStorage,  # the storage of the study
+        name: str,  # name of the study
+        options: TuneSettings,  # TuneSettings of the search
+        teacher_forced: TeacherForced,  # scores plans
+        measure_costs: Callable[[], PlanCosts],  # measures what plans cost on this machine
+        deadline: Deadline,  # ends the trials
     ) -> None:
         self.options, self.teacher_forced, self.deadline = options, teacher_forced, deadline
         self.layers = teacher_forced.runner.decoder.spec.layers
@@ -150,11 +141,7 @@ class Search:
         self._seeds = {self._plan(skips): origin for origin, skips in json.loads(stored).items()}
 
     def run_trials(self, progress: Progress) -> None:
-        """Run trials until the study has enough, all plans were tried, or the deadline has passed.
-
-        Raises:
-            ConfigError: The deadline passed before any trial was completed.
-        """
+        """Run trials until the study has enough, all plans were tried, or the deadline has passed."""
         self.deadline.start()
         trials, total = self.trials(), self.options.trials
         done, best = len(trials), max((trial.predicted for trial in trials), default=0.0)
@@ -189,10 +176,7 @@ class Search:
             progress("trials", done, done, f"all {self.plan_count} plans were tried")
 
     def importance(self) -> dict[str, float]:
-        """Return the importance of each sub-layer for the predicted speed-up, by "attention.3" or "mlp.3".
-
-        The values sum to 1. The result is empty where the trials are too few or all alike.
-        """
+        """Return the importance of each sub-layer, by "attention.3" or "mlp.3"; the sum is 1."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -256,13 +240,8 @@ class Search:
 def best_trials(trials: Sequence[Trial], count: int, *, of_copy: bool = False) -> list[Trial]:
     """Return the trials of the `count` best different plans, the best first.
 
-    A plan that leaves nothing out is the target itself as its own drafter, which can only lose, so it is no
-    finalist, except of a copy in few bits, which is fast because of its bits.
-
-    Args:
-        trials: Completed trials.
-        count: Plans to return at most.
-        of_copy: The plans are those of a copy in few bits.
+    A plan that leaves nothing out is the target as its own drafter, which can only lose, except as a copy in
+    few bits.
     """
     by_plan: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda trial: (-trial.predicted, trial.number)):

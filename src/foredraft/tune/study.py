@@ -1,13 +1,8 @@
 """Studies: the stored trials of a search, so that it can be interrupted, resumed, and shared by processes.
 
-Optuna stores them, through its public interface alone: a finished trial is in the storage before the next one
-starts. A plan counts as tried once its trial is complete, so nothing has to be cleared away after a process
-that died. Only `study` and `samplers` import Optuna.
-
-A file that holds no studies is refused and left unchanged. No message shows a password.
-
-Raises:
-    ConfigError: optuna is not installed; raised on import.
+Optuna stores them, through its public interface alone; only `study` and `samplers` import it. A plan counts
+as tried once its trial is complete, so a process that dies leaves nothing to clear away. A file that holds no
+studies is refused and left unchanged. No message shows a password.
 """
 
 from __future__ import annotations
@@ -21,12 +16,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.optional import module
+from foredraft.bench.contenders import module
 from foredraft.errors import ConfigError
-from foredraft.tune.plan_output import check_writable
+from foredraft.tune.finals import check_writable
 from foredraft.user_cache import NotPrivateError, cache_folder, check_file, make_folder
-
-__all__ = ["StudyStorage", "optuna", "run_trial"]
 
 optuna = module("optuna", "the search")
 
@@ -43,25 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 class StudyStorage:
-    """The storage of studies.
-
-    Args:
-        url: URL of a database. None: a file in the user's cache folder, or memory if there is no cache
-            folder.
-
-    Attributes:
-        shown: The URL, for display: of a database on a server only its kind, because the rest may hold a
-            password; or "memory".
-
-    Raises:
-        ConfigError: The storage cannot be opened; nothing was written then.
-    """
+    """The storage of studies."""
 
     def __init__(self, url: str | None) -> None:
         cached = _cached_database() if url is None else None
         if cached is not None:
             url = f"{SQLITE}{cached}"
-        self.shown = "memory" if url is None else _shown(url)
+        self.shown = "memory" if url is None else _shown(url)  # without what may be a password
         self._study: str | None = None
         self.storage: Any = (
             optuna.storages.InMemoryStorage() if url is None else _open(url, in_cache=cached is not None)
@@ -102,11 +83,7 @@ class StudyStorage:
 
 
 def run_trial(study: Any, objective: Callable[[Any], float], ignored: type[Exception]) -> float | None:
-    """Run one trial and return its value.
-
-    Returns None if the objective raised `ignored`, or if another process ended the trial: one of an earlier
-    version gives trials up by their age.
-    """
+    """Run one trial and return its value; None if the objective raised `ignored`, or it was ended."""
     ended = optuna.exceptions.UpdateFinishedTrialError
     trial, value, finished = study.ask(), None, None
     try:
@@ -119,15 +96,8 @@ def run_trial(study: Any, objective: Callable[[Any], float], ignored: type[Excep
     return None if finished is None else finished.value
 
 
-# --- opening ----------------------------------------------------------------------------------------
-
-
 class _Relaxed(sqlite3.Connection):
-    """A connection whose commits the operating system may delay, which halves the time of a trial's 40.
-
-    A killed process still loses nothing. Files that a user names may lie on a network disk, where this is
-    unsafe.
-    """
+    """A connection whose commits the system may delay: faster by half, unsafe on a network disk."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -136,11 +106,7 @@ class _Relaxed(sqlite3.Connection):
 
 
 def _open(url: str, *, in_cache: bool) -> Any:
-    """Return Optuna's storage at a URL.
-
-    Raises:
-        ConfigError: The URL names no database that can hold studies.
-    """
+    """Return Optuna's storage at a URL."""
     options: dict[str, Any] = {}
     if url.startswith("sqlite"):
         _check_file(url)
@@ -218,9 +184,6 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-# --- the file in the cache folder -------------------------------------------------------------------
-
-
 def _cached_database() -> Path | None:
     """Return the database file in the user's cache folder, or None if there is no cache folder."""
     folder = cache_folder("studies")
@@ -238,10 +201,7 @@ def _cached_database() -> Path | None:
 
 
 def _unusable_because(database: Path) -> str | None:
-    """Return why a database file of the cache cannot be used, as a clause; None where it can be.
-
-    A database that is only locked can be used.
-    """
+    """Return why a database file cannot be used, as a clause; None where it can be, even if locked."""
     try:
         check_file(database)
         with closing(sqlite3.connect(database)) as connection:

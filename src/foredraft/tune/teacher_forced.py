@@ -1,24 +1,22 @@
-"""Teacher forcing: acceptance probabilities of a plan's drafts from one forward over the calibration texts.
+"""Teacher forcing: acceptance probabilities of a plan's drafts from one forward over the calibration texts,
+and its τ.
 
-The probabilities equal those of real drafts on the same texts, because every column attends to what it
-would attend to in decoding: the target's keys and values before the first column of its draft, and the
-draft's own from there on. Where the runner's passes are batch-invariant at any shape, they are equal bit for
-bit.
+Given that the text continues with x, a drafted token x is accepted with probability min(1, q(x) / p(x))
+(Leviathan et al. 2023, arXiv:2211.17192); at temperature 0 it is 1 or 0. Given the text, the starts of rounds
+are a Markov chain over its positions. τ is the mean over the starts *that decoding visits*: a plain mean over
+evenly spaced starts is too high, because rounds begin at hard tokens more often.
 
-The texts are cut into drafts of K columns, at a different offset in each text, and a pass computes one
-draft of each of several texts. A draft overwrites the target's keys and values. Therefore passes go from
-the last draft of a text to its first, so that no later pass reads what a draft wrote, and `restore` copies
-the target's keys and values back before the next trial. The copy holds the new tokens only: a draft writes
-to no position of the prompt but the last. The layout of the cache, the kernels and the masks are those of
-decoding.
-
-`rounds_of` scores several plans at once: within a pass each plan writes its own keys and values before it
-reads them, and layers that several plans share are computed once (`plan_trie`).
+Every column attends to what it would attend to in decoding: the target's keys and values before the first
+column of its draft, and the draft's own from there on. The texts are cut into drafts of K columns, and passes
+go from the last draft of a text to its first, so that no pass reads what a draft wrote; `restore` copies the
+target's keys and values back before the next trial. Layers that several plans share are computed once: every
+plan is one path through a trie of layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,23 +29,108 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.errors import ConfigError, Option
-from foredraft.loading.free_memory import free_memory
+from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
-from foredraft.model.plan import Plan
+from foredraft.model.layer_geometry import Plan
+from foredraft.model.memory import upload
 from foredraft.model.runner import Resume, Runner, next_chunk
-from foredraft.model.transfers import upload
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.expected_rounds import ExpectedRounds, Floats
-from foredraft.tune.plan_trie import TrieNode, build_trie
-from foredraft.tune.progress import Progress, Steps, silent
+from foredraft.tune.tune_settings import Progress, Steps, silent
 
-__all__ = ["Block", "TeacherForced"]
+
+@dataclass(frozen=True, slots=True)
+class TrieNode:
+    """Layers `start` to `stop` - 1, which all plans of the node run alike."""
+
+    start: int  # first layer of the node
+    stop: int  # layer after the last one of the node
+    plan: Plan  # one of the node's plans
+    indices: tuple[int, ...]  # indices of the node's plans in the list that the trie was built from
+    children: tuple[TrieNode, ...]  # nodes that begin at layer `stop`; a leaf has none
+
+
+def build_trie(plans: Sequence[Plan]) -> TrieNode:
+    """Return the root of the trie of one or more plans of the same model."""
+    return _node(plans, range(len(plans)), 0)
+
+
+def _node(plans: Sequence[Plan], members: Iterable[int], start: int) -> TrieNode:
+    """Return the node at layer `start` of plans that agree below it and, unless it is layer 0, in it."""
+    indices = tuple(members)
+    layers, stop = len(plans[indices[0]].attention), start
+    while stop < layers and len(_group_by_layer(plans, indices, stop)) == 1:
+        stop += 1
+    groups = _group_by_layer(plans, indices, stop).values() if stop < layers else ()
+    children = tuple(_node(plans, group, stop) for group in groups)
+    return TrieNode(start, stop, plans[indices[0]], indices, children)
+
+
+def _group_by_layer(
+    plans: Sequence[Plan], indices: Iterable[int], layer: int
+) -> dict[tuple[bool, bool], list[int]]:
+    """Group plan indices by the sub-layers (attention, MLP) that the plans run in one layer."""
+    groups: dict[tuple[bool, bool], list[int]] = {}
+    for index in indices:
+        groups.setdefault((plans[index].attention[layer], plans[index].mlp[layer]), []).append(index)
+    return groups
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRounds:
+    """Expected rounds over R texts of up to N new tokens, at draft lengths 1 to K."""
+
+    starts: Floats  # expected number (0 to 1) of rounds that begin with a text's new token n, [K, R, N]
+    emitted: Floats  # expected tokens of such a round if the text did not end, [K, R, N]
+    lengths: NDArray[np.int64]  # new tokens of each text, [R]
+
+    @classmethod
+    def from_acceptance(cls, acceptance: Floats, lengths: NDArray[np.int64]) -> ExpectedRounds:
+        """Compute expected rounds from acceptance probabilities [R, N, K] and lengths [R]."""
+        texts, positions, max_draft = acceptance.shape
+        survival = np.cumprod(acceptance, 2)
+        before = np.concatenate([np.ones((texts, positions, 1)), survival[:, :, :-1]], 2)
+        # [K, R, N, K + 1]: at each draft length, the probability that a round emits 1, ..., K + 1 tokens
+        emits = np.zeros((max_draft, texts, positions, max_draft + 1))
+        for index in range(max_draft):
+            emits[index, :, :, : index + 1] = (before - survival)[:, :, : index + 1]  # ends with a correction
+            emits[index, :, :, index + 1] = survival[:, :, index]  # ends with a bonus token
+        starts = np.zeros((max_draft, texts, positions + max_draft + 1))
+        starts[:, :, 0] = 1.0
+        within = np.arange(positions) < lengths[:, None]  # [R, N]
+        for position in range(positions):
+            starts[:, :, position] *= within[:, position]
+            ahead = slice(position + 1, position + max_draft + 2)
+            starts[:, :, ahead] += starts[:, :, position, None] * emits[:, :, position]
+        emitted = 1 + np.moveaxis(np.cumsum(survival, 2), 2, 0)
+        return cls(starts[:, :, :positions], emitted, lengths)
+
+    @property
+    def counts(self) -> Floats:
+        """Rounds that decoding takes for all texts [K]; the last round of a text may be cut by its end."""
+        counts: Floats = self.starts.sum((1, 2))
+        return counts
+
+    @property
+    def taus(self) -> Floats:
+        """τ at each draft length [K], over rounds that no end of a text cuts; over all if each is cut."""
+        max_draft, _, positions = self.starts.shape
+        stops = np.arange(positions) + np.arange(2, max_draft + 2)[:, None]  # [K, N], if all is accepted
+        whole = self.starts * (stops[:, None] <= self.lengths[:, None])
+        count = whole.sum((1, 2))
+        with np.errstate(invalid="ignore"):
+            means = (whole * self.emitted).sum((1, 2)) / count
+        taus: Floats = np.where(count > 0, means, self.lengths.sum() / self.counts)
+        return taus
+
 
 MAX_COLUMNS = 512  # columns of one pass; bounds the memory of its activations
 MAX_LOGITS = 2**24  # float32 logits held at once: 64 MiB
 
 
-class Block(NamedTuple):
+class DraftSpan(NamedTuple):
     """One draft on a calibration text: its row, its first new token (from 0), and its number of columns."""
 
     row: int
@@ -56,29 +139,18 @@ class Block(NamedTuple):
 
 
 class TeacherForced:
-    """Scores plans on calibration texts.
-
-    Args:
-        runner: The target.
-        calibration: The texts.
-        max_draft: K, the longest draft, in tokens.
-        before_pass: Called before every pass; an exception that it raises ends the trial.
-        progress: Reports the tokens of the texts as the target reads them.
-        drafting: Runs the drafts on the target's cache: a copy of the target; None is the target itself.
-
-    Raises:
-        ConfigError: The keys and values of the texts do not fit into memory.
-    """
+    """Scores plans on calibration texts."""
 
     def __init__(
         self,
-        runner: Runner,
-        calibration: CalibrationTexts,
-        max_draft: int,
-        before_pass: Callable[[], None] = lambda: None,
-        progress: Progress = silent,
+        runner: Runner,  # the target
+        calibration: CalibrationTexts,  # the texts
+        max_draft: int,  # K, the longest draft, in tokens
+        before_pass: Callable[[], None] = lambda: None,  # what it raises ends the trial
+        progress: Progress = silent,  # reports the tokens of the texts as the target reads them
         drafting: Runner | None = None,
     ) -> None:
+        # runs the drafts on the target's cache: a copy of the target; None is the target itself
         self.drafting = drafting or runner
         self.runner, self.max_draft, self.before_pass = runner, max_draft, before_pass
         # From the longest to the shortest, so that neighbours in a pass have about as many drafts.
@@ -102,14 +174,7 @@ class TeacherForced:
         self.copies = tuple(self.cache.take(row, *_overwritten(text)) for row, text in enumerate(self.texts))
 
     def rounds(self, plan: Plan, *, every_start: bool = False) -> ExpectedRounds:
-        """Return the expected rounds of a plan's drafts.
-
-        Args:
-            plan: The sub-layers that the draft runs.
-            every_start: Compute a draft from every position, which takes K times as long. By default every
-                token is in one draft, and its acceptance probability there stands for all its places in a
-                draft.
-        """
+        """Return the expected rounds of a plan's drafts."""
         acceptance = self.acceptance(plan, every_start=every_start)
         return ExpectedRounds.from_acceptance(acceptance, self.lengths)
 
@@ -145,12 +210,12 @@ class TeacherForced:
         windows = np.lib.stride_tricks.sliding_window_view(flat, self.max_draft, 1)
         return windows[:, : int(self.lengths[0])]
 
-    def blocks(self, offsets: list[int]) -> list[list[Block]]:
+    def blocks(self, offsets: list[int]) -> list[list[DraftSpan]]:
         """Cut each text into drafts, the first of them `offset` tokens long, and list the last one first."""
-        found: list[list[Block]] = []
+        found: list[list[DraftSpan]] = []
         for row, (text, offset) in enumerate(zip(self.texts, offsets, strict=True)):
             cuts = [0, *range(offset or self.max_draft, text.new_tokens, self.max_draft), text.new_tokens]
-            found.append([Block(row, start, stop - start) for start, stop in pairwise(cuts)][::-1])
+            found.append([DraftSpan(row, start, stop - start) for start, stop in pairwise(cuts)][::-1])
         return found
 
     def restore(self) -> None:
@@ -158,15 +223,15 @@ class TeacherForced:
         for span in self.copies:
             self.cache.put_back(span)
 
-    def passes(self, blocks: list[list[Block]]) -> Iterator[list[Block]]:
+    def passes(self, blocks: list[list[DraftSpan]]) -> Iterator[list[DraftSpan]]:
         """Yield the drafts of each pass: one per row in a group of rows, empty once a row is done."""
         group = max(1, MAX_COLUMNS // self.max_draft)
         for first in range(0, len(blocks), group):
             own = blocks[first : first + group]
             for turn in range(max(map(len, own))):
-                yield [row[turn] if turn < len(row) else Block(row[0].row, 0, 0) for row in own]
+                yield [row[turn] if turn < len(row) else DraftSpan(row[0].row, 0, 0) for row in own]
 
-    def inputs(self, blocks: list[Block]) -> tuple[Tensor, list[int]]:
+    def inputs(self, blocks: list[DraftSpan]) -> tuple[Tensor, list[int]]:
         """Return the tokens that the drafts of a pass read [B, T], and their first positions [B]."""
         width = max(block.columns for block in blocks)
         tokens, starts = [], []
@@ -181,7 +246,7 @@ class TeacherForced:
     @torch.inference_mode()
     def _score(
         self, plans: Sequence[Plan], offsets: list[int]
-    ) -> Iterator[tuple[tuple[int, ...], Block, NDArray[np.float32]]]:
+    ) -> Iterator[tuple[tuple[int, ...], DraftSpan, NDArray[np.float32]]]:
         """Yield plan indices, a draft, and the acceptance probabilities of its tokens under these plans."""
         trie = build_trie(plans)
         self.restore()
@@ -206,23 +271,12 @@ class TeacherForced:
     def _forward(
         self,
         node: TrieNode,
-        blocks: list[Block],
+        blocks: list[DraftSpan],
         tokens: Tensor,
         starts: list[int],
         entering: Tensor | None = None,
     ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Run the plans below a node of the trie.
-
-        Args:
-            node: The node.
-            blocks: The drafts of the pass.
-            tokens: Their tokens [B, T].
-            starts: Their first positions [B].
-            entering: States that enter the node's first layer [B, T, D]. None: embed the tokens.
-
-        Yields:
-            Indices of plans, and the states before their final norm and head [B, T, D].
-        """
+        """Run the plans below a node of the trie on tokens [B, T], from states [B, T, D] that enter it."""
         counts = [block.columns for block in blocks]
         known = [tokens.shape[1]] * len(blocks)
         hidden = self.drafting.forward(
@@ -264,10 +318,7 @@ class TeacherForced:
 
 
 def _overwritten(text: CalibrationText) -> tuple[int, int]:
-    """Return the first and the stop position of what drafts overwrite: each token before a new token.
-
-    The padding of a pass writes past that, where no pass reads.
-    """
+    """Return the first and the stop position of what drafts overwrite: each token before a new token."""
     return text.prompt_length - 1, len(text.ids) - 1
 
 

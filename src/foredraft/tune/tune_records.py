@@ -1,90 +1,299 @@
-"""Records of a search, for the command line, the report and programs.
+"""The costs of a plan's draft steps and of early exits, and the records of a search, for pages and programs.
 
-Costs are in plain steps of the target; the words are those of docs/architecture.md. A figure that could not
-be measured is None, never 0 or NaN.
+No plan of the search is timed. Bare rounds of a few plans take turns: nothing runs, one kind of sub-layer
+alone, everything. A draft step has a fixed cost, the own cost of each sub-layer that it runs, and a joint
+cost, which grows with the square of the share that runs: a draft that reads more weights finds fewer of them
+in the CPU's cache. Only the exits after the first layer and before the last are timed; their verifying passes
+resume from their states, so an exit has other costs than a plan that skips the same layers.
+
+A figure that could not be measured is None, never 0 or NaN.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import comb
+from statistics import median
 from typing import Any
 
-from foredraft.bench.bench_records import Spread, load_doubt
-from foredraft.drafters.skips import Skips
-from foredraft.tune.plan_costs import PlanCosts
+import numpy as np
+import torch
+from torch import Tensor
 
-__all__ = ["TAU_TOLERANCE", "Finalist", "Trial", "TuneReport", "sign_test"]
+from foredraft.bench.bench_records import Spread, load_doubt
+from foredraft.decode.drafter import DraftPass
+from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy.cost_table import CostTable
+from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.drafters.skips import Skips
+from foredraft.llm.loaded import Loaded
+from foredraft.model.layer_geometry import Plan
+from foredraft.model.runner import Resume, Runner
+from foredraft.profiling.timing import BareForwards, TimedDraws, Work, draft_seconds, in_sequence, interleaved
+from foredraft.tune.teacher_forced import Floats
+from foredraft.tune.tune_settings import Progress, Steps, silent
+
+Line = tuple[float, float]  # (intercept, slope by layer)
+LIKELIEST = TimedDraws(draw=lambda column, logits: logits.argmax(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCosts:
+    """Costs by the exit's layer, in plain steps."""
+
+    step: Line  # c
+    verifying: tuple[Line, ...]  # v(2), v(3), ... of passes that resume at the exit
+
+    def at(self, exit: int) -> tuple[float, list[float]]:
+        """Return c and v(2), v(3), ..., 1 at least: the last drafted token runs through all layers."""
+        return _on(self.step, exit), [max(1.0, _on(line, exit)) for line in self.verifying]
+
+
+def measure_exit_costs(
+    loaded: Loaded, context: int, longest: int, repeats: int, after: Callable[[], None]
+) -> ExitCosts | None:
+    """Measure the costs at batch 1; None where the model has no layer to exit before."""
+    layers = loaded.spec.layers
+    if layers < 2:
+        return None
+    exits = sorted({1, layers - 1})
+    seconds = _timed_exits(loaded, exits, context, longest, repeats, after)
+    step, last = median(seconds["step"]), longest + 1
+
+    def v(exit: int, rows: int) -> float:
+        """Return the median ratio to a plain step of the same turn, robust to a machine that slows down."""
+        pairs = zip(seconds["verify", exit, rows], seconds["step"], strict=True)
+        return median(own / plain for own, plain in pairs)
+
+    drafts = [
+        draft_seconds(seconds["round", exit], seconds["verify", exit, last]) / longest / step
+        for exit in exits
+    ]
+    verifying = [_exit_line(exits, [v(exit, rows) for exit in exits]) for rows in range(2, last + 1)]
+    return ExitCosts(_exit_line(exits, drafts), tuple(verifying))
+
+
+def _timed_exits(
+    loaded: Loaded, exits: list[int], context: int, longest: int, repeats: int, after: Callable[[], None]
+) -> dict[object, list[float]]:
+    """Return the seconds of each turn, by "step", by ("verify", exit, rows) and by ("round", exit)."""
+    runner = loaded.runner
+    bare = BareForwards(runner, 1, context, longest + 1)
+    tokens = bare.tokens(longest + 1)
+    states = runner.decoder.embed(tokens, tokens)  # token 0 at position 0
+    works: dict[object, Work] = {"step": bare.verify(1)}
+    for exit in exits:
+        for rows in range(2, longest + 2):  # all but the last drafted token were read
+            works["verify", exit, rows] = bare.verify(rows, Resume(exit, states[:, :rows], [rows - 1]))
+        draft_pass = DraftPass(runner, Skips(exit=exit).plan(loaded.spec.layers), exit=exit)
+        draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
+        works["round", exit] = in_sequence(draft, works["verify", exit, longest + 1])
+    return interleaved(works, loaded.engine.device, repeats, warm=1, settle=0.0, after=after)
+
+
+def _exit_line(exits: list[int], costs: list[float]) -> Line:
+    """Return the line through the costs of one or two exits."""
+    (start, slope), *_ = np.linalg.lstsq(np.array([[1, exit] for exit in exits], float), np.array(costs))
+    return float(start), float(slope)
+
+
+def _on(line: Line, exit: int) -> float:
+    return line[0] + line[1] * exit
+
+
+REPEATS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCosts:
+    """Costs of draft steps and verifying passes, in plain steps."""
+
+    step_seconds: float  # seconds of a plain step, the unit of all other costs
+    fixed: float  # a draft step that skips all layers: embedding, norm, head, draw
+    attention: tuple[float, ...]  # attention of each layer
+    mlp: float  # the MLP of any layer
+    verifying: tuple[float, ...]  # v(2), v(3), ..
+    exit: ExitCosts | None = None  # costs of early exits; None where the model has no layer to exit before
+    together: float = 0.0  # the joint cost of a step that runs all sub-layers
+    start: float = 0.0  # of a draft beside its steps: the first finds what the target left in the CPU's cache
+
+    def step(self, plan: Plan) -> float:
+        """Return c, the cost of a draft step of this plan."""
+        attention = sum(cost for cost, runs in zip(self.attention, plan.attention, strict=True) if runs)
+        own, whole = attention + self.mlp * sum(plan.mlp), sum(self.attention) + self.mlp * len(plan.mlp)
+        return self.fixed + own + self.together * (own / whole if whole else 0.0) ** 2
+
+    def speedups(self, skips: Skips, taus: Floats) -> Floats:
+        """Return S = tau / (start + k c + v(k + 1)) at draft lengths k = 1, 2, ...: [K]."""
+        verifying = list(self.verifying)
+        lengths = np.arange(1, len(taus) + 1)
+        drafts = self.start + lengths * self.step(skips.plan(len(self.attention)))
+        if skips.exit is not None:
+            assert self.exit is not None
+            one_by_one, verifying = self.exit.at(skips.exit)
+            drafts = np.maximum(drafts, lengths * one_by_one)  # the same layers, and never in one call
+        found: Floats = taus / (drafts + np.array(verifying[: len(taus)]))
+        return found
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanCosts:
+        """Return the costs whose fields this JSON object holds."""
+        found: dict[str, Any] = json.loads(text)
+        for name in ("attention", "verifying"):
+            found[name] = tuple(found[name])
+        if (exit := found["exit"]) is not None:
+            lines = [(start, slope) for start, slope in exit["verifying"]]
+            found["exit"] = ExitCosts((exit["step"][0], exit["step"][1]), tuple(lines))
+        return cls(**found)
+
+
+def measure_plan_costs(
+    loaded: Loaded,
+    context: int,
+    longest: int,
+    temperature: float,
+    progress: Progress = silent,
+    repeats: int = REPEATS,
+    drafting: Runner | None = None,
+) -> PlanCosts:
+    """Measure the costs at batch 1."""
+    spec, of_exits = loaded.spec, max(1, repeats // 2)
+    exits = spec.layers > 1 and drafting is None
+    after = Steps(progress, "costs", 1 + repeats + (1 + of_exits if exits else 0))
+    everything = range(spec.layers)
+    full = Plan.full(spec.layers)
+    nothing = full.without(everything, everything)
+    layers_of = {
+        window: [i for i, own in enumerate(spec.windows) if own == window] for window in spec.windows
+    }
+    others = (set(everything).difference(layers) for layers in layers_of.values())
+    alone = [*(full.without(rest, everything) for rest in others), full.without(attention=everything)]
+    steps, seconds = _timed(
+        loaded, [nothing, *alone, full], context, longest, temperature, repeats, after, drafting
+    )
+    drafts = {
+        key: draft_seconds(steps[key], steps["verify", key[1] + 1]) for key in steps if key[0] != "verify"
+    }
+    start, fixed = _line(drafts[nothing, 1], drafts[nothing, longest], longest)
+    own = [max(0.0, (drafts[plan, longest] - start) / longest - fixed) for plan in (*alone, full)]
+    (*attention, mlp), together = _parts(own[:-1], own[-1])
+    each = [part / len(layers) for part, layers in zip(attention, layers_of.values(), strict=True)]
+    by_window = dict(zip(layers_of, each, strict=True))
+    # fewer columns never cost more: a sample that says otherwise was disturbed, and the table corrects it
+    table = CostTable({1: {rows: median(steps["verify", rows]) for rows in range(2, longest + 2)}}, {})
+    return PlanCosts(
+        seconds, fixed, tuple(by_window[window] for window in spec.windows), mlp / spec.layers,
+        tuple(max(1.0, table.verify(1, rows)) for rows in range(2, longest + 2)),
+        measure_exit_costs(loaded, context, longest, of_exits, after) if exits else None, together, start,
+    )  # fmt: skip
+
+
+def _line(one: float, all: float, longest: int) -> tuple[float, float]:
+    """Return (cost beside the steps, at most half the longest draft's; cost of a step) of a draft."""
+    start = min(max(0.0, (longest * one - all) / (longest - 1)), all / 2) if longest > 1 else 0.0
+    return start, (all - start) / longest
+
+
+def _parts(alone: Sequence[float], whole: float) -> tuple[list[float], float]:
+    """Return (own cost of each kind of sub-layer, joint cost of all); they sum to `whole`."""
+    total = sum(alone)
+    shares = [part / total if total else 1 / len(alone) for part in alone]
+    beyond = (whole - total) / (1 - sum(share**2 for share in shares)) if max(shares) < 1 else 0.0
+    together = min(max(0.0, beyond), whole / 2)
+    return [share * (whole - together) for share in shares], together
+
+
+def _timed(
+    loaded: Loaded,
+    plans: Sequence[Plan],
+    context: int,
+    longest: int,
+    temperature: float,
+    repeats: int,
+    after: Callable[[], None],
+    drafting: Runner | None,
+) -> tuple[dict[Any, list[float]], float]:
+    """Time verifying passes and whole rounds, fused where the engine would, in turns with plain steps."""
+    runner = loaded.runner
+    bare = BareForwards(runner, 1, context, longest + 1)
+    works: dict[Any, Work] = {"step": bare.verify(1)}
+    for rows in range(2, longest + 2):
+        works["verify", rows] = bare.verify(rows)
+    for plan, length in dict.fromkeys([(plans[0], 1), *((plan, longest) for plan in plans)]):
+        draws = _draws(loaded, context, length, temperature)
+        draft = bare.draft(DraftPass(drafting or runner, plan), length, draws)
+        works[plan, length] = in_sequence(draft, works["verify", length + 1])
+    seconds = interleaved(works, loaded.engine.device, repeats, warm=1, settle=0.0, after=after)
+    plain = seconds.pop("step")
+    found = {
+        key: [own / step for own, step in zip(turns, plain, strict=True)] for key, turns in seconds.items()
+    }
+    return found, median(plain)
+
+
+def _draws(loaded: Loaded, context: int, longest: int, temperature: float) -> Callable[[], TimedDraws]:
+    """Return a function that makes the draws of a draft at this temperature, as the engine draws."""
+    device, vocab_ops = loaded.engine.device, loaded.engine.vocab_ops
+    table = SamplingTable.of([SamplingParams(temperature=temperature)], device, vocab_ops=vocab_ops)
+    noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
+    places = torch.arange(context, context + longest, device=device)[None]  # [1, K]
+
+    def draws() -> TimedDraws:
+        keys = NoiseKeys(zero, places, None, zero, vocab_ops)
+
+        def draw(column: int, logits: Tensor) -> Tensor:
+            pick = partial(noise.pick, keys=keys.column(column), purpose=DRAFT)
+            return distribution_of(logits, table)[0].draw(pick)
+
+        return TimedDraws(None if table.all_greedy else table.sampling_inputs(keys.bits(DRAFT)), draw)
+
+    return draws
+
 
 TAU_TOLERANCE = 0.03  # of τ: a plan is kept only if its decoded and predicted τ differ by no more
-# Significance level of the sign test, per finalist: about 1 in 20 for three finalists together.
-SIGNIFICANCE = 1 / 60
+SIGNIFICANCE = 1 / 60  # of the sign test, per finalist: about 1 in 20 for three finalists
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One plan, scored on the calibration texts.
+    """One plan, scored on the calibration texts."""
 
-    Attributes:
-        number: Number of the trial in the study.
-        skips: The plan, in the notation of `Skips`.
-        predicted: Predicted speed-up at the best draft length.
-        draft: The best draft length.
-        taus: τ at draft lengths 1, 2, ...
-        origin: Name of the seed plan; None for a plan that the sampler proposed.
-    """
-
-    number: int
-    skips: str
-    predicted: float
-    draft: int
-    taus: tuple[float, ...]
-    origin: str | None = None
+    number: int  # number of the trial in the study
+    skips: str  # the plan, in the notation of `Skips`
+    predicted: float  # predicted speed-up at the best draft length
+    draft: int  # the best draft length
+    taus: tuple[float, ...]  # τ at draft lengths 1, 2, ..
+    origin: str | None = None  # name of the seed plan; None for a plan that the sampler proposed
 
 
 @dataclass(frozen=True, slots=True)
 class Finalist:
-    """A plan in real decoding of held-out prompts, in turns with plain decoding.
+    """A plan in real decoding of held-out prompts, in turns with plain decoding."""
 
-    Attributes:
-        skips: The plan, in the notation of `Skips`.
-        draft: Draft length.
-        predicted: Speed-up that the trial predicted.
-        predicted_tau: τ that teacher forcing predicts for the decoded texts.
-        tau: τ of decoding.
-        alpha: α of decoding.
-        c: Cost of a draft token, in plain steps, from a bare round without its verifying pass.
-        speedup: Speed-up over plain decoding: medians within a prompt's repeats, over the prompts.
-        identical: Whether all tokens of all runs equal plain decoding's; None at a temperature above 0.
-        prompts: Number of prompts decoded.
-        repeated: Share of 4-grams that occurred before in the same output.
-        faster: Number of prompts on which the plan was faster, by the medians of `speedup`.
-        trial_tau: τ on the calibration texts, from which `predicted` comes.
-        tau_error: Standard error of `tau` ÷ `tau`; 0 at temperature 0.
-    """
-
-    skips: str
-    draft: int
-    predicted: float
-    predicted_tau: float
-    tau: float
-    alpha: float
-    c: float
-    speedup: Spread
-    identical: bool | None
-    prompts: int
-    repeated: Spread
-    faster: int
-    trial_tau: float
-    tau_error: float = 0.0
+    skips: str  # the plan, in the notation of `Skips`
+    draft: int  # draft length
+    predicted: float  # speed-up that the trial predicted
+    predicted_tau: float  # τ that teacher forcing predicts for the decoded texts
+    tau: float  # τ of decoding
+    alpha: float  # α of decoding
+    c: float  # cost of a draft token, in plain steps, from a bare round without its verifying pass
+    speedup: Spread  # speed-up over plain decoding: medians within a prompt's repeats, over the prompts
+    identical: bool | None  # all tokens equal plain decoding's; None at a temperature above 0
+    prompts: int  # number of prompts decoded
+    repeated: Spread  # share of 4-grams that occurred before in the same output
+    faster: int  # number of prompts on which the plan was faster, by the medians of `speedup`
+    trial_tau: float  # τ on the calibration texts, from which `predicted` comes
+    tau_error: float = 0.0  # standard error of `tau` ÷ `tau`; 0 at temperature 0
 
     @property
     def objection(self) -> str | None:
         """The reason not to keep the plan, or None.
 
-        A plan must beat plain decoding significantly, by a sign test over the prompts at level
-        `SIGNIFICANCE`: on all of six prompts, or on 13 of 16. Fewer than six prompts cannot reach that
-        level.
+        A plan must beat plain decoding by a sign test over the prompts: on all of six, or on 13 of 16.
         """
         if self.identical is False:
             return "its tokens differ from plain decoding's"
@@ -116,47 +325,26 @@ def sign_test(wins: int, prompts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """A search.
+    """A search."""
 
-    Attributes:
-        model: Name of the model.
-        model_hash: Hash of the model (`plan_files.model_hash`).
-        layers: Number of layers of the model.
-        study: Name of the study.
-        storage: Where the study is, without a password.
-        options: Names and plain values.
-        machine: Names and plain values.
-        tokens: New tokens of the calibration texts.
-        costs: Costs on which predictions rest.
-        trials: All completed trials of the study.
-        importance: Share of each sub-layer in the differences between trials, by "attention.3" or "mlp.3".
-        finalists: The best plans in real decoding.
-        winner: Index of the winner among the finalists; None if no plan won or none was timed.
-        plan_files: Files to which the winner was written.
-        seconds: Duration of each stage.
-        finished: False if the search was interrupted.
-        notes: Further remarks for a reader.
-        unwritten: For each file that could not be written, the reason.
-    """
-
-    model: str
-    model_hash: str
-    layers: int
-    study: str
-    storage: str
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    tokens: int
-    costs: PlanCosts
-    trials: tuple[Trial, ...]
-    importance: dict[str, float]
-    finalists: tuple[Finalist, ...]
-    winner: int | None
-    plan_files: tuple[str, ...]
-    seconds: dict[str, float]
-    finished: bool = True
-    notes: tuple[str, ...] = ()
-    unwritten: tuple[str, ...] = ()
+    model: str  # name of the model
+    model_hash: str  # hash of the model (`plan_files.model_hash`)
+    layers: int  # number of layers of the model
+    study: str  # name of the study
+    storage: str  # where the study is, without a password
+    options: dict[str, Any]  # names and plain values
+    machine: dict[str, Any]  # names and plain values
+    tokens: int  # new tokens of the calibration texts
+    costs: PlanCosts  # costs on which predictions rest
+    trials: tuple[Trial, ...]  # all completed trials of the study
+    importance: dict[str, float]  # share of each sub-layer in the differences between trials
+    finalists: tuple[Finalist, ...]  # the best plans in real decoding
+    winner: int | None  # index of the winner among the finalists; None if no plan won or none was timed
+    plan_files: tuple[str, ...]  # files to which the winner was written
+    seconds: dict[str, float]  # duration of each stage
+    finished: bool = True  # False if the search was interrupted
+    notes: tuple[str, ...] = ()  # further remarks for a reader
+    unwritten: tuple[str, ...] = ()  # for each file that could not be written, the reason
 
     @property
     def best(self) -> Trial:

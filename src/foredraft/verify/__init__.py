@@ -11,8 +11,13 @@ from foredraft.lazy import lazily
 from foredraft.verify.verify_settings import VerifySettings
 
 if TYPE_CHECKING:
-    from foredraft.verify.verify_records import DistributionTest, Divergence, DraftPosition, Identity
-    from foredraft.verify.verify_report import VerifyReport
+    from foredraft.verify.verify_records import (
+        DistributionTest,
+        Divergence,
+        DraftPosition,
+        Identity,
+        VerifyReport,
+    )
     from foredraft.verify.verify_run import verify
 
 __all__ = [
@@ -25,9 +30,5 @@ __all__ = [
     "verify",
 ]
 
-_RECORDS = ["DistributionTest", "Divergence", "DraftPosition", "Identity"]
-_HOME = dict.fromkeys(_RECORDS, "foredraft.verify.verify_records")
-_HOME["VerifyReport"] = "foredraft.verify.verify_report"
-_HOME["verify"] = "foredraft.verify.verify_run"
-
+_HOME = dict.fromkeys(__all__, "foredraft.verify.verify_records") | {"verify": "foredraft.verify.verify_run"}
 __getattr__ = lazily(__name__, _HOME)

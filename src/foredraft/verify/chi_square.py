@@ -1,18 +1,15 @@
-"""Pearson's chi-square test of counts against a known distribution, and its power.
+"""Pearson's chi-square test of counts against a known distribution, over cells of all continuations of a few
+tokens.
 
-The statistic X = sum (n_i - N p_i)^2 / (N p_i) over m cells has, under the distribution p, approximately
-the chi-square distribution with m - 1 degrees of freedom (Pearson 1900). If the samples follow p + d
-instead, it is approximately noncentral chi-square with noncentrality parameter N sum d_i^2 / p_i (Patnaik
-1949, "The non-central chi-square and F-distributions and their applications", Biometrika 36; Cohen 1988,
-"Statistical Power Analysis for the Behavioral Sciences", chapter 7).
+At every position, the most likely tokens given the prefix are *separate*, and all others together are the
+*rest*. A cell is a full continuation of separate tokens, or a shorter prefix of them followed by the rest, so
+a handful of forwards gives exact probabilities.
 
-The total variation distance of the two distributions over the cells is t = sum |d_i| / 2. By the
-Cauchy-Schwarz inequality,
-
-    4 t^2 = (sum |d_i|)^2 = (sum |d_i| / sqrt(p_i) * sqrt(p_i))^2 <= sum d_i^2 / p_i * sum p_i,  sum p_i = 1,
-
-with equality where |d_i| = 2 t p_i. So for every d of total variation t, the noncentrality parameter is at
-least 4 N t^2, and the power at least the power at that value. The functions below use this lower bound.
+The statistic X = sum (n_i - N p_i)^2 / (N p_i) over m cells has, under p, approximately the chi-square
+distribution with m - 1 degrees of freedom (Pearson 1900). Under p + d it is approximately noncentral with
+parameter N sum d_i^2 / p_i (Patnaik 1949, Biometrika 36; Cohen 1988, chapter 7). With the total variation
+distance t = sum |d_i| / 2, the Cauchy-Schwarz inequality gives sum d_i^2 / p_i >= 4 t^2, with equality where
+|d_i| = 2 t p_i: the power is at least that at 4 N t^2, which the functions below use.
 """
 
 from __future__ import annotations
@@ -22,8 +19,104 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["ChiSquare", "detectable_distance", "detectable_probability", "pearson", "samples_needed"]
+Prefix = tuple[int, ...]
+NextToken = Callable[[Prefix], Tensor]  # prefix -> distribution of the next token, [V] float64 on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What is kept of the distribution of the token after a prefix."""
+
+    separate: dict[int, float]  # the separate tokens, the most likely first, and their probabilities
+    rest: float  # probability of all others together
+    possible: Tensor | None  # [V] bool, tokens of a probability above 0; None where all are
+
+    @classmethod
+    def of(cls, distribution: Tensor, width: int) -> Branch:
+        """Return the branch with `width` separate tokens, or fewer where fewer are possible."""
+        # Of equally likely tokens, the smallest ids are separate, whatever order `topk` gives them.
+        least = distribution.topk(min(width, len(distribution))).values[-1]
+        likely = (distribution >= least.clamp_min(torch.finfo(distribution.dtype).tiny)).nonzero()[:, 0]
+        order = distribution[likely].argsort(descending=True, stable=True)[:width]
+        separate = {int(token): float(distribution[token]) for token in likely[order]}
+        others = distribution.clone()
+        others[list(separate)] = 0.0
+        possible = distribution > 0
+        return cls(separate, float(others.sum()), None if possible.all() else possible)
+
+    def allows(self, token: int) -> bool:
+        return self.possible is None or bool(self.possible[token])
+
+
+def most_cells(widths: Sequence[int]) -> int:
+    """Return the number of cells, where no token is impossible.
+
+    Examples:
+        >>> most_cells((2, 1, 1, 1))
+        9
+    """
+    prefixes = [math.prod(widths[:length]) for length in range(len(widths) + 1)]
+    return sum(prefixes)  # the rest after each shorter prefix, and each full continuation
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """A partition of all continuations of a few tokens."""
+
+    probabilities: list[float]  # probability of each cell, above 0; they sum to 1
+    branches: dict[Prefix, Branch]  # prefix -> what is kept of the distribution of the next token
+    index: dict[tuple[Prefix, bool], int]  # (prefix, whether the rest follows it) -> number of the cell
+
+    @classmethod
+    def of(cls, next_token: NextToken, widths: Sequence[int]) -> Cells:
+        """Build the cells."""
+        cells = cls([], {}, {})
+        cells._grow((), 1.0, next_token, widths)
+        return cells
+
+    def _grow(self, prefix: Prefix, probability: float, next_token: NextToken, widths: Sequence[int]) -> None:
+        if len(prefix) == len(widths):
+            self._add(prefix, False, probability)
+            return
+        branch = self.branches[prefix] = Branch.of(next_token(prefix), widths[len(prefix)])
+        if branch.rest > 0:
+            self._add(prefix, True, probability * branch.rest)
+        for token, share in branch.separate.items():
+            self._grow((*prefix, token), probability * share, next_token, widths)
+
+    def _add(self, prefix: Prefix, rest: bool, probability: float) -> None:
+        self.index[prefix, rest] = len(self.probabilities)
+        self.probabilities.append(probability)
+
+    def of_sample(self, tokens: Sequence[int]) -> int | None:
+        """Return the cell of a continuation, or None if the target gives it probability 0."""
+        prefix: Prefix = ()
+        while (branch := self.branches.get(prefix)) is not None:
+            token = tokens[len(prefix)]
+            if not branch.allows(token):
+                return None
+            if token not in branch.separate:
+                return self.index[prefix, True]
+            prefix = (*prefix, token)
+        return self.index[prefix, False]
+
+    def next_probabilities(self, prefix: Prefix) -> list[float]:
+        """Return the probability of each separate token after a prefix, and last that of the rest."""
+        branch = self.branches[prefix]
+        return [*branch.separate.values(), branch.rest]
+
+    def next_cell(self, prefix: Prefix, token: int) -> int:
+        """Return the place of the token after a prefix in `next_probabilities`."""
+        likely = list(self.branches[prefix].separate)
+        return likely.index(token) if token in likely else len(likely)
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the cells in nats: higher where continuations spread more evenly over them."""
+        return -sum(p * math.log(p) for p in self.probabilities)
+
 
 # Samples expected in a cell, at least. The chi-square approximation must hold for tail probabilities of 1e-4;
 # the customary 5 is meant for tails of a few percent.
@@ -32,37 +125,22 @@ MIN_EXPECTED = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ChiSquare:
-    """The result of a test.
+    """The result of a test."""
 
-    Attributes:
-        statistic: Pearson's statistic.
-        cells: Number of cells after merging; the degrees of freedom are one fewer.
-        p_value: Probability of a statistic at least this large if the distribution is right.
-    """
-
-    statistic: float
-    cells: int
-    p_value: float
+    statistic: float  # Pearson's statistic
+    cells: int  # number of cells after merging; the degrees of freedom are one fewer
+    p_value: float  # probability of a statistic at least this large if the distribution is right
 
 
 def pearson(counts: Sequence[int], probabilities: Sequence[float], samples: int) -> ChiSquare:
-    """Test whether counts follow a distribution.
-
-    Args:
-        counts: Number of samples in each cell.
-        probabilities: Probability of each cell; they sum to 1.
-        samples: Number of samples.
-    """
+    """Test whether counts follow a distribution."""
     merged = _merge_rare_cells(counts, [p * samples for p in probabilities])
     statistic = sum((count - expected) ** 2 / expected for count, expected in merged)
     return ChiSquare(statistic, len(merged), survival(statistic, len(merged) - 1))
 
 
 def _merge_rare_cells(counts: Sequence[int], expected: Sequence[float]) -> list[tuple[float, float]]:
-    """Return (count, expected) with cells merged, the rarest first, until each has `MIN_EXPECTED`.
-
-    The order depends on the expectations only: merging by the counts would bias the test.
-    """
+    """Return (count, expected), the rarest cells by expectation merged until each has `MIN_EXPECTED`."""
     merged: list[tuple[float, float]] = []
     count_sum = expected_sum = 0.0
     for e, n in sorted(zip(expected, counts, strict=True), key=lambda pair: pair[0]):
@@ -77,36 +155,19 @@ def _merge_rare_cells(counts: Sequence[int], expected: Sequence[float]) -> list[
 
 
 def detectable_distance(samples: int, degrees: int, level: float, power: float) -> float:
-    """Return the smallest total variation distance that a test detects.
-
-    Args:
-        samples: Number of samples.
-        degrees: Degrees of freedom.
-        level: Significance level of the test.
-        power: Probability of detection, at least, for every distribution at that distance.
-
-    Returns:
-        The distance over the cells; 1 if the test detects nothing.
-    """
+    """Return the smallest total variation distance that a test detects."""
     if degrees < 1:
         return 1.0
     return min(1.0, math.sqrt(required_noncentrality(degrees, level, power) / (4 * samples)))
 
 
 def detectable_probability(samples: int, power: float) -> float:
-    """Return the smallest probability of an event that occurs at least once with probability `power`.
-
-    This is the detectable distance of a distribution with a single cell: one sample outside of it fails the
-    test.
-    """
+    """Return the smallest probability of an event that occurs at least once with probability `power`."""
     return -math.expm1(math.log1p(-power) / samples)
 
 
 def samples_needed(distance: float, degrees: int, level: float, power: float) -> int:
-    """Return the number of samples with which a test detects a total variation distance.
-
-    The inverse of `detectable_distance`, and of `detectable_probability` where there is a single cell.
-    """
+    """Return the samples with which a test detects a distance; with 0 degrees there is one cell."""
     if degrees == 0:
         return math.ceil(math.log1p(-power) / math.log1p(-distance))
     return math.ceil(required_noncentrality(degrees, level, power) / (4 * distance**2))
@@ -131,11 +192,7 @@ def survival(x: float, degrees: int) -> float:
 
 
 def noncentral_survival(x: float, degrees: int, noncentrality: float) -> float:
-    """Return P(noncentral chi-square > x).
-
-    The noncentral distribution is a mixture of central ones with degrees + 2 j degrees of freedom, where j is
-    Poisson with mean noncentrality / 2.
-    """
+    """Return P(noncentral chi-square > x): of central ones with degrees + 2 j, j Poisson."""
     mean = noncentrality / 2
     spread = 12 * math.sqrt(mean) + 40  # the Poisson probability outside is below 1e-15
     first = max(0, math.floor(mean - spread))

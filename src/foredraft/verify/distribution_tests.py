@@ -1,57 +1,208 @@
-"""Chi-square tests of sampled tokens against the target's exact distribution.
+"""Chi-square tests of sampled tokens against the target's exact distribution: as a whole, and by draft
+position.
 
-All samples of a test continue one prompt by `len(WIDTHS)` tokens. Drafts are up to `len(WIDTHS) - 1` tokens
-long, so accepted tokens, corrections at every position and the bonus token all occur at the tested positions.
-Expected probabilities come from plain forwards of the target: nothing is estimated.
+A wrong correction shows where the drafter is often right and often wrong. So the last setting is tested with
+a *stand-in*: the drafter itself at another temperature, or the target as its own drafter, whose q stays
+exact.
+
+Under a lossless rule, every token that a position of a draft gives, accepted or corrected, has the target's
+distribution given the text before it, and so has the bonus token. The tokens of a position are counted by the
+text s before them, as far as the cells separate it. Pearson's statistic is approximately chi-square for each
+s, and so is the sum; with distance t_s after s, its noncentrality is at least sum 4 n_s t_s^2 >= 4 n t^2 by
+Jensen's inequality. A joint test dilutes the same distance by all samples that do not reach the position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from foredraft.decode.stats import Stats
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.stats import RoundTrace, Stats
 from foredraft.llm import Output
 from foredraft.verify import chi_square
-from foredraft.verify.cells import Cells
-from foredraft.verify.plain_target import PlainTarget
-from foredraft.verify.positions import PositionCounts
-from foredraft.verify.sampler import TREE_WIDTHS, WIDTHS, Sampler, SamplingCase
-from foredraft.verify.sampling_settings import Rule, Setting
-from foredraft.verify.verify_records import DistributionTest
+from foredraft.verify.chi_square import Cells, Prefix, detectable_distance, pearson, survival
+from foredraft.verify.sampler import TARGET, TREE_WIDTHS, WIDTHS, PlainTarget, Sampler, SamplingCase
+from foredraft.verify.verify_records import DistributionTest, DraftPosition
+from foredraft.verify.verify_settings import Rule, Setting
 
-__all__ = ["POWER", "DistributionCheck", "run_test"]
+
+class PositionCounts:
+    """Tokens of samples by draft position, the bonus token last."""
+
+    def __init__(self, cells: Cells, positions: int) -> None:
+        self._cells = cells
+        # Of each position: (text before, number of the next cell) -> tokens, and text before -> corrections.
+        self._tokens: list[Counter[tuple[Prefix, int]]] = [Counter() for _ in range(positions + 1)]
+        self._corrections: list[Counter[Prefix]] = [Counter() for _ in range(positions + 1)]
+
+    @property
+    def corrections(self) -> list[int]:
+        """Corrections at each draft position; 0 for the bonus token."""
+        return [counts.total() for counts in self._corrections]
+
+    @property
+    def bonuses(self) -> int:
+        """Bonus tokens."""
+        return self._tokens[-1].total()
+
+    def add(self, tokens: list[int], trace: list[RoundTrace]) -> None:
+        """Count a sample's tokens as far as the cells separate the text before them."""
+        for each in trace:
+            drafted = len(each.draft)
+            for at in range(min(each.accepted + 1, each.emitted) if drafted else 0):
+                prefix = tuple(tokens[: each.start + at])
+                if prefix not in self._cells.branches:
+                    return
+                position = at if at < drafted else -1
+                self._tokens[position][prefix, self._cells.next_cell(prefix, tokens[each.start + at])] += 1
+                self._corrections[position][prefix] += at == each.accepted < drafted
+
+    def tests(self, level: float, power: float) -> Iterator[DraftPosition]:
+        """Yield the test of every position at this level, without texts whose tokens make one cell only."""
+        for position, (tokens, corrections) in enumerate(zip(self._tokens, self._corrections, strict=True)):
+            degrees = tested = corrected = 0
+            statistic = 0.0
+            for prefix in dict.fromkeys(prefix for prefix, _ in tokens):
+                probabilities = self._cells.next_probabilities(prefix)
+                counts = [tokens[prefix, cell] for cell in range(len(probabilities))]
+                result = pearson(counts, probabilities, sum(counts))
+                if result.cells > 1:
+                    degrees += result.cells - 1
+                    statistic += result.statistic
+                    tested += sum(counts)
+                    corrected += corrections[prefix]
+            yield DraftPosition(
+                position=position,
+                bonus=position == len(self._tokens) - 1,
+                tokens=tested,
+                corrections=corrected,
+                degrees=degrees,
+                statistic=statistic,
+                p_value=survival(statistic, degrees),
+                level=level,
+                detectable=detectable_distance(tested, degrees, level, power),
+            )
+
+
+CANDIDATES = 40  # prompts that are considered, the first ones
+STAND_IN_CANDIDATES = 8  # prompts that are considered for a stand-in
+PROBES = 32  # samples per candidate that show at which positions its drafts are rejected
+ENOUGH = 2  # corrections at every draft position, and bonus tokens, among the probes of a good case
+# Draft temperatures of stand-ins, in the order in which they are tried. At 0.5, a drafter that is always
+# right becomes one whose tokens are accepted about three times in four.
+DRAFT_TEMPERATURES = (0.5, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    """A candidate and its probes."""
+
+    case: SamplingCase  # the prompt and the drafter
+    fewest: int  # corrections at the position with fewest, or bonus tokens if fewer; -1: nothing drafted
+
+    @property
+    def good(self) -> bool:
+        return self.fewest >= ENOUGH
+
+
+def choose_cases(
+    sampler: Sampler,
+    plain: PlainTarget,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    count: int,
+    progress: Callable[[int, int], None],
+) -> list[SamplingCase]:
+    """Choose the prompts on which a defect shows most clearly with the drafter as it is.
+
+    Prompts with corrections at every draft position and whole drafts come first, then those of higher
+    entropy. The probes for this use seeds that no test uses.
+    """
+    cases = [SamplingCase(number, prompt, params) for number, prompt in enumerate(prompts[:CANDIDATES])]
+    cells: dict[int, Cells] = {}
+    for case in cases:
+        cells[case.number] = Cells.of(plain.next_token(case.prompt, params), TREE_WIDTHS)
+        progress(len(cells), len(cases))
+    good: list[SamplingCase] = []
+    rest: list[_Probed] = []
+    for case in sorted(cases, key=lambda case: -cells[case.number].entropy):
+        if len(good) == count:
+            break
+        probed = _probe(sampler, case, cells[case.number])
+        if probed.good:
+            good.append(case)
+        else:
+            rest.append(probed)
+    rest.sort(key=lambda probed: -probed.fewest)  # stable: by entropy among equals
+    return [*good, *(probed.case for probed in rest)][:count]
+
+
+def choose_stand_in(
+    sampler: Sampler, plain: PlainTarget, prompts: Sequence[list[int]], params: SamplingParams
+) -> SamplingCase | None:
+    """Choose a stand-in for the drafter, and a prompt for it."""
+    cases = [
+        SamplingCase(number, prompt, params) for number, prompt in enumerate(prompts[:STAND_IN_CANDIDATES])
+    ]
+    cells = [Cells.of(plain.next_token(case.prompt, params), TREE_WIDTHS) for case in cases]
+    best: _Probed | None = None
+    for stand_in_params, temperature in _stand_ins(sampler, params):
+        for case in sorted(cases, key=lambda case: -cells[case.number].entropy):
+            stand_in = replace(case, params=stand_in_params, draft_temperature=temperature)
+            probed = _probe(sampler, stand_in, cells[case.number])
+            if best is None or probed.fewest > best.fewest:
+                best = probed
+        if best is not None and best.good:
+            break
+    return None if best is None else best.case
+
+
+def _stand_ins(sampler: Sampler, own: SamplingParams) -> Iterator[tuple[SamplingParams, float]]:
+    """Yield parameters with a drafter, and draft temperatures; own: those of the drafter as it is."""
+    target = own.replace(drafter=TARGET)
+    for params in (own, target):
+        if sampler.draws(params):
+            yield from ((params, temperature) for temperature in DRAFT_TEMPERATURES)
+        elif (
+            params is target
+        ):  # drafts are greedy, and the target often draws another token than the likeliest
+            yield params, 1.0
+
+
+def _probe(sampler: Sampler, case: SamplingCase, cells: Cells) -> _Probed:
+    counts = PositionCounts(cells, len(TREE_WIDTHS) - 1)
+    outputs = [output for batch in sampler.draw(case, PROBES, trace=True) for output in batch]
+    for output in outputs:
+        counts.add(output.token_ids, output.trace or [])
+    longest = len(Stats.merge(output.stats for output in outputs).drafted_at)
+    if not longest:
+        return _Probed(case, -1)
+    return _Probed(case, min(*counts.corrections[:longest], counts.bonuses))
+
 
 POWER = 0.9  # probability of detection that a test's `detectable` distance has
 
 
 @dataclass(frozen=True, slots=True)
 class DistributionCheck:
-    """What one test samples, and how strictly it judges.
+    """What one test samples, and how strictly it judges."""
 
-    Attributes:
-        case: The prompt, its sampling parameters and the draft temperature.
-        rule: The acceptance rule.
-        setting: The sampling parameters in short.
-        full: The test has to detect the distance that the user asks for.
-        by_position: Tokens are tested by draft position too.
-        level: Significance level of the joint test, and of each position's.
-    """
-
-    case: SamplingCase
-    rule: Rule
-    setting: Setting
-    full: bool
-    by_position: bool
-    level: float
+    case: SamplingCase  # the prompt, its sampling parameters and the draft temperature
+    rule: Rule  # the acceptance rule
+    setting: Setting  # the sampling parameters in short
+    full: bool  # the test has to detect the distance that the user asks for
+    by_position: bool  # tokens are tested by draft position too
+    level: float  # significance level of the joint test, and of each position's
 
 
 @dataclass(slots=True)
 class _Counts:
     """The samples of a test, counted by cell and by draft position.
 
-    Nothing of a single sample is kept. Even a small object that stays holds the pages around it, which the
-    next round's tables over the vocabulary can then not use: thousands of them cost gigabytes.
+    Nothing of a single sample is kept: small objects that stay hold pages that the next round's tables then
+    cannot use.
     """
 
     cells: Cells
@@ -88,15 +239,7 @@ def run_test(
     sample_count: Callable[[int], int],
     progress: Callable[[int, int], None],
 ) -> DistributionTest:
-    """Sample continuations and test them against the target's distribution.
-
-    Args:
-        sampler: Draws the samples.
-        plain: Computes the exact probabilities.
-        check: What is tested.
-        sample_count: Number of cells -> number of samples.
-        progress: Called as (samples done, samples in all).
-    """
+    """Sample continuations and test them against the target's distribution."""
     case = check.case
     next_token = plain.next_token(case.prompt, case.params)
     cells = Cells.of(next_token, WIDTHS)

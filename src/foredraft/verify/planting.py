@@ -1,12 +1,15 @@
-"""Planting: breaks the rounds of one engine in the ways that `defects` names.
+"""Planting: breaks the rounds of one engine in the ways that `verify_settings` names; and a policy that
+always drafts.
 
-Every greedy test without penalties passes with these defects, and so does every test whose drafter is the
-target itself. A verification that cannot find them proves nothing.
+The decisions of `auto` never change the distribution of a text, so here all drafters that it may choose take
+turns. Every greedy test without penalties passes with these defects, and so does every test whose drafter is
+the target: a verification that cannot find them proves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
@@ -19,47 +22,70 @@ from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.engine import Engine
 from foredraft.decode.noise import RESIDUAL, DrawKeys, Noise, NoiseKeys
-from foredraft.decode.penalty_context import PenaltyContext
-from foredraft.decode.round_draft import Draft, RoundInputs
-from foredraft.decode.verdict import Verdict
-from foredraft.model.transfers import upload
-from foredraft.verify.defects import DEFECTS
+from foredraft.decode.policy import PLAIN, Candidates, Decision, Policy
+from foredraft.decode.round_draft import AcceptResult, Draft, RoundInputs
+from foredraft.decode.sampling import PenaltyContext
+from foredraft.model.memory import upload
+from foredraft.verify.verify_settings import DEFECTS
 
-__all__ = ["planted"]
+
+class DraftsAlways(Policy):
+    """Drafts in every round that has a candidate; the candidates of a row take turns."""
+
+    uses_costs = True  # so a request may have several drafters, which read and propose as under `auto`
+
+    def __init__(self, loaded: Policy) -> None:
+        self.name, self.max_draft = loaded.name, loaded.max_draft
+
+    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
+        return [self._decide(row) for row in rows]
+
+    def _decide(self, row: Candidates) -> Decision:
+        names = list(row.limits)
+        if not names:
+            return PLAIN
+        # Samples of one prompt begin with different drafters, so that each meets every position of a text.
+        name = names[(row.sequence.sample + row.sequence.round_count) % len(names)]
+        return Decision(name, min(self.max_draft, row.limits[name]))
+
+
+@contextmanager
+def drafting_always(engine: Engine) -> Iterator[None]:
+    """Let every round draft within the context, under policies that else would only where it pays."""
+    loaded = engine.policy
+    if loaded.uses_costs:
+        engine.policy = DraftsAlways(loaded)
+    try:
+        yield
+    finally:
+        engine.policy = loaded
 
 
 @contextmanager
 def planted(engine: Engine, name: str | None) -> Iterator[None]:
-    """Plant a defect in the rounds of this engine within the context.
-
-    Args:
-        engine: Decodes with the defect.
-        name: A key of `DEFECTS`; None plants nothing.
-    """
+    """Plant a defect in the rounds of this engine within the context."""
     if name is None:
         yield
         return
-    seam, spoil = _SEAMS[name]
-    sound = getattr(engine, seam)
-    setattr(engine, seam, spoil(sound))
+    point, mutate = _INJECTION_POINTS[name]
+    sound = getattr(engine, point)
+    setattr(engine, point, mutate(sound))
     try:
         yield
     finally:
-        setattr(engine, seam, sound)
+        setattr(engine, point, sound)
 
 
-def _spoilt_corrections(
+def _mutated_corrections(
     correction: Callable[[Draft, Distribution, Tensor], Distribution],
 ) -> Callable[..., Any]:
-    """Return a spoiler of the acceptance rules that draws the token after the accepted ones once more.
+    """Return what makes an acceptance rule draw the token after the accepted ones once more, from
+    `correction`.
 
     Rows under the `coupled` rule are unchanged: that rule has no residual.
-
-    Args:
-        correction: (draft, p, accepted tokens [B]) -> the distribution to draw from.
     """
 
-    def spoil(accept: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    def mutate(accept: Callable[..., AcceptResult]) -> Callable[..., AcceptResult]:
         def defective(
             draft: Draft,
             p: Distribution,
@@ -68,7 +94,7 @@ def _spoilt_corrections(
             is_coupled: list[bool],
             limit: SurpriseLimit | None,
             is_block: list[bool],
-        ) -> Verdict:
+        ) -> AcceptResult:
             verdict = accept(draft, p, keys, noise, is_coupled, limit, is_block)
             if not draft.tokens.shape[1]:
                 return verdict
@@ -83,7 +109,7 @@ def _spoilt_corrections(
 
         return defective
 
-    return spoil
+    return mutate
 
 
 def _without_residual(draft: Draft, p: Distribution, accepted: Tensor) -> Distribution:
@@ -145,11 +171,11 @@ class _PenaltiesNotAlong(RoundInputs):
 
 # Name of a defect -> the engine's attribute that it replaces, and a function from the sound attribute to the
 # defective one.
-_SEAMS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "residual": ("accept", _spoilt_corrections(_without_residual)),
-    "position": ("accept", _spoilt_corrections(_residual_of_the_position_before)),
+_INJECTION_POINTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "residual": ("accept", _mutated_corrections(_without_residual)),
+    "position": ("accept", _mutated_corrections(_residual_of_the_position_before)),
     "coin": ("noise", _SharedCoin),
     "round-noise": ("round_inputs", lambda sound: _KeyedByRound),
     "penalties": ("round_inputs", lambda sound: _PenaltiesNotAlong),
 }
-assert _SEAMS.keys() == DEFECTS.keys()
+assert _INJECTION_POINTS.keys() == DEFECTS.keys()

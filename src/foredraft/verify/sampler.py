@@ -1,26 +1,94 @@
-"""The sampler: draws continuations of one prompt, with a seed of its own for every call to the model.
+"""The sampler of continuations of one prompt, the target alone, decoded plainly, and token identity with it.
 
-For the samples of a stand-in, the engine gets one drafter more: the target itself. At a draft temperature its
-drafts are as often right and wrong as a test needs them, whatever drafter the user has.
+`PlainTarget` has a cache of its own, and no drafter, acceptance rule or batch. For the samples of a stand-in,
+the engine gets one drafter more: the target itself.
+
+At temperature 0 the tokens are a function of the prompt, under the `coupled` rule of prompt and seed. A
+divergence is reported with the target's margin between its two most likely tokens there, and fails however
+small it is.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-from foredraft.decode.drafter import Stepper
+import torch
+from torch import Tensor
+
+from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.sampling import PenaltyContext, SamplingTable, distribution_of
+from foredraft.decode.scores import likeliest
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
+from foredraft.errors import RequestError
 from foredraft.llm import LLM, Output
 from foredraft.llm.loaded import Loaded
-from foredraft.model.freed import release_freed
+from foredraft.model.memory import release_freed
+from foredraft.model.runner import next_chunk
+from foredraft.verify.chi_square import NextToken
+from foredraft.verify.planting import drafting_always
+from foredraft.verify.verify_records import Divergence, Identity, TextRun
+from foredraft.verify.verify_settings import Setting
 
-__all__ = ["BATCH", "TARGET", "TREE_WIDTHS", "WIDTHS", "Sampler", "SamplingCase"]
+
+class PlainTarget:
+    """Computes the target's logits after a prompt and a continuation."""
+
+    def __init__(self, loaded: Loaded, positions: int) -> None:
+        self.runner = loaded.runner
+        self.cache = loaded.runner.new_cache(1, positions)
+        self._prompt: list[int] = []
+        self._cached: list[int] = []  # the tokens whose keys and values the cache holds
+
+    def logits(self, prompt: list[int], new: list[int]) -> Tensor:
+        """Return the logits of the token after prompt + new, [V] float32."""
+        if prompt != self._prompt:
+            self._prefill(prompt)
+        tokens = [*prompt, *new]
+        start = len(prompt) - 1  # `_prefill` leaves the prompt's last token pending
+        while start < min(len(self._cached), len(tokens) - 1) and self._cached[start] == tokens[start]:
+            start += 1
+        logits = None
+        for position in range(start, len(tokens)):
+            token = torch.tensor([[tokens[position]]])
+            logits = self.runner.forward(self.cache, token, [position]).logits
+        self._cached = tokens
+        assert logits is not None
+        return logits[0, 0]
+
+    def next_token(self, prompt: list[int], params: SamplingParams) -> NextToken:
+        """Return prefix of the output -> the next token's distribution, after all sampling transforms."""
+
+        def distribution(prefix: tuple[int, ...]) -> Tensor:
+            logits = self.logits(prompt, list(prefix))
+            # As plain decoding has it: the output so far is committed, and there is no draft.
+            context = PenaltyContext.after(prompt, list(prefix), logits.device) if params.penalised else None
+            transformed, finite = distribution_of(
+                logits[None, None], SamplingTable.of([params], logits.device), None, context
+            )
+            if not finite.item():
+                raise RequestError(
+                    "the target's logits are not finite, so there is no distribution to sample from",
+                    remedy="give another model or dtype",
+                )
+            weights = transformed.dense(logits.shape[0])[0, 0].to("cpu", torch.float64)
+            return weights / weights.sum()
+
+        return distribution
+
+    def _prefill(self, prompt: list[int]) -> None:
+        start, stop = 0, len(prompt) - 1
+        while start < stop:
+            end = next_chunk(start, stop, self.runner.chunk)
+            self.runner.prefill(self.cache, 0, prompt[start:end], start)
+            start = end
+        self._prompt, self._cached = prompt, prompt[:-1]
+
 
 # Separate tokens at each position of a sample (`cells`). More cells need more samples: these widths make 9
 # cells; two tokens at each position make 31, and need 1.5 times the samples for the same distance. Four
@@ -30,26 +98,17 @@ WIDTHS = (2, 1, 1, 1)
 # apart, so that more of the tokens at later positions count.
 TREE_WIDTHS = (3, 2, 1, 1)
 TARGET = "target"  # name of the target as its own drafter
-# Samples per `generate` call. Progress is reported, and the seed changes, between calls. What a call holds of
-# its samples is freed at its end; more calls would read the prompt more often.
-BATCH = 128
+BATCH = 128  # samples per `generate` call: its memory is freed, and the seed changes, between calls
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingCase:
-    """The samples of one test: a prompt, sampling parameters, and how the drafter is changed.
+    """The samples of one test: a prompt, sampling parameters, and how the drafter is changed."""
 
-    Attributes:
-        number: Number of the prompt.
-        prompt: Token ids of the prompt.
-        params: Sampling parameters, drafter and acceptance rule included.
-        draft_temperature: Divides the drafter's logits; 1 leaves the drafter as it is, and less sharpens q.
-    """
-
-    number: int
-    prompt: list[int]
-    params: SamplingParams
-    draft_temperature: float = 1.0
+    number: int  # number of the prompt
+    prompt: list[int]  # token ids of the prompt
+    params: SamplingParams  # sampling parameters, drafter and acceptance rule included
+    draft_temperature: float = 1.0  # divides the drafter's logits; less than 1 sharpens q
 
 
 @contextmanager
@@ -67,15 +126,10 @@ def _changed(loaded: Loaded, case: SamplingCase) -> Iterator[None]:
 
 
 class Sampler:
-    """Draws continuations of `len(WIDTHS)` tokens.
-
-    Args:
-        llm: The loaded models.
-        seed: The first seed; later calls take the next ones.
-    """
+    """Draws continuations of `len(WIDTHS)` tokens."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self.llm = llm
+        self.llm = llm  # the loaded models
         self._seeds: Iterator[int] = itertools.count(seed)
         self._drawn, self._seconds = 0, 0.0
 
@@ -95,7 +149,10 @@ class Sampler:
             return False
         if params.drafter == TARGET:
             return True
-        return any(isinstance(engine.drafters[name], Stepper) for name in self.llm.requests.drafters(params))
+        return any(
+            isinstance(engine.drafters[name], AutoregressiveDrafter)
+            for name in self.llm.requests.drafters(params)
+        )
 
     def draw(self, case: SamplingCase, count: int, *, trace: bool = False) -> Iterator[list[Output]]:
         """Yield `count` samples, up to `BATCH` at a time; `trace` records their rounds."""
@@ -109,3 +166,100 @@ class Sampler:
             yield outputs
             release_freed()
             count -= size
+
+
+@dataclass(frozen=True, slots=True)
+class TextCheck:
+    """The texts of one comparison."""
+
+    prompts: Sequence[list[int]]  # token ids of each prompt
+    setting: Setting  # sampling parameters
+    seeds: Sequence[int] | None  # a seed for each prompt; None at temperature 0
+    tokens: int  # maximum number of new tokens per prompt
+
+    def params(self, drafter: str) -> list[SamplingParams]:
+        """Return the parameters of each prompt."""
+        params = SamplingParams(**self.setting.options, max_new_tokens=self.tokens, drafter=drafter)
+        if self.seeds is None:
+            return [params] * len(self.prompts)
+        return [params.replace(seed=seed, acceptance="coupled") for seed in self.seeds]
+
+
+def text_runs(drafter: str, *, chooses: bool) -> tuple[TextRun, ...]:
+    """Return the runs that are compared with plain decoding of one prompt at a time.
+
+    A policy that drafts only where it pays may hardly draft, so under it the drafter runs again, in every
+    round.
+    """
+    always = [TextRun(drafter, batched, always=True) for batched in (False, True)]
+    own = (TextRun(drafter, False), TextRun("none", True), TextRun(drafter, True))
+    return (*own, *always) if chooses else own
+
+
+def compare_tokens(
+    llm: LLM, plain: PlainTarget, check: TextCheck, drafter: str, progress: Callable[[int, int], None]
+) -> Identity:
+    """Compare outputs with plain decoding's."""
+    runs = text_runs(drafter, chooses=llm.loaded.engine.policy.uses_costs)
+    done, total = 0, len(check.prompts) * (1 + len(runs))
+
+    def generate(run: TextRun) -> list[Output]:
+        nonlocal done
+        requests = list(zip(check.prompts, check.params(run.drafter), strict=True))
+        outputs: list[Output] = []
+        for group in [requests] if run.batched else [[request] for request in requests]:
+            # A single prompt runs beside a copy of itself, so that the batch has two rows.
+            rows = [*group, *group] if run.batched and len(group) == 1 else group
+            outputs += llm.generate([prompt for prompt, _ in rows], [own for _, own in rows])[: len(group)]
+            done += len(group)
+            progress(done, total)
+        return outputs
+
+    expected = generate(TextRun("none", False))
+    divergences: list[Divergence] = []
+    errors = [f"prompt {i}: {output.error}" for i, output in enumerate(expected) if output.error]
+    drafted = 0
+    for run in runs:
+        with drafting_always(llm.loaded.engine) if run.always else nullcontext():
+            outputs = generate(run)
+        for i, (want, got) in enumerate(zip(expected, outputs, strict=True)):
+            drafted += got.stats.drafted
+            if got.error:
+                errors.append(f"prompt {i}, {run.drafter}: {got.error}")
+            elif not want.error and got.token_ids != want.token_ids:
+                divergences.append(_divergence(plain, check, i, run, want, got))
+    return Identity(
+        setting=check.setting,
+        acceptance=None if check.seeds is None else "coupled",
+        prompts=len(check.prompts),
+        tokens=sum(len(output.token_ids) for output in expected),
+        runs=runs,
+        drafted=drafted,
+        divergences=tuple(divergences),
+        errors=tuple(errors),
+    )
+
+
+def _divergence(
+    plain: PlainTarget, check: TextCheck, i: int, run: TextRun, want: Output, got: Output
+) -> Divergence:
+    """Return the first difference of a run's output of prompt `i` from the expected one."""
+    at = _first_difference(want.token_ids, got.token_ids)
+    logits = plain.logits(check.prompts[i], want.token_ids[:at])
+    first, second = likeliest(logits, 2).tolist()
+    return Divergence(
+        prompt=i,
+        run=run,
+        seed=None if check.seeds is None else check.seeds[i],
+        position=at,
+        expected=want.token_ids[at] if at < len(want.token_ids) else None,
+        found=got.token_ids[at] if at < len(got.token_ids) else None,
+        best=(first, second),
+        logits=(float(logits[first]), float(logits[second])),
+    )
+
+
+def _first_difference(expected: list[int], found: list[int]) -> int:
+    """Return the first position at which the tokens differ, or the length of the shorter list."""
+    shorter = min(len(expected), len(found))
+    return next((i for i in range(shorter) if expected[i] != found[i]), shorter)

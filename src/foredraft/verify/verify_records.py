@@ -1,53 +1,38 @@
-"""Records of a verification's checks: comparisons of texts, and chi-square tests."""
+"""Records of a verification's checks, and its report, for the command line and for programs.
+
+The verdict is *failed* if a check found a difference, *inconclusive* if none did but the evidence is weak,
+and *passed* otherwise.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from foredraft.verify.sampling_settings import Rule, Setting
-
-__all__ = ["DistributionTest", "Divergence", "DraftPosition", "Identity", "TextRun"]
+from foredraft.verify.verify_settings import DEFECTS, Rule, Setting
 
 
 class TextRun(NamedTuple):
-    """One run over the prompts of a comparison of texts.
+    """One run over the prompts of a comparison of texts."""
 
-    Attributes:
-        drafter: Its drafter; "none" is plain decoding.
-        batched: It decodes all prompts in one batch.
-        always: Every round drafts, although the policy would draft only where it pays.
-    """
-
-    drafter: str
-    batched: bool
-    always: bool = False
+    drafter: str  # its drafter; "none" is plain decoding
+    batched: bool  # it decodes all prompts in one batch
+    always: bool = False  # every round drafts, although the policy would draft only where it pays
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference between an output and plain decoding.
+    """The first difference between an output and plain decoding."""
 
-    Attributes:
-        prompt: Number of the prompt.
-        run: The run that differs.
-        seed: Of the text; None at temperature 0.
-        position: Position among the new tokens, from 0.
-        expected: Plain decoding's token; None if its text had ended.
-        found: The run's token; None if its text had ended.
-        best: The target's two most likely tokens there, by plain forwards over the common prefix, before
-            penalties and noise.
-        logits: Logits of these two.
-    """
-
-    prompt: int
-    run: TextRun
-    seed: int | None
-    position: int
-    expected: int | None
-    found: int | None
-    best: tuple[int, int]
-    logits: tuple[float, float]
+    prompt: int  # number of the prompt
+    run: TextRun  # the run that differs
+    seed: int | None  # of the text; None at temperature 0
+    position: int  # position among the new tokens, from 0
+    expected: int | None  # plain decoding's token; None if its text had ended
+    found: int | None  # the run's token; None if its text had ended
+    best: tuple[int, int]  # the target's two most likely tokens there, before penalties and noise
+    logits: tuple[float, float]  # logits of these two
 
     @property
     def margin(self) -> float:
@@ -63,27 +48,16 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Token identity with one setting, against plain decoding of one prompt at a time.
+    """Token identity with one setting, against plain decoding of one prompt at a time."""
 
-    Attributes:
-        setting: Sampling parameters.
-        acceptance: "coupled" for seeded texts; None at temperature 0, where the rules agree.
-        prompts: Number of prompts.
-        tokens: Plain decoding's new tokens over all prompts.
-        runs: The runs that were compared, each over every prompt.
-        drafted: Drafted tokens over all runs.
-        divergences: First difference of every output that differs.
-        errors: Requests that failed.
-    """
-
-    setting: Setting
-    acceptance: Rule | None
-    prompts: int
-    tokens: int
-    runs: tuple[TextRun, ...]
-    drafted: int
-    divergences: tuple[Divergence, ...]
-    errors: tuple[str, ...]
+    setting: Setting  # sampling parameters
+    acceptance: Rule | None  # "coupled" for seeded texts; None at temperature 0, where the rules agree
+    prompts: int  # number of prompts
+    tokens: int  # plain decoding's new tokens over all prompts
+    runs: tuple[TextRun, ...]  # the runs that were compared, each over every prompt
+    drafted: int  # drafted tokens over all runs
+    divergences: tuple[Divergence, ...]  # first difference of every output that differs
+    errors: tuple[str, ...]  # requests that failed
 
     @property
     def passed(self) -> bool:
@@ -113,29 +87,18 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class DraftPosition:
-    """A chi-square test of the tokens that one position of a draft gave, given the text before them.
+    """A chi-square test of the tokens that one position of a draft gave, given the text before them."""
 
-    Attributes:
-        position: Position in the draft, from 0.
-        bonus: It is the bonus token after a draft that was accepted whole, wherever that ended.
-        tokens: Tokens that were tested: the accepted ones and the corrections, or the bonus tokens.
-        corrections: How many of them are corrections.
-        degrees: Degrees of freedom; 0 where there were too few tokens for a test.
-        statistic: Pearson's statistic, summed over the texts before.
-        p_value: Its p-value.
-        level: Significance level.
-        detectable: Smallest total variation distance of these tokens from the target's distribution, averaged
-            over the texts before them, that the test detects with the report's `power`; 1 is none.
-    """
-
-    position: int
-    bonus: bool
-    tokens: int
-    corrections: int
-    degrees: int
-    statistic: float
-    p_value: float
-    level: float
+    position: int  # position in the draft, from 0
+    bonus: bool  # it is the bonus token after a draft that was accepted whole, wherever that ended
+    tokens: int  # tokens that were tested: the accepted ones and the corrections, or the bonus tokens
+    corrections: int  # how many of them are corrections
+    degrees: int  # degrees of freedom; 0 where there were too few tokens for a test
+    statistic: float  # Pearson's statistic, summed over the texts before
+    p_value: float  # its p-value
+    level: float  # significance level
+    # smallest total variation distance of these tokens from the target's distribution, averaged over the
+    # texts before them, that the test detects with the report's `power`; 1 is none
     detectable: float
 
     @property
@@ -160,50 +123,28 @@ class DraftPosition:
 
 @dataclass(frozen=True, slots=True)
 class DistributionTest:
-    """A chi-square test of samples against the target's exact joint distribution.
+    """A chi-square test of samples against the target's exact joint distribution."""
 
-    Attributes:
-        prompt: Number of the prompt.
-        drafter: The drafter; "none" is plain decoding, the control.
-        acceptance: The acceptance rule.
-        setting: Sampling parameters.
-        draft_temperature: Divides the drafter's logits; above 1 it weakens the drafter.
-        full: Has the samples that the report's `detect` needs, or that the user asks for.
-        samples: Number of samples.
-        tokens: Tokens of each sample.
-        cells: Number of cells after merging.
-        statistic: Pearson's statistic.
-        p_value: Its p-value; 0 if a sample was impossible.
-        level: Significance level.
-        detectable: Smallest total variation distance over the cells that the test detects with the report's
-            `power`.
-        impossible: Samples to which the target gives probability 0; one of them fails the test.
-        drafted: Drafted tokens.
-        accepted: Accepted tokens.
-        drafted_at: Drafts that had a token at each position.
-        positions: Tests by draft position, the bonus token last; empty where there are none.
-        errors: Errors of requests that failed, each once.
-    """
-
-    prompt: int
-    drafter: str
-    acceptance: Rule
-    setting: Setting
-    draft_temperature: float
-    full: bool
-    samples: int
-    tokens: int
-    cells: int
-    statistic: float
-    p_value: float
-    level: float
+    prompt: int  # number of the prompt
+    drafter: str  # the drafter; "none" is plain decoding, the control
+    acceptance: Rule  # the acceptance rule
+    setting: Setting  # sampling parameters
+    draft_temperature: float  # divides the drafter's logits; above 1 it weakens the drafter
+    full: bool  # has the samples that the report's `detect` needs, or that the user asks for
+    samples: int  # number of samples
+    tokens: int  # tokens of each sample
+    cells: int  # number of cells after merging
+    statistic: float  # Pearson's statistic
+    p_value: float  # its p-value; 0 if a sample was impossible
+    level: float  # significance level
+    # smallest total variation distance over the cells that the test detects with the report's `power`
     detectable: float
-    impossible: int
-    drafted: int
-    accepted: int
-    drafted_at: tuple[int, ...]
-    positions: tuple[DraftPosition, ...]
-    errors: tuple[str, ...]
+    impossible: int  # samples to which the target gives probability 0; one of them fails the test
+    drafted: int  # drafted tokens
+    accepted: int  # accepted tokens
+    drafted_at: tuple[int, ...]  # drafts that had a token at each position
+    positions: tuple[DraftPosition, ...]  # by draft position, the bonus token last; may be empty
+    errors: tuple[str, ...]  # errors of requests that failed, each once
 
     @property
     def control(self) -> bool:
@@ -232,4 +173,149 @@ class DistributionTest:
             }
             for each in self.positions
         ]
+        return figures
+
+
+Verdict = Literal["passed", "failed", "inconclusive"]
+# Corrections at a draft position below which the tests have hardly seen it. The report states the power of
+# the others.
+FEWEST_CORRECTIONS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The result of a verification."""
+
+    about: dict[str, Any]  # what was tested (drafter, policy, dtype, ...) and where (versions, system)
+    seed: int  # random seed of the samples
+    identities: tuple[Identity, ...]  # token identity, at temperature 0 first
+    tests: tuple[DistributionTest, ...]  # the chi-square tests, controls last
+    detect: float  # total variation distance that each full test of the drafter must detect
+    power: float  # probability with which a test detects its `detectable` distance
+    family_level: float  # probability that any of the tests fails although the set-up is lossless, at most
+    planted: str | None = None  # name of the planted defect; None without a self-test
+
+    @property
+    def detectable(self) -> float:
+        """Total variation distance that every full test of the drafter detects; 1 if none is full."""
+        return max((test.detectable for test in self.tests if test.full), default=1.0)
+
+    @property
+    def best_by_position(self) -> list[DraftPosition]:
+        """For each draft position, the test that detects the smallest distance of the corrections there.
+
+        Positions without a corrected token, and bonus tokens, are left out.
+        """
+        tested = [[each for each in tests if each.corrections] for tests in self._positions]
+        return [
+            min(tests, key=lambda each: each.detectable_correction)
+            for tests in tested
+            if tests and not tests[0].bonus
+        ]
+
+    @property
+    def untested(self) -> list[DraftPosition]:
+        """The draft positions, and the bonus token, of which no test had tokens enough."""
+        return [tests[0] for tests in self._positions if not any(each.tested for each in tests)]
+
+    @property
+    def corrections_at(self) -> dict[int, int]:
+        """Corrections that were tested at each draft position, over all tests."""
+        return {
+            tests[0].position: sum(each.corrections for each in tests)
+            for tests in self._positions
+            if not tests[0].bonus
+        }
+
+    @property
+    def _positions(self) -> list[tuple[DraftPosition, ...]]:
+        """The tests of each draft position that drafts reach, and last those of the bonus token."""
+        longest = max((len(test.drafted_at) for test in self.tests if test.positions), default=0)
+        by_position = zip(*(test.positions for test in self.tests if test.positions), strict=True)
+        return [tests for tests in by_position if tests[0].bonus or tests[0].position < longest]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Reasons why the evidence is weak."""
+        return list(self._doubts())
+
+    def _doubts(self) -> Iterator[str]:
+        if self.detectable > self.detect:
+            yield (
+                f"the tests detect a total variation distance of {self.detectable:.4f} at best, but"
+                f" {self.detect:g} is required; take more samples, or prompts whose continuation is less"
+                " certain"
+            )
+        untested = {each.position for each in self.untested}
+        if untested:
+            names = [
+                "the bonus token" if each.bonus else f"position {each.position + 1}" for each in self.untested
+            ]
+            yield f"too few tokens for a test of {' and '.join(names)}; take more samples, or other prompts"
+        blind = [
+            str(position + 1)
+            for position, corrected in self.corrections_at.items()
+            if corrected < FEWEST_CORRECTIONS and position not in untested
+        ]
+        if blind:
+            yield (
+                f"hardly any draft was corrected at position {' and '.join(blind)}; take more samples, or"
+                " prompts on which the drafter is more often right and more often wrong"
+            )
+        if self.about["max_batch"] < 2:
+            yield "the batch has room for one sequence only, so no two shared a batch; allow a larger batch"
+        if not self.identities[0].drafted:
+            yield "nothing was drafted at temperature 0; take other prompts, or more tokens"
+        undrafted = sum(not test.drafted for test in self.tests if not test.control)
+        if undrafted:
+            yield f"nothing was drafted in {undrafted} of the chi-square tests; take other prompts"
+
+    @property
+    def found_planted(self) -> bool:
+        """Whether a check that the planted defect breaks failed, and no other check did."""
+        errors = [check.errors for check in self.identities] + [test.errors for test in self.tests]
+        if self.planted is None or any(errors):
+            return False  # a failed request is no evidence of the defect
+        defect = DEFECTS[self.planted]
+        # (the defect breaks it, it failed) of every check
+        checks = [
+            (defect.affects(each.acceptance, each.setting), each.drafter_diverged) for each in self.identities
+        ]
+        checks += [(False, each.control_diverged) for each in self.identities]
+        checks += [
+            (not test.control and defect.affects(test.acceptance, test.setting), not test.passed)
+            for test in self.tests
+        ]
+        failed = [breaks for breaks, has_failed in checks if has_failed]
+        return bool(failed) and all(failed)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The outcome. With a planted defect, "failed" means that the checks found it, as they must."""
+        if self.planted is not None:
+            return "failed" if self.found_planted else "inconclusive"
+        if not all([check.passed for check in self.identities] + [test.passed for test in self.tests]):
+            return "failed"
+        return "inconclusive" if self.doubts else "passed"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report for JSON, with its verdicts. It contains no NaN."""
+        figures: dict[str, Any] = {
+            "verdict": self.verdict,
+            "about": self.about,
+            "seed": self.seed,
+            "identities": [each.as_dict() for each in self.identities],
+            "tests": [test.as_dict() for test in self.tests],
+            "detect": self.detect,
+            "detectable": self.detectable,
+            "power": self.power,
+            "family_level": self.family_level,
+            "power_by_position": [
+                {"position": each.position, "detectable_correction": each.detectable_correction}
+                for each in self.best_by_position
+            ],
+            "doubts": self.doubts,
+        }
+        if self.planted is not None:
+            figures |= {"planted": self.planted, "found_planted": self.found_planted}
         return figures

@@ -16,35 +16,36 @@ from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
-from foredraft.model.freed import collect_the_new
-from foredraft.model.transfers import dtype_name
-from foredraft.verify.always import drafting_always
-from foredraft.verify.cells import most_cells
-from foredraft.verify.chi_square import samples_needed
-from foredraft.verify.distribution_tests import POWER, DistributionCheck, run_test
-from foredraft.verify.identity import TextCheck, compare_tokens
-from foredraft.verify.plain_target import PlainTarget
-from foredraft.verify.planting import planted
-from foredraft.verify.prompt_choice import choose_cases, choose_stand_in
-from foredraft.verify.sampler import WIDTHS, Sampler, SamplingCase
-from foredraft.verify.sampling_settings import GREEDY, GREEDY_PENALISED, PENALISED, SETTINGS
-from foredraft.verify.verify_records import DistributionTest, Identity
-from foredraft.verify.verify_report import VerifyReport
-from foredraft.verify.verify_settings import DISTANCES, VerifySettings, no_drafter
+from foredraft.model.memory import collect_the_new, dtype_name
+from foredraft.verify.chi_square import most_cells, samples_needed
+from foredraft.verify.distribution_tests import (
+    POWER,
+    DistributionCheck,
+    choose_cases,
+    choose_stand_in,
+    run_test,
+)
+from foredraft.verify.planting import drafting_always, planted
+from foredraft.verify.sampler import WIDTHS, PlainTarget, Sampler, SamplingCase, TextCheck, compare_tokens
+from foredraft.verify.verify_records import DistributionTest, Identity, VerifyReport
+from foredraft.verify.verify_settings import (
+    DISTANCES,
+    GREEDY,
+    GREEDY_PENALISED,
+    PENALISED,
+    SETTINGS,
+    VerifySettings,
+    no_drafter,
+)
 
-__all__ = ["max_new_tokens", "verify"]
-
-# Probability that any of the chi-square tests rejects a lossless set-up. Each test, joint or of a draft
-# position, gets an equal share of it, by Bonferroni's inequality.
-FAMILY_LEVEL = 1e-3
+FAMILY_LEVEL = 1e-3  # of all chi-square tests together; each has an equal share (Bonferroni)
 DEFAULTS = VerifySettings()
 # Tests that are not full have 1 / REDUCED_SHARE of the samples. Controls check the method, and plain steps
 # are slow. Under `coupled`, texts are compared token for token with plain decoding's, which finds far smaller
 # differences.
 REDUCED_SHARE = 16
 SECONDS = 180.0  # of all chi-square tests, where the user does not say which distance they must detect
-# Prompts of each comparison of texts beside the first one, which takes all of them.
-TEXTS = 8
+TEXTS = 8  # prompts of each comparison of texts beside the first one, which takes all of them
 
 
 def verify(
@@ -57,27 +58,11 @@ def verify(
 ) -> VerifyReport:
     """Compare `llm` with its default drafter against plain decoding of its target.
 
-    Two things are checked. At temperature 0, and under the `coupled` rule with a seed, the new tokens of a
-    prompt must be those of plain decoding of that prompt alone: with the drafter on one prompt at a time,
-    plainly in a batch, and with the drafter in a batch. At temperatures above 0, samples of four tokens must
-    follow the target's exact joint distribution, by chi-square tests under each lossless acceptance rule and
-    three settings, and under `speculative` the tokens of each draft position too; the joint tests of plain
-    decoding are the controls.
-
-    The policy is the loaded one. One that drafts only where it pays might show no draft: its texts are
-    compared once more with every drafter that it may choose drafting in turn, and all samples are drawn so
-    (`always`).
-
-    Args:
-        llm: The loaded models. The default drafter is verified.
-        prompts: Prompts as `LLM.generate` takes them. The chi-square tests choose among the first 40.
-        options: Options of the verification.
-        truncate: "left" drops the oldest tokens of a prompt that is too long.
-        progress: Called as (stage, done, total).
-
-    Raises:
-        ConfigError: There is no drafter, or a prompt is empty.
-        RequestError: A prompt does not fit or is invalid, or the target's logits are not finite.
+    New tokens at temperature 0, and under `coupled` with a seed, must be those of plain decoding of the
+    prompt alone. At temperatures above 0, samples of four tokens must follow the target's exact joint
+    distribution, by chi-square tests under each lossless rule and three settings, and under `speculative` the
+    tokens of each draft position too. Under a policy that drafts only where it pays, every drafter also
+    drafts in turn.
     """
     drafter = llm.default_drafter
     if drafter is None:
@@ -113,23 +98,14 @@ def max_new_tokens(options: VerifySettings) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What all checks of a verification share.
+    """What all checks of a verification share."""
 
-    Attributes:
-        sampler: Decodes with the drafter.
-        plain: The target's exact distributions, and plain decoding.
-        prompts: As token ids.
-        drafter: The drafter that is verified.
-        options: Options of the verification.
-        progress: Called as (stage, done, total).
-    """
-
-    sampler: Sampler
-    plain: PlainTarget
-    prompts: Sequence[list[int]]
-    drafter: str
-    options: VerifySettings
-    progress: Callable[[str, int, int], None]
+    sampler: Sampler  # decodes with the drafter
+    plain: PlainTarget  # the target's exact distributions, and plain decoding
+    prompts: Sequence[list[int]]  # as token ids
+    drafter: str  # the drafter that is verified
+    options: VerifySettings  # options of the verification
+    progress: Callable[[str, int, int], None]  # called as (stage, done, total)
 
 
 def _compare_texts(task: _Task) -> list[Identity]:
@@ -159,11 +135,7 @@ def _compare_texts(task: _Task) -> list[Identity]:
 
 
 def _run_tests(task: _Task) -> tuple[list[DistributionTest], float]:
-    """Run a test for each rule and setting, and a control for each setting.
-
-    Returns:
-        The tests, and the distance that the full ones must detect.
-    """
+    """Run a test for each rule and setting, and a control for each setting."""
     checks = _checks(_choose(task), task.drafter, task.options)
     detect = task.options.detect
     if detect is None:  # the user's own number of samples says nothing of what they are to detect
@@ -219,10 +191,7 @@ def _checks(cases: Sequence[SamplingCase], drafter: str, options: VerifySettings
 
 
 def _affordable(checks: Sequence[DistributionCheck], seconds_per_sample: float) -> float:
-    """Return the smallest distance whose samples take `SECONDS` at most, or else the largest.
-
-    The time of the samples that chose the prompts says so, before any test, so the result biases none.
-    """
+    """Return the smallest distance whose samples take `SECONDS` at most, or else the largest."""
 
     def seconds(detect: float) -> float:
         cells = most_cells(WIDTHS)

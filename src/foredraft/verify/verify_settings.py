@@ -1,57 +1,127 @@
-"""Options of a verification, checked before a model is loaded."""
+"""Options of a verification, checked before a model is loaded; the defects that its self-test can plant, by
+name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
+from foredraft.arguments import check_fields, option
+from foredraft.arguments.values import Number, Whole
 from foredraft.errors import ConfigError, Option
-from foredraft.verify.defects import DEFECTS
-from foredraft.verify.sampling_settings import DEFAULTS, RULES, Rule
 
-__all__ = ["DISTANCES", "VerifySettings", "no_drafter"]
+Rule: TypeAlias = Literal["speculative", "block", "coupled"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+DEFAULTS: tuple[Rule, ...] = ("speculative", "coupled")  # the rules of requests that name none
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Sampling parameters of a check, as in `SamplingParams`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether emitted tokens change the next distribution."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The parameters by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the parameters that are on.
+
+        Examples:
+            >>> str(Setting(temperature=0.8, top_k=50, top_p=0.9))
+            'T=0.8 k=50 p=0.9'
+        """
+        shown = [("T", self.temperature, None), ("k", self.top_k, 0), ("p", self.top_p, 1.0)]
+        shown += [("min-p", self.min_p, 0.0)]
+        parts = [f"{name}={value:g}" for name, value, off in shown if value != off]
+        if self.penalised:
+            penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+            parts.append("penalties=" + "/".join(f"{value:g}" for value in penalties))
+        return " ".join(parts)
+
+
+# A repetition penalty below 1 and a negative presence penalty make tokens recur at once, within one draft,
+# where penalties must follow the draft; penalties that prevent repeats would hardly show in a few tokens. The
+# frequency penalty then ends the repeats, so that texts do not become loops.
+_PENALTIES: dict[str, float] = {"repetition_penalty": 0.9, "presence_penalty": -2.0, "frequency_penalty": 0.5}
+GREEDY = Setting(temperature=0.0)
+GREEDY_PENALISED = Setting(temperature=0.0, **_PENALTIES)  # type: ignore[arg-type]  # top_k is no penalty
+PENALISED = Setting(temperature=0.9, min_p=0.02, **_PENALTIES)  # type: ignore[arg-type]  # as above
+SETTINGS = (Setting(), Setting(temperature=0.8, top_k=50, top_p=0.9), PENALISED)  # of the chi-square tests
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A defect that a self-test plants."""
+
+    summary: str  # what is wrong, in a few words
+    rule: Rule | None  # the acceptance rule that it breaks; None breaks both, at temperature 0 too
+    penalised: bool = False  # it shows only where a setting has penalties
+
+    def affects(self, rule: Rule | None, setting: Setting) -> bool:
+        """Return whether a check of the drafter can show the defect."""
+        return self.rule in (None, rule) and (setting.penalised or not self.penalised)
+
+
+DEFECTS = {
+    "residual": Defect("corrections drawn from p, not from the residual", "speculative"),
+    "position": Defect("the residual taken with q of the position before", "speculative"),
+    "coin": Defect("one coin shared by all positions of a draft", "speculative"),
+    "round-noise": Defect("noise of the coupled rule keyed by the round", "coupled"),
+    "penalties": Defect("penalties not applied along the draft", None, penalised=True),
+}
+DEFAULT = "residual"
+ALL = "all"  # one self-test for each defect
+
 
 DISTANCES = (0.03, 0.05, 0.1)
+SEVERAL = Whole("1 or more", least=1, most=math.inf)
+BETWEEN = Number("a total variation distance between 0 and 1", most=math.nextafter(1, 0), above=True)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifySettings:
     """Options of a verification.
 
-    Attributes:
+    Args:
         tokens: Maximum number of new tokens of each text that is compared token for token.
-        samples: Samples per full chi-square test; None takes as many as `detect` needs.
-        detect: Total variation distance that each full test of the drafter must detect; None takes the
-            smallest of `DISTANCES` whose samples take a few minutes here, and the largest on slow machines.
-        seed: Random seed of the samples; None draws one.
-        acceptance: The acceptance rule to test; None tests those of requests that name none.
-        self_test: Name of a defect to plant, which the checks must find; None plants none.
-
-    Raises:
-        ConfigError: A value is out of range.
+        samples: Samples per full chi-square test. Default: as many as `detect` needs.
+        detect: Total variation distance between the sampled and the target's distribution that each full test
+            must detect. Default: 0.03, or 0.05 or 0.1 where so many samples would take more than three
+            minutes here.
+        seed: Random seed, for reproducible samples. Default: a fresh one, which the report shows.
     """
 
-    tokens: int = 32
-    samples: int | None = None
-    detect: float | None = None
-    seed: int | None = None
-    acceptance: Rule | None = None
-    self_test: str | None = None
+    tokens: int = field(default=32, metadata=option(SEVERAL))
+    samples: int | None = field(default=None, metadata=option(SEVERAL))
+    detect: float | None = field(default=None, metadata=option(BETWEEN))
+    seed: int | None = field(
+        default=None, metadata=option(Whole("a whole number from 0 to 2**53 - 1", most=2**53 - 1))
+    )
+    acceptance: Rule | None = None  # the acceptance rule to test; None tests those of requests that name none
+    self_test: str | None = None  # name of a defect to plant, which the checks must find; None plants none
 
     def __post_init__(self) -> None:
-        for option in ("tokens", "samples"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise ConfigError(option=option, value=value, remedy="give 1 or more")
-        if self.detect is not None and not 0 < self.detect < 1:
-            raise ConfigError(
-                option="detect",
-                value=self.detect,
-                remedy="give a total variation distance between 0 and 1",
-            )
-        if self.seed is not None and not 0 <= self.seed < 2**53:
-            raise ConfigError(
-                option="seed", value=self.seed, remedy="give a whole number from 0 to 2**53 - 1"
-            )
+        check_fields(self, ConfigError)
         if self.acceptance is not None and self.acceptance not in RULES:
             raise ConfigError(
                 "which is not lossless, so there is nothing to verify",
@@ -63,21 +133,17 @@ class VerifySettings:
             self._check_defect(self.self_test)
 
     def _check_defect(self, name: str) -> None:
-        defect = DEFECTS.get(name)
-        if defect is None:
+        if name not in DEFECTS:
             raise ConfigError(
-                "which is no defect to plant",
-                option="self_test",
-                value=name,
+                "which is no defect to plant", option="self_test", value=name,
                 remedy=f"give {', '.join(DEFECTS)}",
-            )
+            )  # fmt: skip
+        defect = DEFECTS[name]
         if self.acceptance is not None and defect.rule not in (None, self.acceptance):
             raise ConfigError(
                 (f"but {defect.summary} breaks nothing under ", Option("acceptance", self.acceptance)),
-                option="self_test",
-                value=name,
-                remedy="leave one out",
-            )
+                option="self_test", value=name, remedy="leave one out",
+            )  # fmt: skip
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -55,29 +55,24 @@ def compressed_tensors() -> dict[str, Case]:
         compressor = BaseCompressor.get_value_from_registry(layout)
         stored = compressor.compress(state, scheme)
         expected = compressor.decompress(stored, scheme)["weight"]
-        config = QuantizationConfig(
-            config_groups={"group_0": scheme},
-            format=layout,
-            quantization_status="compressed",
-            ignore=["lm_head"],
-        )
+        about = {"format": layout, "quantization_status": "compressed", "ignore": ["lm_head"]}
+        config = QuantizationConfig(config_groups={"group_0": scheme}, **about)
         return json.loads(config.model_dump_json()), {**stored, "expected": expected}
 
     pack, naive = "pack-quantized", "naive-quantized"
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     cases: dict[str, Case] = {}
     group: dict[str, Any] = {"strategy": "group", "group_size": 32}
+    channel: dict[str, Any] = {"num_bits": 8, "strategy": "channel"}
     cases["w4-group"] = case(pack, 24, 96, bf16, num_bits=4, symmetric=True, **group)
     cases["w4-group-zeros"] = case(pack, 20, 96, bf16, num_bits=4, symmetric=False, **group)
     cases["w4-channel-odd"] = case(pack, 7, 37, f16, num_bits=4, symmetric=True, strategy="channel")
     cases["w4-channel-odd-zeros"] = case(pack, 13, 37, f32, num_bits=4, symmetric=False, strategy="channel")
     cases["w8-group"] = case(pack, 12, 64, f16, num_bits=8, symmetric=True, **group)
     cases["w8-group-zeros"] = case(pack, 10, 64, bf16, num_bits=8, symmetric=False, **group)
-    cases["w8-channel-odd"] = case(pack, 9, 35, bf16, num_bits=8, symmetric=True, strategy="channel")
-    cases["int8-channel"] = case(
-        "int-quantized", 12, 40, bf16, num_bits=8, symmetric=True, strategy="channel"
-    )
-    cases["int8-channel-zeros"] = case(naive, 11, 33, f16, num_bits=8, symmetric=False, strategy="channel")
+    cases["w8-channel-odd"] = case(pack, 9, 35, bf16, symmetric=True, **channel)
+    cases["int8-channel"] = case("int-quantized", 12, 40, bf16, symmetric=True, **channel)
+    cases["int8-channel-zeros"] = case(naive, 11, 33, f16, symmetric=False, **channel)
     cases["int8-tensor"] = case(naive, 9, 16, bf16, num_bits=8, symmetric=True, strategy="tensor")
     float8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     cases["fp8-channel"] = case("float-quantized", 10, 40, bf16, **float8, strategy="channel")
@@ -108,20 +103,12 @@ def gptq(auto_gptq: Path, gptqmodel: Path) -> dict[str, Case]:
     to_v2 = single_function(gptqmodel / "gptqmodel/utils/model.py", "convert_gptq_v1_to_v2_format_module")
 
     def case(
-        rows: int,
-        columns: int,
-        bits: int,
-        group: int,
-        symmetric: bool,
-        layout: str = "gptq",
-        *,
-        ordered: bool = False,
-        **flags: bool,
+        rows: int, columns: int, bits: int, group: int, symmetric: bool, layout: str = "gptq", **flags: bool
     ) -> Case:
         size = columns if group == -1 else group
         found = weight(rows, columns, 100 + len(cases))
         places = torch.arange(columns)
-        if ordered:  # by activation: any order will do
+        if flags.pop("ordered", False):  # by activation: any order will do
             places = torch.randperm(columns, generator=torch.Generator().manual_seed(len(cases)))
         groups = places // size
         order = groups.argsort(stable=True)
@@ -159,10 +146,7 @@ def gptq(auto_gptq: Path, gptqmodel: Path) -> dict[str, Case]:
 
 
 def awq(autoawq: Path) -> dict[str, Case]:
-    for name in ("awq", "awq.modules", "awq.modules.linear", "awq.models"):  # without what they import
-        package = ModuleType(name)
-        package.__path__ = [str(autoawq / name.replace(".", "/"))]
-        sys.modules[name] = package
+    add_packages(autoawq, "awq", "awq.modules", "awq.modules.linear", "awq.models")
     from awq.models._config import AwqConfig
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
@@ -173,9 +157,8 @@ def awq(autoawq: Path) -> dict[str, Case]:
         scales, zeros = parameters(found, 4, size, not zero_point)
         linear = nn.Linear(columns, rows, bias=False)
         linear.weight.data = rounded(found, scales, zeros, 4)
-        module = WQLinear_GEMM.from_linear(
-            linear, 4, size, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
-        )
+        by_column = {"scales": scales.T.contiguous(), "zeros": zeros.T.contiguous()}
+        module = WQLinear_GEMM.from_linear(linear, 4, size, **by_column)
         expected = dequantize_gemm(module.qweight, module.qzeros, module.scales.float(), 4, size)
         config = AwqConfig(zero_point=zero_point, q_group_size=group).to_transformers_dict()
         stored = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
@@ -191,11 +174,8 @@ def awq(autoawq: Path) -> dict[str, Case]:
 def auto_round(source: Path) -> dict[str, Case]:
     sys.path.insert(0, str(source))
     packages = ("auto_round", "auto_round.utils", "auto_round.export", "auto_round.export.export_to_awq")
-    for name in packages:  # without what they import
-        package = ModuleType(name)
-        package.__path__ = [str(source / name.replace(".", "/"))]
-        sys.modules[name] = package
-    sys.modules["auto_round.utils"].get_packing_device = torch.device  # type: ignore[attr-defined]
+    add_packages(source, *packages)
+    sys.modules["auto_round.utils"].get_packing_device = torch.device
     exporting = source / "auto_round/export/export_to_autoround/export.py"
     class_for = single_function(exporting, "dynamic_import_quant_linear_for_packing")
 
@@ -211,10 +191,11 @@ def auto_round(source: Path) -> dict[str, Case]:
         if "awq" in packing:
             by_column = {"scales": scales.T.contiguous(), "zeros": zeros.T.contiguous()}
             module = chosen.from_linear(linear, bits, size, **by_column, device="cpu")
-            dequantize = sys.modules[chosen.__module__].dequantize_gemm  # type: ignore[attr-defined]
-            expected = dequantize(
-                module.qweight, module.qzeros, module.scales.float(), bits, size
-            ).T.contiguous()
+            dequantize, packed = (
+                sys.modules[chosen.__module__].dequantize_gemm,
+                (module.qweight, module.qzeros),
+            )
+            expected = dequantize(*packed, module.scales.float(), bits, size).T.contiguous()
         else:
             module = chosen(bits, group, columns, rows, bias=False, weight_dtype=torch.float32)
             module.device = "cpu"
@@ -241,6 +222,14 @@ def auto_round(source: Path) -> dict[str, Case]:
     cases["awq"] = case("auto_round:auto_awq", 32, 64, 4, 32, True)
     cases["awq-zeros"] = case("auto_round:auto_awq", 32, 64, 4, 32, False)
     return cases
+
+
+def add_packages(source: Path, *names: str) -> None:
+    """Add packages of a library without what they import."""
+    for name in names:
+        package = ModuleType(name)
+        package.__path__ = [str(source / name.replace(".", "/"))]
+        sys.modules[name] = package
 
 
 def file_module(name: str, path: Path) -> Any:
@@ -274,11 +263,9 @@ def main() -> None:
         "auto-round": auto_round(given.auto_round),
     }
     for method, cases in made.items():
-        tensors = {f"{case}.{name}": t for case, (_, stored) in cases.items() for name, t in stored.items()}
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-            given.out / f"{method}.safetensors",
-        )
+        tensors = {f"{case}.{name}": t for case, (_, own) in cases.items() for name, t in own.items()}
+        stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, given.out / f"{method}.safetensors")
         configs = {case: config for case, (config, _) in cases.items()}
         (given.out / f"{method}.json").write_text(json.dumps(configs, indent=1) + "\n")
 

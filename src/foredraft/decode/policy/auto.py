@@ -1,14 +1,9 @@
 """The default policy: for the batch, the drafters and drafts that maximise tokens per millisecond.
 
-Costs come from a `CostTable`, which no request changes, and a `Clock`, to which the engine tells what rounds
-took. Acceptance comes from running estimates: a request's own, with the drafter's pooled estimate as its
-prior. So a decision is a function of the table, of times and of what was accepted, and can be replayed on
-paper (`budgets` has the equations).
-
-Deciding takes host time, so a decision of the batch stands for some rounds. Between two of them, a row is
-decided anew beside the others where its own decision stands no longer, or was made for other candidates. A
-drafter that does not pay is tried again after exponentially more rounds. One cap bounds what drafting may
-cost a request (`LossAccount`).
+Costs come from a `CostTable`, which a `LatencyCorrection` adapts to what rounds took; acceptance from
+running estimates: a request's own, with the drafter's pooled estimate as its prior (`budgets` has the
+equations). A decision of the batch stands for some rounds. A drafter that does not pay is tried again after
+exponentially more rounds, and one cap bounds what drafting may cost a request (`LossAccount`).
 """
 
 from __future__ import annotations
@@ -18,15 +13,28 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias
 
-from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
-from foredraft.decode.policy.budgets import Others, Prospect, Shape, best_budgets, best_length
-from foredraft.decode.policy.clock import LEAST, TEXT, Clock, ClockedTable, TimedRound
-from foredraft.decode.policy.cost_table import CostTable, round_ms, steps_of
+from foredraft.decode.policy.budgets import (
+    PRIOR_ALPHA,
+    AcceptanceEstimate,
+    Candidate,
+    Others,
+    TreeShape,
+    best_budgets,
+    best_length,
+)
+from foredraft.decode.policy.cost_table import (
+    LEAST,
+    TEXT,
+    CorrectedTable,
+    CostTable,
+    LatencyCorrection,
+    TimedRound,
+    round_ms,
+    steps_of,
+)
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-
-__all__ = ["Auto", "LossAccount"]
 
 DECISION_ROUNDS = 8  # rounds that a decision stands: deciding then costs under 1 % of a 1 ms step
 REJECTED_DRAFTS = 2  # consecutive fully rejected drafts after which a row's decision is dropped
@@ -45,11 +53,10 @@ Key: TypeAlias = tuple[object, ...]  # the candidates that a decision was made f
 
 @dataclass(slots=True)
 class LossAccount:
-    """The loss of one request by drafting, in ms of the cost table, against plain decoding.
+    """The loss of one request by drafting, in ms of the cost table, against plain decoding; below 0 a gain.
 
-    The loss of a round is its cost less a plain step for each token that it emitted for the request. Rows
-    that got more tokens finish earlier and leave a smaller batch, whose plain steps are cheaper; that saving
-    is subtracted. A negative loss is a gain.
+    A round loses its cost less a plain step for each token emitted, and less what a smaller batch saves
+    earlier.
     """
 
     credit: float = 0.0  # gain of earlier requests, LOSS_STEPS at most: bad luck at first then ends nothing
@@ -65,7 +72,7 @@ class LossAccount:
 class Pooled:
     """The pooled estimate of a drafter, over all requests."""
 
-    acceptance: Acceptance
+    acceptance: AcceptanceEstimate
     waited: int = 0  # rounds since it last drafted
     wait: int = FIRST_WAIT  # rounds after which it is tried again where it does not pay
 
@@ -81,7 +88,7 @@ class HeldDecision:
     alone: bool = False  # it is tried in a batch that drafts nothing otherwise
     begins: bool = True  # no round of it has ended
     read_loss_ms: float = 0.0  # ms of reading before the first draft that count as loss
-    prospect: Prospect | None = None  # for which it was made; None in a plain step
+    candidate: Candidate | None = None  # for which it was made; None in a plain step
     rejected: int = 0  # consecutive drafts so far that were fully rejected
 
 
@@ -89,7 +96,7 @@ class HeldDecision:
 class Estimate:
     """One request's own estimate of a drafter."""
 
-    acceptance: Acceptance  # its prior is the pooled one
+    acceptance: AcceptanceEstimate  # its prior is the pooled one
     pooled: Pooled
 
     def learn(self, outcome: Round, held: HeldDecision) -> None:
@@ -109,8 +116,6 @@ class Estimate:
 
 @dataclass(slots=True)
 class RequestState:
-    """The policy's state of one sequence."""
-
     loss: LossAccount
     estimates: dict[Source, Estimate] = field(default_factory=dict)
     held: dict[Key, HeldDecision] = field(default_factory=dict)
@@ -119,13 +124,7 @@ class RequestState:
 
 
 class Auto(Policy):
-    """Drafts what maximises tokens per millisecond, by the costs of rounds and the acceptance so far.
-
-    Args:
-        max_draft: Longest draft, in tokens.
-        greedy: Costs of greedy rounds on this machine; None assumes costs until `use` is called.
-        sampled: Costs of rounds that draw tokens; None: those of greedy rounds.
-    """
+    """Drafts what maximises tokens per millisecond, by the costs of rounds and the acceptance so far."""
 
     name = "auto"
     uses_costs = True
@@ -133,13 +132,13 @@ class Auto(Policy):
     def __init__(
         self, max_draft: int, greedy: CostTable | None = None, sampled: CostTable | None = None
     ) -> None:
-        self.max_draft = max_draft
+        self.max_draft = max_draft  # longest draft, in tokens
         self.use(greedy or CostTable.unmeasured(), sampled)
         self.measured = greedy is not None
         self._pool: dict[tuple[Source, str], Pooled] = {}  # by source and rule
         # Of the last round, until `_settle` charges it to its requests:
         self._round: list[tuple[RequestState, Round]] = []
-        self._believed_ms = inf  # its cost before the clock learned from it; inf where the clock did not
+        self._believed_ms = inf  # its cost before the correction learned from it; inf where it did not
         self._rows = 0  # rows that decoded
         self._read_loss_ms = 0.0  # ms of reading that count as loss
         self._reads: list[int] = []  # tokens of texts that drafters read, by row
@@ -151,7 +150,7 @@ class Auto(Policy):
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
         """Decide by these costs of greedy and of sampled rounds; not called while a sequence has a row."""
         self.greedy, self.sampled, self.measured = greedy, sampled or greedy, True
-        self._clocks: dict[tuple[bool, int], Clock] = {}
+        self._corrections: dict[tuple[bool, int], LatencyCorrection] = {}
         self.table = self._costs(draws=False, batch=1)
 
     def start(self) -> RequestState:
@@ -162,7 +161,7 @@ class Auto(Policy):
         draws = any(row.sequence.params.temperature > 0 for row in rows)
         self.table = self._costs(draws, len(rows))
         self._rows, self._reads = sum(not row.idle for row in rows), []
-        if self.table.clock.wants_plain:
+        if self.table.correction.wants_plain:
             for row in rows:
                 _state(row).last = None
             return [PLAIN] * len(rows)
@@ -185,25 +184,24 @@ class Auto(Policy):
         self._round.append((state, outcome))
 
     def took(self, seconds: float) -> None:
-        drafted, told = [_draft_of(each) for _, each in self._round], self.table.told
+        drafted, base = [_draft_of(each) for _, each in self._round], self.table.base_table
         names = {name for name, *_ in drafted if name is not None}
         # beside a drafter whose steps take time, guesses are columns of the pass as its own tokens are
-        judged = {name for name in names if told.draft(name, len(drafted), 1)} or names
+        judged = {name for name in names if base.draft(name, len(drafted), 1)} or names
         if len(drafted) < self._rows or len(judged) > 1:
             return  # forced tokens, or two drafters: neither tells what one drafter takes
-        # `_settle` charges no more than this: a round that takes longer than the costs corrects them, and is
-        # no loss of its requests.
+        # a round that takes longer than the costs corrects them, and is no loss of its requests
         self._believed_ms = round_ms(self.table, drafted)
         drafter = next(iter(judged), None)
-        read_ms = 0.0 if drafter is None else sum(told.read(drafter, tokens) for tokens in self._reads)
+        read_ms = 0.0 if drafter is None else sum(base.read(drafter, tokens) for tokens in self._reads)
         if reads := max(self._reads, default=0) >= TEXT:
             ms, judged_ms = self._believed_ms + read_ms, read_ms
         else:
-            ms = round_ms(told, drafted) + read_ms
-            judged_ms = ms - round_ms(told, [(None, tokens, siblings) for _, tokens, siblings in drafted])
+            ms = round_ms(base, drafted) + read_ms
+            judged_ms = ms - round_ms(base, [(None, tokens, siblings) for _, tokens, siblings in drafted])
             guesses = [(name, steps) for name, steps in steps_of(drafted).items() if name != drafter]
             ms += sum(self.table.draft(name, len(drafted), steps) for name, steps in guesses)
-        self.table.clock.learn(drafter, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
+        self.table.correction.learn(drafter, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
@@ -215,10 +213,10 @@ class Auto(Policy):
         best = ", ".join(reasons.values())
         return f"no draft is expected to pay: {best}" if best else "no drafter had a proposal"
 
-    def _costs(self, draws: bool, batch: int) -> ClockedTable:
-        """Return the costs of a batch, as far as the clock has seen batches of about that size."""
-        clock = self._clocks.setdefault((draws, batch.bit_length()), Clock())
-        return ClockedTable(self.sampled if draws else self.greedy, clock)
+    def _costs(self, draws: bool, batch: int) -> CorrectedTable:
+        """Return the costs of a batch, as far as the correction has seen batches of about that size."""
+        correction = self._corrections.setdefault((draws, batch.bit_length()), LatencyCorrection())
+        return CorrectedTable(self.sampled if draws else self.greedy, correction)
 
     def _within(self, row: Candidates, key: Key) -> Decision:
         """Return the row's decision, cut to what the row may draft now."""
@@ -253,10 +251,7 @@ class Auto(Policy):
         left: float,
         plain: float,
     ) -> None:
-        """Decide for rows of which no decision stands: the most tokens per ms for the batch, within the cap.
-
-        Without standing ones it is a decision of the batch, and another drafter may be tried.
-        """
+        """Decide for rows of which no decision stands: the most tokens per ms within the cap."""
         choices, trial = self._paying(rows, standing, left, plain), 0
         if not any(standing):
             trial = self._try_another(rows, choices, left, plain)
@@ -274,10 +269,7 @@ class Auto(Policy):
     def _paying(
         self, rows: Seq[Candidates], standing: Seq[HeldDecision | None], left: float, plain: float
     ) -> list[HeldDecision]:
-        """Return the standing choices, and beside them those that give the most tokens per ms within the cap.
-
-        The batch may lose REJECTED_DRAFTS fully rejected drafts, and what the drafters read before the first.
-        """
+        """Return the standing choices, and those beside them with the most tokens per ms within the cap."""
         if left < 0:
             return [stood or HeldDecision(PLAIN) for stood in standing]
         places = [at for at, stood in enumerate(standing) if stood is None]
@@ -297,23 +289,19 @@ class Auto(Policy):
             limit //= 2
         return [stood or HeldDecision(PLAIN) for stood in standing]
 
-    def _best(self, row: Candidates, batch: int) -> Prospect | None:
-        """Return the drafter with the most tokens per ms for the rest of the request, if any may serve.
-
-        A drafter that has nothing to read may serve even where it does not pay: it may pay beside rows that
-        share its steps.
-        """
+    def _best(self, row: Candidates, batch: int) -> Candidate | None:
+        """Return the drafter with the most tokens per ms for the rest of the request, if any may serve."""
         plain_rate, rest = batch / self.table.plain(batch), batch * row.sequence.remaining
         best, chosen = 0.0, None
         for name in row.limits:
-            prospect, (_, read_ms, _) = self._prospect(row, name), self._reading(row, name)
-            rate, shape = best_length(self.table, batch, prospect)
+            candidate, (_, read_ms, _) = self._candidate(row, name), self._reading(row, name)
+            rate, shape = best_length(self.table, batch, candidate)
             if read_ms:
                 rate = rest / (rest / rate + batch * read_ms)
                 if not shape.budget or rate <= plain_rate:
                     continue
             if rate > best:
-                best, chosen = rate, prospect
+                best, chosen = rate, candidate
         return chosen
 
     def _try_another(
@@ -321,9 +309,8 @@ class Auto(Policy):
     ) -> int:
         """Start a trial of a drafter that was not chosen, if one is due; return its rounds, 0 where none is.
 
-        One row tries it; if it was never judged, for so many rounds that it is, beyond a first that reads a
-        text. Where no row drafts and the drafter is unknown, as many rows try it as the cap bears, because
-        they share the cost of its draft steps.
+        One row tries it, or where no row drafts and it is unknown, as many as the cap bears: they share its
+        steps.
         """
         drafts, tried = any(choice.decision.budget for choice in choices), None
         dear = set[str]()  # drafters of which one token is beyond the cap, in any row that drafts nothing
@@ -334,10 +321,10 @@ class Auto(Policy):
                 hopeless = name in dear and not choices[at].decision.budget
                 if not due or tried not in (None, name) or hopeless or not self._may_pay(row, name):
                     continue
-                prospect = self._prospect(row, name)
-                shape = best_length(self.table, 1, prospect)[1]
-                for tried_shape in (shape if shape.budget else Shape(1), Shape(1)):
-                    trial = self._hold(row, prospect, tried_shape, trial=True)
+                candidate = self._candidate(row, name)
+                shape = best_length(self.table, 1, candidate)[1]
+                for tried_shape in (shape if shape.budget else TreeShape(1), TreeShape(1)):
+                    trial = self._hold(row, candidate, tried_shape, trial=True)
                     trial.alone = not drafts
                     if self._loss([*choices[:at], trial, *choices[at + 1 :]], plain) <= left:
                         choices[at], tried = trial, name
@@ -349,14 +336,14 @@ class Auto(Policy):
                 break
         if tried is None:
             return 0
-        return 1 + LEAST if self.table.clock.misses(tried) else 1
+        return 1 + LEAST if self.table.correction.misses(tried) else 1
 
     def _may_pay(self, row: Candidates, name: str) -> bool:
         """Return whether a drafter would pay if it were always right, or has long waited to be timed."""
-        certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
+        certain = Candidate(name, (1.0,) * min(row.limits[name], self.max_draft))
         if best_length(self.table, 1, certain)[1].budget:
             return True
-        return self._estimate(row, name).pooled.waited >= TIMED_AFTER and self.table.clock.misses(name)
+        return self._estimate(row, name).pooled.waited >= TIMED_AFTER and self.table.correction.misses(name)
 
     def _loss(self, choices: Seq[HeldDecision], plain: float) -> float:
         """Return what a row loses in a round of these choices, in ms, if it gains nothing."""
@@ -364,19 +351,18 @@ class Auto(Policy):
         ms = round_ms(self.table, drafts)
         return ms - plain + sum(choice.read_loss_ms for choice in choices)
 
-    def _hold(self, row: Candidates, prospect: Prospect, shape: Shape, trial: bool = False) -> HeldDecision:
-        name = prospect.drafter
+    def _hold(
+        self, row: Candidates, candidate: Candidate, shape: TreeShape, trial: bool = False
+    ) -> HeldDecision:
+        name = candidate.drafter
         context, _, loss_ms = self._reading(row, name, trial)
         return HeldDecision(
             Decision(name, shape.budget, context, shape.siblings), estimate=self._estimate(row, name),
-            trial=trial, read_loss_ms=loss_ms, prospect=prospect,
+            trial=trial, read_loss_ms=loss_ms, candidate=candidate,
         )  # fmt: skip
 
     def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
-        """Return (`Decision.context`, ms of reading before the first draft, ms of it that count as loss).
-
-        Reading a new text is no loss where LATE_CONTEXT bounds it, or where a known drafter is chosen.
-        """
+        """Return (`Decision.context`, ms of reading before the first draft, ms of it that count as loss)."""
         context, tokens = None, row.unread.get(name, 0)
         is_new = tokens == len(row.sequence.tokens) - 1
         is_chosen = not trial and self._estimate(row, name).pooled.acceptance.known
@@ -387,12 +373,12 @@ class Auto(Policy):
         ms = self.table.read(name, tokens)
         return context, ms, 0.0 if is_new and (is_chosen or tokens <= LATE_CONTEXT) else ms
 
-    def _prospect(self, row: Candidates, name: str) -> Prospect:
+    def _candidate(self, row: Candidates, name: str) -> Candidate:
         length, acceptance = min(row.limits[name], self.max_draft), self._estimate(row, name).acceptance
         # A constraint takes time for every sibling, which no table knows.
-        may_have = name in row.combs and row.sequence.constraint is None
+        may_have = name in row.trees and row.sequence.constraint is None
         sibling = acceptance.sibling if may_have else 0.0
-        return Prospect(name, acceptance.survival(length), sibling)
+        return Candidate(name, acceptance.survival(length), sibling)
 
     def _estimate(self, row: Candidates, name: str) -> Estimate:
         """Return the request's own estimate of a drafter, which begins with the pooled one."""
@@ -400,12 +386,11 @@ class Auto(Policy):
         source = name, confidence
         if source not in state.estimates:
             kind, assumed = (source, _rule_of(row.sequence)), confidence or PRIOR_ALPHA
-            pooled = self._pool.setdefault(kind, Pooled(Acceptance(self.max_draft, assumed=assumed)))
-            state.estimates[source] = Estimate(Acceptance(self.max_draft, pooled.acceptance), pooled)
+            pooled = self._pool.setdefault(kind, Pooled(AcceptanceEstimate(self.max_draft, assumed=assumed)))
+            state.estimates[source] = Estimate(AcceptanceEstimate(self.max_draft, pooled.acceptance), pooled)
         return state.estimates[source]
 
     def _settle(self) -> None:
-        """Charge the last round to its requests."""
         if not self._round:
             return
         batch, outcomes = len(self._round), [outcome for _, outcome in self._round]
@@ -455,12 +440,12 @@ def _together(standing: Seq[tuple[Candidates, HeldDecision]]) -> Others:
     """Return what rows draft whose decisions stand, as far as they may now."""
     tokens, columns, depths, siblings = 0.0, 0, dict[str, int](), False
     for row, held in standing:
-        if held.prospect is None:
+        if held.candidate is None:
             continue
-        name = held.prospect.drafter
+        name = held.candidate.drafter
         budget = min(held.decision.budget, row.limits.get(name, 0))
-        shape = Shape(budget, min(held.decision.siblings, budget))
-        tokens += held.prospect.tokens(shape)
+        shape = TreeShape(budget, min(held.decision.siblings, budget))
+        tokens += held.candidate.tokens(shape)
         columns += sum(shape)
         depths[name] = max(depths.get(name, 0), budget)
         siblings |= shape.siblings > 0

@@ -1,77 +1,51 @@
-"""CostTable: what a round costs on this machine, by what the round holds."""
+"""CostTable: what a round costs on this machine; and LatencyCorrection, how real rounds differ from it.
+
+Only ratios decide, so drafting rounds are held against plain rounds under the same load:
+
+    factor = median(drafting rounds: seconds / cost) / median(plain rounds: seconds / cost)
+
+Each median is the lower one of the last few rounds. Where rounds of one kind differ from it, the load has
+changed, and what was seen before counts no more. The policy takes two plain rounds ever more seldom.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CostTable", "Costs", "on_line", "round_ms", "steps_of"]
-
 Floats = NDArray[np.float64]
 
 
-class Costs(Protocol):
-    """What rounds cost, in ms: `CostTable`, or one that a clock corrects."""
-
-    def verify(self, batch: int, columns: int) -> float:
-        """Return the cost of a round over `columns` columns of `batch` rows in all, without drafting."""
-        ...
-
-    def plain(self, batch: int) -> float:
-        """Return the cost of a plain step of `batch` rows."""
-        ...
-
-    def comb(self, batch: int) -> float:
-        """Return what siblings add to a round beside their columns."""
-        ...
-
-    def draft(self, drafter: str, batch: int, steps: int) -> float:
-        """Return the cost of `steps` draft steps for any of the batch's rows."""
-        ...
-
-    def drafts_up_to(self, drafter: str, batch: int, steps: int) -> list[float]:
-        """Return the costs of 1 to `steps` draft steps for any of the batch's rows."""
-        ...
-
-    def read(self, drafter: str, tokens: int) -> float:
-        """Return the cost of reading `tokens` tokens before the first draft step, which itself reads one."""
-        ...
-
-
 class CostTable:
-    """Costs in ms: measured ones, and lines between them. A table never changes once it is made.
-
-    Args:
-        passes: Batch -> columns in all rows together -> a round that verifies so many columns and drafts
-            nothing, host work included.
-        drafts: Drafter -> batch -> (first step of a draft, each further step).
-        reads: Drafter -> one token more of a text that the drafter reads. Where it is missing, reading n
-            tokens costs as many draft steps as a target's pass of n columns costs plain steps, on the line
-            from its narrowest to its widest one.
-        assumed: What is assumed of a drafter that is not in `drafts`: a draft step in plain steps.
-        combs: Batch -> what siblings add to a round beside their columns; nothing where it is missing.
-    """
+    """Costs in ms: measured ones, and lines between them. A table never changes once it is made."""
 
     def __init__(
         self,
         passes: Mapping[int, Mapping[int, float]],
         drafts: Mapping[str, Mapping[int, tuple[float, float]]],
+        # drafter -> one token more of a text. Where it is missing, reading n tokens costs as many draft steps
+        # as a target's pass of n columns costs plain steps, on the line between its outer widths
         reads: Mapping[str, float] | None = None,
-        assumed: float = 0.25,
-        combs: Mapping[int, float] | None = None,
+        assumed: float = 0.25,  # plain steps that a draft step costs of a drafter that is not in `drafts`
+        trees: Mapping[int, float] | None = None,
     ) -> None:
-        # More columns never cost less: a sample that shows otherwise was disturbed.
+        # batch -> columns of all rows -> a round that drafts nothing, host work included; more columns never
+        # cost less: a sample that shows otherwise was disturbed
         self.passes = {
             batch: [(n, min(by[m] for m in by if m >= n)) for n in sorted(by)] for batch, by in passes.items()
         }
+        # drafter -> batch -> (first step of a draft, each further step)
         self.drafts = {drafter: dict(by) for drafter, by in drafts.items()}
         self.reads, self.assumed = dict(reads or {}), assumed
-        self.combs = sorted((combs or {}).items())
+        # batch -> what token trees add to a round beside their columns; nothing where it is missing
+        self.trees = sorted((trees or {}).items())
         self._verify: dict[tuple[int, int], float] = {}  # memos, because a decision asks for many costs
         self._steps: dict[tuple[str, int], list[float]] = {}
 
@@ -81,11 +55,7 @@ class CostTable:
         return cls({1: {1: 1.0}}, {})
 
     def verify(self, batch: int, columns: int) -> float:
-        """Return the cost of a round over `columns` columns of `batch` rows in all, without drafting.
-
-        Widths lie on the line between measured ones; so do batches, at equally many drafted columns. Beyond
-        the last measured width the last line goes on; beyond the last batch the last one serves.
-        """
+        """Return the cost of a round over `columns` columns of `batch` rows in all, without drafting."""
         if (batch, columns) not in self._verify:
             sizes, drafted = _around(self.passes, batch), columns - batch
             points = [(size, on_line(self.passes[size], size + drafted)) for size in sizes]
@@ -96,9 +66,9 @@ class CostTable:
         """Return the cost of a plain step of `batch` rows."""
         return self.verify(batch, batch)
 
-    def comb(self, batch: int) -> float:
-        """Return what siblings add to a round beside their columns."""
-        return on_line(self.combs, batch) if self.combs else 0.0
+    def tree(self, batch: int) -> float:
+        """Return what token trees add to a round beside the columns of their siblings."""
+        return on_line(self.trees, batch) if self.trees else 0.0
 
     def draft(self, drafter: str, batch: int, steps: int) -> float:
         """Return the cost of `steps` draft steps for any of the batch's rows."""
@@ -128,17 +98,16 @@ class CostTable:
         return step * on_line(ends, tokens) / columns[0][1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table for JSON."""
-        return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads, "combs": dict(self.combs)}
+        return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads, "trees": dict(self.trees)}
 
 
 def round_ms(table: Costs, rows: Sequence[tuple[str | None, int, int]]) -> float:
     """Return the cost of a round in which each row drafts (drafter, tokens, siblings), reading left out."""
     batch = len(rows)
     drafting = sum(table.draft(drafter, batch, count) for drafter, count in steps_of(rows).items())
-    beside = sum(siblings for *_, siblings in rows)
-    columns = batch + sum(drafted for _, drafted, _ in rows) + beside
-    return drafting + table.verify(batch, columns) + (table.comb(batch) if beside else 0.0)
+    leaves = sum(siblings for *_, siblings in rows)
+    columns = batch + sum(drafted for _, drafted, _ in rows) + leaves
+    return drafting + table.verify(batch, columns) + (table.tree(batch) if leaves else 0.0)
 
 
 def steps_of(rows: Sequence[tuple[str | None, int, int]]) -> dict[str, int]:
@@ -158,12 +127,184 @@ def _around(sizes: Iterable[int], batch: int) -> list[int]:
 
 
 def on_line(points: list[tuple[int, float]], x: float) -> float:
-    """Return y at x on the lines between rising points (x, y).
-
-    Before the first point y stays; beyond the last one the last line goes on.
-    """
+    """Return y at x on lines between rising points; y stays before the first, the last line goes on."""
     if len(points) == 1 or x <= points[0][0]:
         return points[0][1]
     at = min(bisect_left(points, (x,)), len(points) - 1)
     (x0, y0), (x1, y1) = list(pairwise(points))[at - 1]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+SAMPLES = 5  # rounds that a median is taken from: two stalls among them do no harm
+LEAST = 2  # rounds from which on there is a median, and rounds that show a change of load
+CHANGED = 1.5  # ratio to the median from which on the load has changed
+FIRST_CHECK, LAST_CHECK = 8, 256  # rounds of drafting between checks by plain rounds; each check doubles them
+TEXT = 16  # unread tokens from which on a drafter reads a text, not what a few rounds wrote
+FADE = 256  # rounds after which a factor that no round confirmed counts as its square root
+PART = 0.05  # share of a round's cost from which on drafting, not the pass, is what the table has wrong
+
+
+class TimedRound(NamedTuple):
+    """A round, or the median of several."""
+
+    ratio: float  # what it took, over its cost by the table
+    part: float = 0.0  # the share of that cost that is judged: of drafting, or of reading a text for it
+
+    @property
+    def of_part(self) -> float | None:
+        """What the part took over its cost by the table, if the rest took its own; None where it has none."""
+        if self.part < PART:
+            return None
+        return max(0.0, 1 + (self.ratio - 1) / self.part)
+
+
+NOTHING = TimedRound(1.0)  # is known: rounds take their cost by the table
+
+
+def median_of(samples: Iterable[TimedRound]) -> TimedRound | None:
+    """Return the lower median; None of fewer than LEAST samples."""
+    known = sorted(samples)
+    return known[(len(known) - 1) // 2] if len(known) >= LEAST else None
+
+
+class Window:
+    """The last rounds of one kind, under one load."""
+
+    def __init__(self) -> None:
+        self._samples: deque[TimedRound] = deque(maxlen=SAMPLES)
+
+    @property
+    def median(self) -> TimedRound | None:
+        return median_of(self._samples)
+
+    def add(self, sample: TimedRound) -> bool:
+        """Add a round; return whether the last show a change of load, which forgets those before."""
+        self._samples.append(sample)
+        if len(self._samples) < 2 * LEAST:
+            return False
+        *before, one, two = self._samples
+        known = median_of(before)
+        assert known is not None
+        slower = min(one, two).ratio > CHANGED * known.ratio
+        if not slower and max(one, two).ratio >= known.ratio / CHANGED:
+            return False
+        self.begin(one, two)
+        return True
+
+    def begin(self, *samples: TimedRound) -> None:
+        self._samples = deque(samples, SAMPLES)
+
+
+@dataclass(slots=True)
+class DrafterPace:
+    window: Window = field(default_factory=Window)  # the last rounds
+    found: TimedRound = NOTHING  # their median, in plain rounds
+    at: int = 0  # when a round was last seen
+    span: int = FADE  # rounds after which what was found fades
+
+    def faded(self, now: int) -> TimedRound:
+        """Return what was found: the longer no round confirmed it, the nearer its ratio to 1."""
+        return self.found._replace(ratio=self.found.ratio**0.5 ** ((now - self.at) // self.span))
+
+    def renew(self, now: int, plain: TimedRound, sample: TimedRound) -> None:
+        """Begin anew after a span without rounds; the span doubles where what was found faded wrongly."""
+        faded = self.faded(now)
+        confirmed = sample.ratio >= faded.ratio * plain.ratio > plain.ratio
+        self.span = 2 * self.span if confirmed else FADE
+        self.window.begin(faded._replace(ratio=faded.ratio * plain.ratio))
+
+
+class LatencyCorrection:
+    """What rounds take at one cost table and one size of batch. Time is counted in rounds."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._plain = Window()
+        self._paces: dict[tuple[str, bool], DrafterPace] = {}  # by (drafter, whether it reads a text)
+        self._last: DrafterPace | None = None  # of the drafter that drafted in the last rounds
+        self._drafting = 0  # rounds since the last check
+        self._check = FIRST_CHECK  # rounds until the next one
+        self._checking = 0  # plain rounds that this check still takes
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether a plain round is due, because the rounds that draft cannot be judged without one."""
+        return self._checking > 0
+
+    def misses(self, drafter: str) -> bool:
+        """Return whether rounds are timed, but those in which a drafter reads no text were not judged."""
+        return self._now > 0 and self.found(drafter) is NOTHING
+
+    def found(self, drafter: str, reads: bool = False) -> TimedRound:
+        """Return what rounds of a drafter take, in plain rounds, over their cost by the table."""
+        pace = self._paces.get((drafter, reads))
+        return NOTHING if pace is None or pace.found is NOTHING else pace.faded(self._now)
+
+    def learn(self, drafter: str | None, sample: TimedRound, reads: bool = False) -> None:
+        """Count a round; drafter: None is a plain one. The unit of ratios is the same for all rounds."""
+        self._now += 1
+        if drafter is None:
+            self._learn_plain(sample)
+        else:
+            self._learn_drafting(self._paces.setdefault((drafter, reads), DrafterPace(at=self._now)), sample)
+        if self._last is not None:
+            self._judge(self._last)
+
+    def _learn_plain(self, sample: TimedRound) -> None:
+        if self._plain.add(sample):
+            for pace in self._paces.values():
+                pace.window.begin()
+        self._checking = max(0, self._checking - 1)
+        if self._last is not None and self._now - self._last.at > FIRST_CHECK:
+            self._last, self._check = None, FIRST_CHECK  # drafting has ended
+
+    def _learn_drafting(self, pace: DrafterPace, sample: TimedRound) -> None:
+        plain = self._plain.median
+        if self._now - pace.at > pace.span and plain is not None:
+            pace.renew(self._now, plain, sample)
+        pace.at, self._last = self._now, pace
+        self._drafting += 1
+        if pace.window.add(sample):
+            self._plain.begin()
+            self._check = FIRST_CHECK
+        if pace.window.median is not None and (self._plain.median is None or self._drafting >= self._check):
+            self._checking, self._drafting = LEAST, 0
+            self._check = min(2 * self._check, LAST_CHECK)
+
+    def _judge(self, pace: DrafterPace) -> None:
+        own, plain = pace.window.median, self._plain.median
+        if own is not None and plain is not None:
+            pace.found = own._replace(ratio=own.ratio / plain.ratio)
+
+
+class CorrectedTable:
+    """A cost table in which rounds that draft, or read a text first, cost what the correction found."""
+
+    def __init__(self, table: CostTable, correction: LatencyCorrection) -> None:
+        self.base_table, self.correction = table, correction
+        self.verify, self.plain, self.tree = table.verify, table.plain, table.tree
+
+    def draft(self, drafter: str, batch: int, steps: int) -> float:
+        """Return the cost of draft steps; below 0 where rounds are cheaper than the table's passes."""
+        if not steps:
+            return 0.0
+        return self._corrected(self.correction.found(drafter), drafter, batch, steps)
+
+    def drafts_up_to(self, drafter: str, batch: int, steps: int) -> list[float]:
+        found = self.correction.found(drafter)
+        if found is NOTHING:
+            return self.base_table.drafts_up_to(drafter, batch, steps)
+        return [self._corrected(found, drafter, batch, count) for count in range(1, steps + 1)]
+
+    def _corrected(self, found: TimedRound, drafter: str, batch: int, steps: int) -> float:
+        base_ms = self.base_table.draft(drafter, batch, steps)
+        if found.of_part is not None:
+            return base_ms * found.of_part
+        return base_ms + (found.ratio - 1) * (base_ms + self.verify(batch, batch + steps))
+
+    def read(self, drafter: str, tokens: int) -> float:
+        factor = self.correction.found(drafter, reads=tokens >= TEXT).of_part
+        return self.base_table.read(drafter, tokens) * (1.0 if factor is None else factor)
+
+
+Costs: TypeAlias = CostTable | CorrectedTable

@@ -1,15 +1,12 @@
-"""Read the files of DFlash and DSpark heads: z-lab's, DeepSpec's and speculators' spellings.
-
-Contract: as `eagle3_files`: every key of a head is read, or refused by its name; every tensor is known, and
-has the shape that the config implies; a pickle is not read.
+"""Read the files of DFlash and DSpark heads: z-lab's, DeepSpec's and speculators' formats.
 
     z-lab          keys of a Qwen 3 beside block_size; `dflash_config`, or its keys at the top
     DeepSpec       the keys of both at the top; it drafts from the anchor; a head and an embedding of its own
     speculators    the keys of the layers in `transformer_layer_config`
 
-An id of a tap in `target_layer_ids` names a layer whose output is read, -1 the embedding: it stands for the
-boundary after it. In `aux_hidden_state_layer_ids` it is a boundary. The layers are those of a Qwen 3 in every
-spelling. The confidence head of a DSpark head is checked, and not read: a policy decides where drafts end.
+An id in `target_layer_ids` names a layer whose output is read, -1 the embedding; one in
+`aux_hidden_state_layer_ids` a layer that the states enter. The confidence head of DSpark is checked and not
+read: a policy decides where drafts end.
 """
 
 from __future__ import annotations
@@ -19,40 +16,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foredraft.drafters.heads.block_record import MARKOV_FORMS, BlockRecord, in_order, spread_taps
 from foredraft.drafters.heads.eagle3_files import (
     CONFIG,
     D2T,
     EMBEDDING,
+    ENDS,
+    GENERAL,
     HEAD,
     LAYER,
+    OF_SPECULATORS,
     T2D,
     Eagle3Files,
+    aux_ids,
     checked_shapes,
     layer_shapes,
     proposed_by,
+    spec_of,
     verifier_of,
 )
-from foredraft.drafters.heads.weight_files import refuse_pickles
-from foredraft.errors import CheckpointError, shortened
+from foredraft.drafters.heads.record import (
+    MARKOV_FORMS,
+    BlockRecord,
+    architectures_of,
+    config_of,
+    refuse_pickles,
+    spread_aux_layers,
+)
+from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import AS_STORED
-
-__all__ = [
-    "DFLASH",
-    "MARKOV",
-    "MOST_SLOTS",
-    "BlockFiles",
-    "is_dflash",
-    "is_dspark",
-    "layers_of",
-    "read_block",
-    "record_of_block",
-    "shapes_of",
-    "without_confidence",
-]
 
 DFLASH = "dflash_config"
 MARKOV = "markov_head"
@@ -62,27 +56,15 @@ KINDS = {
     "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark", "DSparkSpeculator": "dspark",
 }  # fmt: skip
 MODEL_TYPES = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}  # of speculators
-BODIES = ("qwen3", "llama")  # whose config may describe the layers
 MOST_SLOTS = 256  # of a block: the slack of a cache row takes so many positions past the text
 LARGEST_RANK = 2**16
+OF_CONFIDENCE = frozenset({"enable_confidence_head", "confidence_head_with_markov"})
 # keys of a head that the form of its layers does not depend on
-OF_THE_HEAD = frozenset(
-    {
-        "architectures", "auto_map", "block_size", DFLASH, "num_target_layers", "mask_token_id",
-        "target_layer_ids", "is_causal", "num_anchors", "markov_rank", "markov_head_type",
-        "enable_confidence_head", "confidence_head_with_markov", "input_embedding_scale", "output_multiplier",
-        "final_logit_softcapping", "draft_vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id",
-        "pad_token_id", "torch_dtype", "dtype",
-    }
-)  # fmt: skip
-OF_SPECULATORS = frozenset(
-    {
-        "speculators_model_type", "speculators_version", "speculators_config", LAYER, "architectures",
-        "auto_map", "tie_word_embeddings", "torch_dtype", "dtype", "transformers_version", "model_type",
-        "has_no_defaults_at_init", "enable_confidence_head", "confidence_head_with_markov",
-    }
-)  # fmt: skip
-TRAINING_ONLY = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov")
+OF_THE_HEAD = GENERAL | ENDS | OF_CONFIDENCE | {
+    "auto_map", "block_size", DFLASH, "num_target_layers", "mask_token_id", "target_layer_ids", "is_causal",
+    "num_anchors", "markov_rank", "markov_head_type", "input_embedding_scale", "output_multiplier",
+    "final_logit_softcapping", "draft_vocab_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,43 +75,27 @@ class BlockFiles(Eagle3Files):
 
 
 def is_dflash(place: Path) -> bool:
-    """Return whether a folder holds a DFlash head, as its config says."""
     return _kind(place) == "dflash"
 
 
 def is_dspark(place: Path) -> bool:
-    """Return whether a folder holds a DSpark head, as its config says."""
     return _kind(place) == "dspark"
 
 
 def _kind(place: Path) -> str | None:
-    if not (place / CONFIG).is_file():
-        return None
-    try:
-        config = read_json(place / CONFIG)
-    except CheckpointError:
-        return None
+    config = config_of(place)
     told = config.get("speculators_model_type")
     if told is not None:
         return MODEL_TYPES.get(told) if isinstance(told, str) else None
-    names = config.get("architectures")
-    named = [KINDS[name] for name in _texts(names) if name in KINDS]
+    named = [KINDS[name] for name in architectures_of(config) if name in KINDS]
     kind = next(iter(named), "dflash" if isinstance(config.get(DFLASH), dict) else None)
     inner = config.get(DFLASH) if isinstance(config.get(DFLASH), dict) else {}
     ranks = [where.get("markov_rank") for where in (config, inner or {})]
     return "dspark" if kind and any(type(rank) is int and rank > 0 for rank in ranks) else kind
 
 
-def _texts(names: object) -> list[str]:
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
 def read_block(folder: Path) -> BlockFiles:
-    """Return the head in a folder, as its config and the headers of its weights say.
-
-    Raises:
-        CheckpointError: The files are broken, contradict each other, or need what is not supported.
-    """
+    """Return the head in a folder, as its config and the headers of its weights say."""
     config = read_json(folder / CONFIG)
     refuse_pickles(folder)
     _refuse_dflash_2(config)
@@ -146,7 +112,7 @@ def without_confidence(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple
 
 
 def _refuse_dflash_2(config: Mapping[str, Any]) -> None:
-    named = "DFlash2DraftModel" in _texts(config.get("architectures"))
+    named = "DFlash2DraftModel" in architectures_of(config)
     if named or config.get("speculators_model_type") == "dflash2":
         raise CheckpointError(
             "config.json: a DFlash 2 head, with convolutions and a selector, is not supported",
@@ -158,8 +124,7 @@ def _plain(config: Mapping[str, Any]) -> BlockRecord:
     """Read the config of z-lab or DeepSpec: a Qwen 3's, with keys of the head among them or in a section."""
     outer = ConfigReader(config)
     inner = outer.section(DFLASH) or ConfigReader({}, f"{outer.where}, {DFLASH}")
-    names = config.get("architectures")
-    from_anchor = "Qwen3DSparkModel" in _texts(names)
+    from_anchor = "Qwen3DSparkModel" in architectures_of(config)
     spec = layers_of({key: value for key, value in config.items() if key not in OF_THE_HEAD})
 
     def reader(key: str) -> ConfigReader:
@@ -167,13 +132,11 @@ def _plain(config: Mapping[str, Any]) -> BlockRecord:
 
     if inner.flag("use_swa", if_null=False):
         raise inner.error("use_swa", "windows are read from layer_types and sliding_window")
-    inner.take("swa_window_size")
-    for key in TRAINING_ONLY:
+    for key in ("swa_window_size", "num_anchors", *OF_CONFIDENCE):  # of training, and told by the tensors
         inner.take(key)
     layers = None if outer.take("num_target_layers") is None else outer.count("num_target_layers")
-    ids = reader("target_layer_ids")
-    taps = _ids(ids, "target_layer_ids", shift=1)
-    if taps is None and layers is None:
+    aux_layers = aux_ids(reader("target_layer_ids"), "target_layer_ids", shift=1, rising=True)
+    if aux_layers is None and layers is None:
         raise inner.error("target_layer_ids", "the head does not say which layers of the target it reads")
     causal = reader("causal").take("causal")
     if causal is None:
@@ -184,8 +147,8 @@ def _plain(config: Mapping[str, Any]) -> BlockRecord:
     softcap = reader("final_logit_softcapping").optional_number("final_logit_softcapping", zero_is_null=True)
     made = record_of_block(
         "z-lab's or DeepSpec's", spec, reader("block_size"), reader("mask_token_id"), rank, form,
-        taps=spread_taps(layers or 0, spec.layers) if taps is None else taps,
-        target_size=spec.hidden_size, words=outer.count("draft_vocab_size", spec.vocab_size),
+        aux_layers=spread_aux_layers(layers or 0, spec.layers) if aux_layers is None else aux_layers,
+        target_size=spec.hidden_size, draft_vocab_size=outer.count("draft_vocab_size", spec.vocab_size),
         from_anchor=from_anchor, causal=bool(causal), causal_windows=causal is not False,
         embedding_scale=reader("input_embedding_scale").number("input_embedding_scale", 1.0),
         logit_scale=reader("output_multiplier").number("output_multiplier", 1.0), logit_softcap=softcap,
@@ -196,23 +159,22 @@ def _plain(config: Mapping[str, Any]) -> BlockRecord:
 
 
 def _speculators(config: Mapping[str, Any]) -> BlockRecord:
-    """Read the config of speculators."""
-    read = ConfigReader(config, harmless=OF_SPECULATORS)
+    read = ConfigReader(config, harmless=OF_SPECULATORS | OF_CONFIDENCE)
     layer = read.section(LAYER)
     if layer is None:
         raise read.error(LAYER, "a head of speculators needs the config of its layers")
-    skipped = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-    spec = layers_of({key: value for key, value in layer.config.items() if key not in (*skipped, "dtype")})
-    taps = _ids(read, "aux_hidden_state_layer_ids", shift=0)
-    if taps is None:
+    skipped = (GENERAL | ENDS) - {"torch_dtype"}
+    spec = layers_of({key: value for key, value in layer.config.items() if key not in skipped})
+    aux_layers = aux_ids(read, "aux_hidden_state_layer_ids", rising=True)
+    if aux_layers is None:
         raise read.error("aux_hidden_state_layer_ids", "the head does not say which layers it reads")
     rank, form = _markov(read, read)
     section = read.section("speculators_config")
     made = record_of_block(
-        "speculators'", spec, read, read, rank, form, taps=taps,
+        "speculators'", spec, read, read, rank, form, aux_layers=aux_layers,
         target_size=spec.hidden_size if read.take("target_hidden_size") is None
         else read.count("target_hidden_size"),
-        words=read.count("draft_vocab_size", spec.vocab_size, if_null=spec.vocab_size),
+        draft_vocab_size=read.count("draft_vocab_size", spec.vocab_size, if_null=spec.vocab_size),
         from_anchor=read.flag("sample_from_anchor", read.take("speculators_model_type") == "dspark"),
         causal_windows=not read.flag("sliding_window_non_causal", if_null=False), window_from_anchor=True,
         verifier=None if section is None else verifier_of(section),
@@ -224,22 +186,11 @@ def _speculators(config: Mapping[str, Any]) -> BlockRecord:
 
 def layers_of(config: Mapping[str, Any]) -> ModelSpec:
     """Return the form of the layers: Qwen 3's, with norms of the heads, whichever family's keys they have."""
-    body = config.get("model_type", "qwen3")
-    if body not in BODIES:
-        raise CheckpointError(
-            f"config.json: a head whose layers are of model_type {shortened(body)} is not supported",
-            remedy=f"supported are {', '.join(BODIES)}",
-        )
-    spec = ModelSpec.from_hf({**config, "model_type": body})
-    if spec.quantisation is not None:
-        raise CheckpointError(
-            "config.json: quantized weights of a head are not supported", remedy="give the head unquantized"
-        )
-    return replace(spec, head_norms=True, mlp_bias=False)
+    return replace(spec_of(config, "qwen3"), head_norms=True, mlp_bias=False)
 
 
 def record_of_block(
-    spelling: str,
+    format: str,
     spec: ModelSpec,
     block: ConfigReader,
     mask: ConfigReader,
@@ -257,7 +208,7 @@ def record_of_block(
     if token >= spec.vocab_size:
         raise mask.error("mask_token_id", f"the vocabulary has {spec.vocab_size} tokens")
     made = BlockRecord(
-        spec=spec, spelling=spelling, layer="layers.0", block=slots, mask_token=token, markov=form,
+        spec=spec, format=format, layer="layers.0", block=slots, mask_token=token, markov=form,
         markov_rank=rank, **fields,
     )  # fmt: skip
     return replace(made, planned=made.drafts)
@@ -272,26 +223,12 @@ def _markov(rank: ConfigReader, form: ConfigReader) -> tuple[int, str | None]:
     return (count, named or "vanilla") if count else (0, None)
 
 
-def _ids(read: ConfigReader, key: str, *, shift: int) -> tuple[int, ...] | None:
-    """Return the boundaries under a key; None where there are none.
-
-    shift: From an id to its boundary.
-    """
-    ids = read.take(key)
-    if ids is None:
-        return None
-    sound = isinstance(ids, list) and ids and all(type(tap) is int and tap + shift >= 0 for tap in ids)
-    if not sound or not in_order(ids):
-        raise read.error(key, f"it must be a rising list of whole numbers, {-shift} or more")
-    return tuple(tap + shift for tap in ids)
-
-
 def shapes_of(
     record: BlockRecord, headers: Mapping[str, object]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return the shapes of the tensors that must be there, and of those that may be."""
     spec, size, rank = record.spec, record.spec.hidden_size, record.markov_rank
-    joined = len(record.taps or ()) * record.target_size
+    joined = len(record.aux_layers or ()) * record.target_size
     needed: dict[str, tuple[int, ...]] = {
         "fc.weight": (size, joined), "hidden_norm.weight": (size,), "norm.weight": (size,),
     }  # fmt: skip
@@ -299,16 +236,16 @@ def shapes_of(
         needed |= layer_shapes(record, index, pairs=False)
     if record.markov is not None:
         needed[f"{MARKOV}.markov_w1.weight"] = (spec.vocab_size, rank)
-        needed[f"{MARKOV}.markov_w2.weight"] = (record.words, rank)
+        needed[f"{MARKOV}.markov_w2.weight"] = (record.draft_vocab_size, rank)
     if record.markov == "gated":
         needed |= {f"{MARKOV}.gate_proj.weight": (rank, size + rank), f"{MARKOV}.gate_proj.bias": (rank,)}
     if record.markov == "rnn":
         needed[f"{MARKOV}.joint_proj.weight"] = (3 * rank, 2 * rank + size)
         needed[f"{MARKOV}.joint_proj.bias"] = (3 * rank,)
-    maps: dict[str, tuple[int, ...]] = {D2T: (record.words,), T2D: (spec.vocab_size,)}
-    if record.words != spec.vocab_size:
+    maps: dict[str, tuple[int, ...]] = {D2T: (record.draft_vocab_size,), T2D: (spec.vocab_size,)}
+    if record.draft_vocab_size != spec.vocab_size:
         needed[D2T] = maps[D2T]
-    optional = maps | {EMBEDDING: (spec.vocab_size, size), HEAD: (record.words, size)}
+    optional = maps | {EMBEDDING: (spec.vocab_size, size), HEAD: (record.draft_vocab_size, size)}
     told = headers.get(f"{CONFIDENCE}.weight")
     wide = isinstance(told, tuple) and told[1] == (1, size + rank)
     optional |= {f"{CONFIDENCE}.weight": (1, size + rank if wide else size), f"{CONFIDENCE}.bias": (1,)}

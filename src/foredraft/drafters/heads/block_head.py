@@ -1,12 +1,9 @@
-"""The forward of a block drafter: all masked slots in one pass over the target's states.
+"""The forward of a block drafter: all slots in one pass (DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147).
 
-DFlash (Chen et al. 2026, arXiv:2602.06036). The target's taps of a committed position, joined by `fc` and
-normed, are its *context*. Every layer projects it to a key and a value at that position, which stand in the
-head's cache and depend on nothing else. A block is the anchor's embedding and masks; its queries attend to
-the contexts strictly before the anchor and to the block's own keys and values, which the next block
-overwrites.
-
-DSpark (arXiv:2607.05147) adds a bias of low rank to a slot's logits, from the token before the slot.
+The target's auxiliary states of a position, joined by `fc` and normed, are its *context*, which every layer
+projects to a key and a value at that position. The queries of a block, the anchor's embedding and masks,
+attend to the contexts before the anchor and to the block's own keys and values. DSpark adds a bias of low
+rank to a slot's logits, from the token before the slot.
 """
 
 from __future__ import annotations
@@ -23,28 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.heads.block_files import MARKOV, BlockFiles
-from foredraft.drafters.heads.block_record import BlockRecord
-from foredraft.drafters.heads.eagle3_files import D2T, T2D
-from foredraft.drafters.heads.eagle3_head import ATTENDED, HeadBuilder, map_of
-from foredraft.drafters.heads.products import packed_beside
-from foredraft.drafters.heads.words import draft_words
-from foredraft.model.attention import attend, inject
+from foredraft.drafters.heads.eagle3_head import ATTENDED, HeadBuilder, draft_vocab_of
+from foredraft.drafters.heads.products import head_context, packed_product
+from foredraft.drafters.heads.record import BlockRecord
+from foredraft.model.attention import additive_mask, at_columns, attend, inject
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Layer, finish, project
-from foredraft.model.forward_context import (
-    ForwardContext,
-    PassShape,
-    additive_mask,
-    at_columns,
-    build_context,
-)
 from foredraft.model.layers import Product, RMSNorm, soft_cap
-from foredraft.model.plan import Plan
+from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner import Runner
-from foredraft.model.transfers import upload
-
-__all__ = ["BlockBuilder", "BlockHead", "Markov", "Projections", "load_block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +58,15 @@ class Projections:
 
 @dataclass(frozen=True, slots=True)
 class Markov:
-    """The bias that the token before a slot adds to the slot's logits.
+    """The bias that the token before a slot adds to the slot's logits."""
 
-    Attributes:
-        form: One of `MARKOV_FORMS`.
-        embedding: Of the token before, [V, r].
-        output: From r to the head's words.
-        joint: The gate, or the cell of the recurrent form; None in the plain form.
-    """
-
-    form: str
-    embedding: Tensor
-    output: Product
-    joint: Product | None = None
+    form: str  # one of `MARKOV_FORMS`
+    embedding: Tensor  # of the token before, [V, r]
+    output: Product  # from r to the head's draft vocabulary
+    joint: Product | None = None  # the gate, or the cell of the recurrent form; None in the plain form
 
     def __call__(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the bias [B, words] float32 of a slot, and the state for the next one.
-
-        Args:
-            before: The token before the slot, [B].
-            hidden: The slot's state, [B, d].
-            state: Of the recurrent form, [B, r]; None at the first slot.
-        """
+        """Return the bias [B, draft_vocab] float32 of a slot behind `before`, and the next state [B, r]."""
         inner = F.embedding(before, self.embedding)
         if self.form == "gated":
             assert self.joint is not None
@@ -114,39 +86,25 @@ class Markov:
 
 @dataclass(frozen=True, slots=True)
 class BlockHead:
-    """The weights of a block drafter, beside its target's.
+    """The weights of a block drafter, beside its target's."""
 
-    Attributes:
-        record: What it is.
-        target: The target's decoder.
-        fc: Joins the taps.
-        context_norm: After `fc`.
-        layers: Its layers, whose projections are `Projections`.
-        norm: Before the head.
-        output: The head over its own words.
-        words: The target's id of each of its words, [words]; None where they are the target's.
-        embedding: Its own embedding [V, d]; None: the target's.
-        markov: The bias of the token before; None for none.
-    """
-
-    record: BlockRecord
-    target: Decoder
-    fc: Product
-    context_norm: RMSNorm
-    layers: tuple[Layer, ...]
-    norm: RMSNorm
-    output: Product
-    words: Tensor | None
-    embedding: Tensor | None
-    markov: Markov | None = None
+    record: BlockRecord  # what it is
+    target: Decoder  # the target's decoder
+    fc: Product  # joins the auxiliary states
+    context_norm: RMSNorm  # after `fc`
+    layers: tuple[Layer, ...]  # its layers, whose projections are `Projections`
+    norm: RMSNorm  # before the head
+    output: Product  # the head over its draft vocabulary
+    draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
+    embedding: Tensor | None  # its own embedding [V, d]; None: the target's
+    markov: Markov | None = None  # the bias of the token before; None for none
 
     def read_as(self, record: BlockRecord) -> BlockHead:
-        """Return the head with the same weights under another record."""
         return replace(self, record=record)
 
-    def contexts(self, taps: Tensor) -> Tensor:
-        """Return the contexts [N, d] of the target's joined taps [N, taps * d_target]."""
-        return self.context_norm(self.fc(taps))
+    def contexts(self, aux_states: Tensor) -> Tensor:
+        """Return the contexts [N, d] of the target's joined auxiliary states [N, layers * d_target]."""
+        return self.context_norm(self.fc(aux_states))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] that enter the first layer, for the target's token ids."""
@@ -162,17 +120,10 @@ class BlockHead:
         starts: Sequence[int],
         first_row: int = 0,
     ) -> None:
-        """Write the keys and values of contexts to the cache; its lengths stay as they are.
-
-        Args:
-            cache: Of the record's spec.
-            tables: The rotary tables of `rope_tables`.
-            contexts: Those of each row, [n, d]; none for a row that gets none.
-            starts: Position of each row's first context.
-            first_row: Cache row of row 0.
-        """
+        """Write the keys and values of contexts to the cache; its lengths stay as they are."""
         spec, counts = self.record.spec, [len(each) for each in contexts]
-        context = self._context(cache, tables, max(counts), 1, starts, counts, first_row)  # nothing attends
+        width, length = max(counts), 1  # nothing attends
+        context = head_context(spec, cache, tables, width, length, starts, counts, first_row)
         x = torch.cat([each for each in contexts if len(each)])
         for index, layer in enumerate(self.layers):
             weights = layer.attention
@@ -190,24 +141,12 @@ class BlockHead:
         starts: Sequence[int],
         drafts: Sequence[bool],
     ) -> Tensor:
-        """Run a block after each anchor.
-
-        Args:
-            cache: Of the record's spec, with the contexts of all positions before the anchors. The block's
-                own keys and values go behind them.
-            tables: The rotary tables of `rope_tables`.
-            anchors: The pending tokens, [B].
-            starts: Their positions.
-            drafts: The rows that draft; the others touch no sequence.
-
-        Returns:
-            The normed states of all slots, [B, block, d].
-        """
+        """Run a block after each anchor [B] -> normed states [B, block, d]."""
         record, spec, batch = self.record, self.record.spec, len(starts)
         counts = [record.block if each else 0 for each in drafts]
         end = record.block + max(start for start, each in zip(starts, drafts, strict=True) if each)
         length = min(cache.stored, math.ceil(end / ATTENDED) * ATTENDED)
-        context = self._context(cache, tables, record.block, length, starts, counts)
+        context = head_context(spec, cache, tables, record.block, length, starts, counts)
         places = upload(
             [s if each else cache.scratch for s, each in zip(starts, drafts, strict=True)], cache.device
         )
@@ -222,53 +161,17 @@ class BlockHead:
         return at_columns(self.norm(x), context.real, batch * record.block).view(batch, record.block, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, words] float32 of the states of slots, [N, d], without the Markov bias."""
+        """Return logits [N, draft_vocab] float32 of the states of slots, [N, d], without the Markov bias."""
         logits, record = self.output(hidden).float(), self.record
         if record.logit_scale != 1:
             logits = logits * record.logit_scale
         return logits if record.logit_softcap is None else soft_cap(logits, record.logit_softcap)
 
-    def _context(
-        self,
-        cache: KVCache,
-        tables: dict[Rope, Tensor],
-        width: int,
-        length: int,
-        starts: Sequence[int],
-        counts: Sequence[int],
-        first_row: int = 0,
-    ) -> ForwardContext:
-        """Return what the layers of a pass share.
-
-        Args:
-            cache: As `inject`.
-            tables: As `inject`.
-            width: Columns of a row.
-            length: Positions that are attended.
-            starts: Position of each row's first column.
-            counts: The real columns of each row; 0: the row is idle.
-            first_row: As `inject`.
-        """
-        spec, batch = self.record.spec, len(starts)
-        places = [start if count else cache.scratch for start, count in zip(starts, counts, strict=True)]
-        columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-        real = None if len(columns) == batch * width else upload(columns, cache.device)
-        shape = PassShape(
-            first_row=first_row, batch=batch, columns=width, queries=width, length=length, span=None,
-            apart=False, plan=Plan.full(spec.layers), start=0, stop=spec.layers,
-        )  # fmt: skip
-        return build_context(spec, tables, cache, shape, upload(places, cache.device), real)
-
     def block_masks(self, anchors: Tensor, length: int, dtype: torch.dtype) -> dict[int | None, Tensor]:
-        """Return the additive masks [B, 1, T * G, L] of blocks, by window.
+        """Return the additive masks [B, 1, T * G, L] of blocks after anchors [B], by window.
 
         A slot sees the contexts before its anchor and its own block. One past the attended length, of a row
         that does not draft, sees position 0, as the softmax of nothing is NaN.
-
-        Args:
-            anchors: The position of every anchor, [B].
-            length: L, the positions that are attended.
-            dtype: Of the masks.
         """
         record, width = self.record, self.record.block
         keys = torch.arange(length, device=anchors.device)
@@ -292,27 +195,16 @@ class BlockHead:
 
 
 def load_block(files: BlockFiles, target: Runner) -> BlockHead:
-    """Read the weights of a head, in the target's dtype.
-
-    Raises:
-        CheckpointError: They are broken, or the head's words are none of the target's.
-    """
+    """Read the weights of a head, in the target's dtype."""
     decoder, record = target.decoder, files.record
     with ExitStack() as stack:
         tensors = files.open(stack, decoder.device, decoder.dtype)
-        read = BlockBuilder(record, files.shapes, tensors, decoder, partial(packed_beside, target))
-        words = draft_words(
-            str(files.folder), record.words, record.spec.vocab_size, map_of(files, tensors, D2T),
-            map_of(files, tensors, T2D), absolute=record.absolute_words,
-        )  # fmt: skip
-        return read.block_head(record, words)
+        builder = BlockBuilder(record, files.shapes, tensors, decoder, partial(packed_product, target))
+        return builder.block_head(record, draft_vocab_of(files, tensors))
 
 
 class BlockBuilder(HeadBuilder):
-    """Builds a block drafter from its tensors."""
-
-    def block_head(self, record: BlockRecord, words: Tensor | None) -> BlockHead:
-        """Return the head over the target's ids `words`; None: over all."""
+    def block_head(self, record: BlockRecord, draft_vocab: Tensor | None) -> BlockHead:
         return BlockHead(
             record=record,
             target=self.target,
@@ -320,8 +212,8 @@ class BlockBuilder(HeadBuilder):
             context_norm=self.norm("hidden_norm"),
             layers=tuple(self.layer(index) for index in range(record.spec.layers)),
             norm=self.norm("norm"),
-            output=self.output(words),
-            words=words,
+            output=self.output(draft_vocab),
+            draft_vocab=draft_vocab,
             embedding=self.embedding(),
             markov=self.markov(record),
         )
@@ -344,6 +236,6 @@ class BlockBuilder(HeadBuilder):
         return Markov(
             form=record.markov,
             embedding=self.tensors.load({name: self.shapes[name]}),
-            output=self.linear({f"{MARKOV}.markov_w2": record.words}),
+            output=self.linear({f"{MARKOV}.markov_w2": record.draft_vocab_size}),
             joint=self.linear(rows, bias=True) if rows else None,
         )

@@ -1,17 +1,9 @@
 """The forward of an EAGLE head (Li et al., arXiv:2401.15077, 2406.16858, 2503.01840), with its own cache.
 
-The head reads pairs: a state of the target at a position, and the embedding of the token after it. The state
-of EAGLE-3 is the joined taps through `fc`, or what the head itself gave for the pair before. The first layer
-attends with both side by side; its residual is the state alone. What leaves the last layer recurs, and gives
-logits through the last norm and the head.
-
-The state of EAGLE-1 and 2 is the target's last one, after its final norm. `fc` joins it with the embedding;
-the layer attends with that, and it is the residual, too. What leaves the last layer recurs, and gives logits
-through the target's head.
-
-A pair lies in the cache at the position of its token, so what it holds depends on no later token. Position 0
-has no state before it: its slot is empty, and masked. Rotary positions are those of the tokens; attention
-reads differences of positions alone.
+It reads pairs: a state of the target, and the embedding of the token after it. EAGLE-3's state is the joined
+auxiliary states through `fc`, and the residual; EAGLE-1 and 2 join the target's last, normed state and the
+embedding by `fc`. What leaves the last layer recurs, and gives logits. A pair lies at its token's position;
+slot 0 is empty, and masked.
 """
 
 from __future__ import annotations
@@ -37,25 +29,17 @@ from foredraft.drafters.heads.eagle3_files import (
     HeadTensors,
     layer_name,
 )
-from foredraft.drafters.heads.eagle_kernels import EagleKernels, HeadWeights
-from foredraft.drafters.heads.products import packed_beside
-from foredraft.drafters.heads.record import HeadRecord
-from foredraft.drafters.heads.words import draft_words
-from foredraft.model.attention import attend
+from foredraft.drafters.heads.products import EagleKernels, HeadWeights, head_context, packed_product
+from foredraft.drafters.heads.record import HeadRecord, draft_ids
+from foredraft.model.attention import ForwardContext, at_columns, attend
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer, finish, project
-from foredraft.model.forward_context import ForwardContext, PassShape, at_columns, build_context
-from foredraft.model.layers import Product, RMSNorm
-from foredraft.model.pair_inputs import PairInputs
-from foredraft.model.plan import Plan
+from foredraft.model.layers import PairInputs, Product, RMSNorm
 from foredraft.model.rope import Rope
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import is_native
 from foredraft.model.spec import ModelSpec
-from foredraft.model.transfers import upload
-
-__all__ = ["Eagle3Head", "HeadBuilder", "cache_spec", "load_eagle3", "map_of"]
 
 ATTENDED = 64  # attended lengths are multiples of it, so that operators see few shapes
 
@@ -68,38 +52,24 @@ class PairNorm:
     state: RMSNorm
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return normed pairs [N, 2 * d]."""
         embedding, state = x.chunk(2, -1)
         return torch.cat([self.embedding(embedding), self.state(state)], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Head:
-    """The weights of a head, beside its target's.
+    """The weights of a head, beside its target's."""
 
-    Attributes:
-        record: What it is.
-        target: The target's decoder.
-        tap_norms: The norms before `fc`: none, one over all taps, or one for each.
-        fc: Joins the taps, or pairs.
-        layers: Its layers; the first one reads pairs.
-        norm: Before the head; None where there is none.
-        output: The head over its own words.
-        words: The target's id of each of its words, [words]; None where they are the target's.
-        embedding: Its own embedding [V, d]; None: the target's.
-        kernels: Run its layers; None: PyTorch's operators do.
-    """
-
-    record: HeadRecord
-    target: Decoder
-    tap_norms: tuple[RMSNorm, ...]
-    fc: Product
-    layers: tuple[Layer, ...]
-    norm: RMSNorm | None
-    output: Product
-    words: Tensor | None
-    embedding: Tensor | None
-    kernels: EagleKernels | None = None
+    record: HeadRecord  # what it is
+    target: Decoder  # the target's decoder
+    aux_norms: tuple[RMSNorm, ...]  # the norms before `fc`: none, one over all states, or one for each
+    fc: Product  # joins the auxiliary states, or pairs
+    layers: tuple[Layer, ...]  # its layers; the first one reads pairs
+    norm: RMSNorm | None  # before the head; None where there is none
+    output: Product  # the head over its draft vocabulary
+    draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
+    embedding: Tensor | None  # its own embedding [V, d]; None: the target's
+    kernels: EagleKernels | None = None  # run its layers; None: PyTorch's operators do
 
     def by_kernels(self) -> Eagle3Head:
         """Return the head run by the C kernels where they run its target and have its weights."""
@@ -119,25 +89,25 @@ class Eagle3Head:
             normed_residual=self.record.norm_before_residual,
             normed_output=self.record.norm_output and self.norm is not None,
         )
-        return replace(self, kernels=EagleKernels.of(weights, pairs, self.words))
+        return replace(self, kernels=EagleKernels.of(weights, pairs, self.draft_vocab))
 
     def read_as(self, record: HeadRecord) -> Eagle3Head:
         """Return the head with the same weights under another record."""
         changed = replace(self, record=record, kernels=None)
         return changed if self.kernels is None else changed.by_kernels()
 
-    def joined(self, taps: Tensor) -> Tensor:
-        """Return the states [N, d] of the target's joined taps [N, taps * d_target]."""
+    def joined(self, aux_states: Tensor) -> Tensor:
+        """Return the states [N, d] of the target's joined auxiliary states [N, layers * d_target]."""
         if self.record.final_norm:
-            taps = self.target.norm(taps)
+            aux_states = self.target.norm(aux_states)
         if self.record.pair_fc:
-            return taps
+            return aux_states
         if self.record.norm_before_fc:
-            taps = self.tap_norms[0](taps)
-        elif self.tap_norms:
-            parts = taps.chunk(len(self.tap_norms), -1)
-            taps = torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
-        return self.fc(taps)
+            aux_states = self.aux_norms[0](aux_states)
+        elif self.aux_norms:
+            parts = aux_states.chunk(len(self.aux_norms), -1)
+            aux_states = torch.cat([norm(part) for norm, part in zip(self.aux_norms, parts, strict=True)], -1)
+        return self.fc(aux_states)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] of the target's token ids, without a factor: they are normed."""
@@ -155,20 +125,7 @@ class Eagle3Head:
         counts: Sequence[int],
         first_row: int = 0,
     ) -> Tensor:
-        """Run the layers over pairs.
-
-        Args:
-            cache: Of `cache_spec`, with keys in blocks for the kernels; its lengths stay as they are.
-            tables: The rotary tables of `rope_tables`.
-            tokens: The token of each pair, [B, T], padded on the right.
-            states: The state of each pair, [B, T, d].
-            starts: Position of each row's first token, 1 or more.
-            counts: The real columns of each row; 0: the row is idle, and touches no sequence.
-            first_row: Cache row of row 0.
-
-        Returns:
-            The states [B, T, d] that leave the last layer; those of padding mean nothing.
-        """
+        """Run the layers over pairs of tokens [B, T] and states [B, T, d] -> states [B, T, d]."""
         if self.kernels is not None:
             return self.kernels.run(cache, tables, tokens, states, starts, counts, first_row)
         spec, (batch, width) = self.record.spec, tokens.shape
@@ -194,7 +151,7 @@ class Eagle3Head:
         return cast(PairNorm, self.layers[0].attention.norm).state(state)
 
     def logits(self, left: Tensor) -> Tensor:
-        """Return logits [N, words] float32 of states that left the last layer, [N, d]."""
+        """Return logits [N, draft_vocab] float32 of states that left the last layer, [N, d]."""
         if self.kernels is not None:
             return self.kernels.backend.head(left.contiguous())
         return self.output(left if self.norm is None else self.norm(left)).float()
@@ -214,18 +171,9 @@ class Eagle3Head:
         counts: Sequence[int],
         first_row: int,
     ) -> ForwardContext:
-        """Return what the layers of a pass share."""
-        spec, batch = self.record.spec, len(starts)
-        places = [start if count else cache.scratch for start, count in zip(starts, counts, strict=True)]
         end = max(start + count for start, count in zip(starts, counts, strict=True) if count)
         length = min(cache.stored, math.ceil(end / ATTENDED) * ATTENDED)
-        columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-        real = None if len(columns) == batch * width else upload(columns, cache.device)
-        shape = PassShape(
-            first_row=first_row, batch=batch, columns=width, queries=width, length=length, span=None,
-            apart=False, plan=Plan.full(spec.layers), start=0, stop=spec.layers,
-        )  # fmt: skip
-        context = build_context(spec, tables, cache, shape, upload(places, cache.device), real)
+        context = head_context(self.record.spec, cache, tables, width, length, starts, counts, first_row)
         masks = {window: mask.clone() for window, mask in context.masks.items()}
         for mask in masks.values():
             mask[..., 0] = -math.inf  # no pair lies there
@@ -233,66 +181,53 @@ class Eagle3Head:
 
 
 def cache_spec(record: HeadRecord) -> ModelSpec:
-    """Return the spec of the cache of a head's own keys and values."""
     return record.spec
 
 
 def load_eagle3(files: Eagle3Files, target: Runner) -> Eagle3Head:
-    """Read the weights of a head, in the target's dtype.
-
-    Raises:
-        CheckpointError: They are broken, or the head's words are none of the target's.
-    """
-    decoder, record = target.decoder, files.record
-
+    """Read the weights of a head, in the target's dtype."""
+    decoder = target.decoder
     with ExitStack() as stack:
         tensors = files.open(stack, decoder.device, decoder.dtype)
-        maps = {name: map_of(files, tensors, name) for name in (D2T, T2D)}
-        words = draft_words(
-            str(files.folder), record.words, record.spec.vocab_size, maps[D2T], maps[T2D],
-            absolute=record.absolute_words,
-        )  # fmt: skip
-        product = partial(packed_beside, target)
-        head = HeadBuilder(record, files.shapes, tensors, decoder, product).head(words)
+        product = partial(packed_product, target)
+        builder = HeadBuilder(files.record, files.shapes, tensors, decoder, product)
+        head = builder.head(draft_vocab_of(files, tensors))
     return head.by_kernels() if target.by_kernels else head
 
 
-def map_of(files: Eagle3Files, tensors: HeadSource, name: str) -> Tensor | None:
-    """Return one of the maps between vocabularies, in whole numbers; None where it is not there."""
-    if name not in files.shapes:
-        return None
-    return tensors.view(name, files.shapes[name], ("I64", "I32", "BOOL", "U8")).long().clone()
+def draft_vocab_of(files: Eagle3Files, tensors: HeadSource) -> Tensor | None:
+    """Return the target's ids that a head can draft, [draft_vocab]; None where output i is id i."""
+    record, dtypes = files.record, ("I64", "I32", "BOOL", "U8")
+    d2t, t2d = (
+        tensors.view(name, files.shapes[name], dtypes).long().clone() if name in files.shapes else None
+        for name in (D2T, T2D)
+    )
+    return draft_ids(
+        str(files.folder), record.draft_vocab_size, record.spec.vocab_size, d2t, t2d,
+        absolute=record.absolute_d2t,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class HeadBuilder:
-    """Builds a head of its tensors: of a file to decode with, or of parameters to train.
+    """Builds a head of its tensors: of a file to decode with, or of parameters to train."""
 
-    Attributes:
-        record: The head.
-        shapes: The shape of each of its tensors, by name.
-        tensors: Gives them.
-        target: The target's decoder.
-        product: Makes a linear layer of a weight [M, K] and a bias [M].
-    """
+    record: HeadRecord  # the head
+    shapes: Shapes  # the shape of each of its tensors, by name
+    tensors: HeadTensors  # gives them
+    target: Decoder  # the target's decoder
+    product: Callable[[Tensor, Tensor | None], Product]  # makes a linear layer of weight [M, K] and bias [M]
 
-    record: HeadRecord
-    shapes: Shapes
-    tensors: HeadTensors
-    target: Decoder
-    product: Callable[[Tensor, Tensor | None], Product]
-
-    def head(self, words: Tensor | None) -> Eagle3Head:
-        """Return the head over the target's ids `words`; None: over all."""
+    def head(self, draft_vocab: Tensor | None) -> Eagle3Head:
         return Eagle3Head(
             record=self.record,
             target=self.target,
-            tap_norms=self.tap_norms(),
+            aux_norms=self.aux_norms(),
             fc=self.linear({"fc": self.record.spec.hidden_size}, "fc.bias" in self.shapes),
             layers=tuple(self.layer(index) for index in range(self.record.spec.layers)),
             norm=None if self.record.pair_fc else self.norm("norm"),
-            output=self.output(words),
-            words=words,
+            output=self.output(draft_vocab),
+            draft_vocab=draft_vocab,
             embedding=self.embedding(),
         )
 
@@ -300,11 +235,11 @@ class HeadBuilder:
         weight = f"{name}.weight"
         return RMSNorm(self.tensors.load({weight: self.shapes[weight]}), self.record.spec.norm_eps)
 
-    def tap_norms(self) -> tuple[RMSNorm, ...]:
+    def aux_norms(self) -> tuple[RMSNorm, ...]:
         if self.record.norm_before_fc:
             return (self.norm("input_norm"),)
-        taps = self.record.taps or ()
-        return tuple(self.norm(f"fc_norm.{tap}") for tap in range(len(taps))) if self.record.fc_norm else ()
+        aux_layers = self.record.aux_layers or ()
+        return tuple(self.norm(f"fc_norm.{i}") for i in range(len(aux_layers))) if self.record.fc_norm else ()
 
     def linear(self, names: dict[str, int], bias: bool = False) -> Product:
         """Return one linear layer, joined from the named ones with their numbers of rows."""
@@ -341,20 +276,19 @@ class HeadBuilder:
         )
 
     def projections(self, names: dict[str, int]) -> Product:
-        """Return the projections to queries, keys and values, as `linear`."""
         return self.linear(names, self.record.spec.qkv_bias)
 
-    def output(self, words: Tensor | None) -> Product:
-        """Return the head: its own, or the target's rows of its words."""
+    def output(self, ids: Tensor | None) -> Product:
+        """Return the head: its own, or the target's rows of its draft vocabulary."""
         if self.record.own_head:
-            return self.linear({HEAD.removesuffix(".weight"): self.record.words})
+            return self.linear({HEAD.removesuffix(".weight"): self.record.draft_vocab_size})
         decoder = self.target
         head = decoder.output
-        if words is None:
+        if ids is None:
             return head
         if is_native(head):
-            return self.product(head.rows(words), None)
-        return self.product(decoder.embedding_rows(words) if decoder.spec.tied else head.dense()[words], None)
+            return self.product(head.rows(ids), None)
+        return self.product(decoder.embedding_rows(ids) if decoder.spec.tied else head.dense()[ids], None)
 
     def embedding(self) -> Tensor | None:
         """Return its own embedding; None where that is the target's, to the bit, or is not there."""

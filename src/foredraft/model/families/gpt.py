@@ -1,4 +1,4 @@
-"""GPT-2 and OPT: layer norms, learned positions and an MLP without a gate."""
+"""GPT-2, OPT, GPT-NeoX, StableLM, Phi, StarCoder 2: layer norms, learned positions, heads rotated partly."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 from foredraft.model.config import ConfigReader
 from foredraft.model.families.llama import longest
 from foredraft.model.families.shared import (
-    FULL,
     divided_head_dim,
+    equal_windows,
     head_sizes,
     own_heads,
     read_activation,
-    read_windows,
+    read_biases,
+    read_head_dim,
+    read_kv_heads,
+    read_window,
 )
-from foredraft.model.projected_embeddings import PROJECTIONS, ProjectedLayout
+from foredraft.model.layers import PROJECTIONS, ProjectedLayout
 from foredraft.model.rope import Rope
-from foredraft.model.tensor_layouts import EMBEDDING, LAST_NORM, POSITIONS, TensorLayout
+from foredraft.model.rope_config import read_rope
+from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, POSITIONS, TensorLayout
 
 GPT2 = TensorLayout(
     prefixes=("transformer.", ""),
@@ -55,6 +59,7 @@ OPT = TensorLayout(
         "fc2": "mlp.down_proj",
     },
 )
+BIASES = ("qkv_bias", "output_bias", "mlp_bias")
 OPT_OFFSET = 2  # the row of position 0 in OPT's table
 NO_ROTATION = Rope("default", 10_000.0, share=0.0)
 
@@ -71,9 +76,7 @@ def gpt2(read: ConfigReader) -> dict[str, Any]:
         "naming": GPT2,
         "norm_eps": read.number("layer_norm_epsilon", 1e-5),
         "fused_qkv": True,
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
+        **dict.fromkeys(BIASES, True),
     }
     return fields if scaled else fields | {"attention_scale": 1.0}
 
@@ -96,15 +99,12 @@ def opt(read: ConfigReader) -> dict[str, Any]:
         "intermediate_size": read.count("ffn_dim", 3072),
         "naming": naming,
         "norm_eps": 1e-5,
-        "qkv_bias": biases,
-        "output_bias": biases,
-        "mlp_bias": biases,
+        **dict.fromkeys(BIASES, biases),
     }
 
 
 @functools.cache
 def _projected(layout: TensorLayout, tied: bool) -> ProjectedLayout:
-    """Return a layout whose embedding and head are projected."""
     outer = {**layout.outer, **PROJECTIONS}
     return ProjectedLayout(prefixes=layout.prefixes, outer=outer, inner=layout.inner, tied=tied)
 
@@ -122,15 +122,134 @@ def _sums_normed(layers: int) -> TensorLayout:
 
 
 def learned(read: ConfigReader) -> dict[str, Any]:
-    """Return the fields that GPT-2 and OPT share."""
     head_dim = divided_head_dim(read)
     return head_sizes(read, own_heads(read), head_dim) | {
         "rope": NO_ROTATION,
-        "windows": read_windows(read, {FULL: None}, [FULL]),
+        "windows": equal_windows(read, None),
         "longest": longest(read),
         "attention_scale": head_dim**-0.5,
         "tied": read.flag("tie_word_embeddings", default=True),
         "layer_norms": True,
         "norm_bias": True,
         "gated": False,
+    }
+
+
+NEOX = TensorLayout(
+    prefixes=("gpt_neox.",),
+    outer={"embed_in": EMBEDDING, "final_layer_norm": LAST_NORM},
+    inner={
+        "input_layernorm": "input_layernorm",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "attention.query_key_value": "self_attn.qkv_proj",
+        "attention.dense": "self_attn.o_proj",
+        "mlp.dense_h_to_4h": "mlp.up_proj",
+        "mlp.dense_4h_to_h": "mlp.down_proj",
+    },
+    heads=("embed_out", "lm_head"),
+    ignored=("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
+)
+PHI = TensorLayout(
+    outer={"embed_tokens": EMBEDDING, "final_layernorm": LAST_NORM},
+    inner={
+        **LLAMA_INNER,
+        "self_attn.dense": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+        "mlp.fc1": "mlp.up_proj",
+        "mlp.fc2": "mlp.down_proj",
+    },
+)
+
+
+def gpt_neox(read: ConfigReader) -> dict[str, Any]:
+    head_dim = divided_head_dim(read)
+    rope = read_rope(read, head_dim=head_dim, share=0.25, theta_key="rotary_emb_base", share_key="rotary_pct")
+    return normed(read, own_heads(read), head_dim) | {
+        "rope": rope,
+        "activation": read_activation(read, "hidden_act", default="gelu"),
+        "fused_qkv": True,
+        "naming": NEOX,
+        "grouped_qkv": True,
+        "gated": False,
+        **read_biases(read, default=True),
+        "mlp_bias": True,
+        "parallel_residual": read.flag("use_parallel_residual", default=True),
+    }
+
+
+def stablelm(read: ConfigReader) -> dict[str, Any]:
+    head_dim, parallel = divided_head_dim(read), read.flag("use_parallel_residual", default=False)
+    kv_heads, head_norms = read.count("num_key_value_heads", 32), read.flag("qk_layernorm", default=False)
+    norms = {"naming": _by_head(read.count("num_attention_heads"), kv_heads)} if head_norms else {}
+    return (
+        normed(read, kv_heads, head_dim)
+        | norms
+        | {
+            "head_norms": head_norms,
+            "own_head_norms": head_norms,
+            "rope": read_rope(read, head_dim=head_dim, share=0.25),
+            "activation": read_activation(read, "hidden_act", default="silu"),
+            "qkv_bias": read.flag("use_qkv_bias", default=False),
+            "parallel_residual": parallel,
+            "shared_norm": parallel,
+        }
+    )
+
+
+@functools.cache
+def _by_head(heads: int, kv_heads: int) -> TensorLayout:
+    """Return the layout of StableLM 2 12B, whose heads have a norm each."""
+    norms = {
+        f"self_attn.{kind}_layernorm.norms.{head}": f"self_attn.{kind}_norm.{head}"
+        for kind, count in (("q", heads), ("k", kv_heads))
+        for head in range(count)
+    }
+    return TensorLayout(inner=LLAMA_INNER | norms)
+
+
+def phi(read: ConfigReader) -> dict[str, Any]:
+    head_dim = read_head_dim(read)
+    return normed(read, read_kv_heads(read), head_dim) | {
+        "rope": read_rope(read, head_dim=head_dim, share=0.5),
+        "activation": read_activation(read, "hidden_act", default="gelu_new"),
+        "head_norms": read.flag("qk_layernorm", default=False),
+        "naming": PHI,
+        "gated": False,
+        **dict.fromkeys(BIASES, True),
+        "head_bias": True,
+        "parallel_residual": True,
+        "shared_norm": True,
+    }
+
+
+def normed(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    return head_sizes(read, kv_heads, head_dim) | {
+        "windows": equal_windows(read, None),
+        "longest": longest(read),
+        "attention_scale": head_dim**-0.5,
+        "tied": read.flag("tie_word_embeddings", default=False),
+        "norm_eps": read.number("layer_norm_eps", 1e-5),
+        "layer_norms": True,
+        "norm_bias": True,
+    }
+
+
+STARCODER2 = TensorLayout(inner={**LLAMA_INNER, "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
+
+
+def starcoder2(read: ConfigReader) -> dict[str, Any]:
+    head_dim, biases = read_head_dim(read), read.flag("use_bias", default=True)
+    return head_sizes(read, read.count("num_key_value_heads", 2), head_dim) | {
+        "rope": read_rope(read),
+        "windows": equal_windows(read, read_window(read, None)),
+        "attention_scale": head_dim**-0.5,
+        "activation": read_activation(read, "hidden_act", default="gelu_pytorch_tanh"),
+        "tied": read.flag("tie_word_embeddings", default=True),
+        "norm_eps": read.number("norm_epsilon", 1e-5),
+        "layer_norms": True,
+        "norm_bias": True,
+        "gated": False,
+        "naming": STARCODER2,
+        **dict.fromkeys(BIASES, biases),
     }

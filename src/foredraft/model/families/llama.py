@@ -1,4 +1,8 @@
-"""Llama and Mistral, and the fields that the families after Llama share."""
+"""Llama, Mistral, Qwen, Phi 3, Granite, Seed-OSS, SmolLM 3, InternLM 2, OLMo, EXAONE 4, GLM-4 and Cohere 2.
+
+`transformers` has no class of InternLM 2: its reference is the modelling code that its checkpoints bring
+(https://huggingface.co/internlm/internlm2_5-7b/blob/main/modeling_internlm2.py).
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,26 @@ from foredraft.model.config import ConfigReader
 from foredraft.model.families.shared import (
     FULL,
     SLIDING,
+    divided_head_dim,
+    equal_windows,
+    full_layers,
     head_sizes,
     read_activation,
+    read_biases,
     read_head_dim,
+    read_kv_heads,
     read_window,
     read_windows,
 )
 from foredraft.model.rope import Rope
-from foredraft.model.rope_config import read_rope
+from foredraft.model.rope_config import ROPE_KEYS, read_growing_rope, read_rope, read_ropes
+from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, TensorLayout
 
 
 def llama(read: ConfigReader) -> dict[str, Any]:
-    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias", if_null=False)
-    return llama_like(read, read.count("num_key_value_heads", heads, if_null=heads), read_head_dim(read)) | {
-        "windows": read_windows(read, {FULL: None}, [FULL]),
-        "qkv_bias": attention_bias,
-        "output_bias": attention_bias,
+    return llama_like(read, read_kv_heads(read), read_head_dim(read)) | {
+        "windows": equal_windows(read, None),
+        **read_biases(read),
         "mlp_bias": read.flag("mlp_bias", if_null=False),
         "longest": longest(read),
     }
@@ -35,16 +43,16 @@ def longest(read: ConfigReader) -> int | None:
     A Llama of transformers attends to the whole prompt, but while it decodes its cache keeps one window. Past
     that length its text depends on how the prompt was passed, so there is nothing to be equal to.
     """
-    window = None if read.take("sliding_window") is None else read.count("sliding_window")
+    window = read_window(read, None)
     return window if read.take("layer_types") is None else None
 
 
 def mistral(read: ConfigReader) -> dict[str, Any]:
     heads, window = read.count("num_attention_heads"), read_window(read)
     kind = FULL if window is None else SLIDING
-    return llama_like(read, read.count("num_key_value_heads", 8, if_null=heads), read_head_dim(read)) | {
-        "windows": read_windows(read, {FULL: None, kind: window}, [kind]),
-    }
+    windows = read_windows(read, {FULL: None, kind: window}, [kind])
+    kv_heads = read.count("num_key_value_heads", 8, if_null=heads)
+    return llama_like(read, kv_heads, read_head_dim(read)) | {"windows": windows}
 
 
 def llama_like(read: ConfigReader, kv_heads: int, head_dim: int, rope: Rope | None = None) -> dict[str, Any]:
@@ -54,4 +62,269 @@ def llama_like(read: ConfigReader, kv_heads: int, head_dim: int, rope: Rope | No
         "attention_scale": head_dim**-0.5,
         "activation": read_activation(read, "hidden_act", default="silu"),
         "tied": read.flag("tie_word_embeddings", default=False),
+    }
+
+
+ROPE = {  # the rotary parameters of a checkpoint that has none
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def ministral3(read: ConfigReader) -> dict[str, Any]:
+    if all(read.take(key) is None for key in ROPE_KEYS):
+        read.config = {**read.config, ROPE_KEYS[0]: ROPE}
+    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+    kv_heads = read.count("num_key_value_heads", 8, if_null=heads)
+    rope, query_rope = read_growing_rope(read)
+    head_dim = read.count("head_dim", 128, if_null=max(1, hidden // heads))
+    return llama_like(read, kv_heads, head_dim, rope) | {
+        "query_rope": query_rope,
+        "windows": equal_windows(read, read_window(read, None)),
+        "norm_eps": read.number("rms_norm_eps", 1e-5),
+    }
+
+
+def qwen2(read: ConfigReader) -> dict[str, Any]:
+    kv_heads = read.count("num_key_value_heads", 32, if_null=read.count("num_attention_heads"))
+    return llama_like(read, kv_heads, read_head_dim(read)) | {"windows": qwen_windows(read), "qkv_bias": True}
+
+
+def qwen3(read: ConfigReader) -> dict[str, Any]:
+    kv_heads = read.count("num_key_value_heads", 32, if_null=read.count("num_attention_heads"))
+    return llama_like(read, kv_heads, read.count("head_dim", 128)) | {
+        "windows": qwen_windows(read),
+        **read_biases(read),
+        "head_norms": True,
+    }
+
+
+def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
+    """Return Qwen's windows: enabled by `use_sliding_window`, from layer `max_window_layers` on."""
+    window, first = read_window(read), read.count("max_window_layers", 28, allow_zero=True)
+    if not read.flag("use_sliding_window") or window is None:
+        return equal_windows(read, None)
+    layers = read.count("num_hidden_layers")
+    kinds = [SLIDING if layer >= first else FULL for layer in range(layers)]
+    return read_windows(read, {FULL: None, SLIDING: window}, kinds)
+
+
+# the scaling types of the family; the two older names stand for longrope
+KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+
+
+def phi3(read: ConfigReader) -> dict[str, Any]:
+    head_dim = read_head_dim(read)
+    rope = read_rope(read, head_dim=head_dim, original=4096, kinds=KINDS)
+    return llama_like(read, read_kv_heads(read), head_dim, rope) | {
+        "windows": equal_windows(read, read_window(read, None)),
+        "norm_eps": read.number("rms_norm_eps", 1e-5),
+        "fused_qkv": True,
+        "fused_gate_up": True,
+    }
+
+
+def granite(read: ConfigReader) -> dict[str, Any]:
+    return llama_like(read, read_kv_heads(read), read_head_dim(read)) | {
+        "windows": equal_windows(read, None),
+        **read_biases(read),
+        "mlp_bias": read.flag("mlp_bias", if_null=False),
+        "attention_scale": read.number("attention_multiplier", 1.0),
+        "embedding_scale": _unless_one(read.number("embedding_multiplier", 1.0)),
+        "residual_scale": _unless_one(read.number("residual_multiplier", 1.0)),
+        "logit_scale": _unless_one(1 / read.number("logits_scaling", 1.0)),  # logits are divided by it
+    }
+
+
+def _unless_one(factor: float) -> float | None:
+    return None if factor == 1 else factor
+
+
+def seed_oss(read: ConfigReader) -> dict[str, Any]:
+    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+    head_dim = read.count("head_dim", 128, if_null=max(1, hidden // heads))
+    return llama_like(read, read.count("num_key_value_heads", 8, if_null=heads), head_dim) | {
+        "windows": equal_windows(read, None),
+        "qkv_bias": read.flag("attention_bias", default=True),
+        "output_bias": read.flag("attention_out_bias", if_null=False),
+        "mlp_bias": read.flag("mlp_bias", if_null=False),
+    }
+
+
+THETA = 2_000_000.0  # the rotary base of a checkpoint that names none
+
+
+def smollm3(read: ConfigReader) -> dict[str, Any]:
+    kv_heads = read.count("num_key_value_heads", 4, if_null=read.count("num_attention_heads"))
+    unrotated, window, layers = read_unrotated(read), read_window(read, None), read.count("num_hidden_layers")
+    used = read.flag("use_sliding_window") and window is not None
+    kinds = [SLIDING if used and layer in unrotated else FULL for layer in range(layers)]
+    known: dict[str, int | None] = {FULL: None} if window is None else {FULL: None, SLIDING: window}
+    return llama_like(read, kv_heads, read_head_dim(read), read_rope(read, THETA)) | {
+        "unrotated": unrotated,
+        "windows": read_windows(read, known, kinds),
+        "tied": read.flag("tie_word_embeddings", default=True),
+        **read_biases(read),
+        "mlp_bias": read.flag("mlp_bias", if_null=False),
+    }
+
+
+def read_unrotated(read: ConfigReader) -> tuple[int, ...]:
+    """Return the layers without rotation: those with a 0 in a list, or else the last of each interval."""
+    layers, interval = read.count("num_hidden_layers"), read.count("no_rope_layer_interval", 4)
+    listed = read.take("no_rope_layers")
+    if listed is None:
+        listed = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) < layers or any(each not in (0, 1) for each in listed):
+        raise read.error("no_rope_layers", f"it must hold a 1 or a 0 for each of the {layers} layers")
+    return tuple(layer for layer in range(layers) if not listed[layer])
+
+
+# the keys that its modelling code reads, besides those that all families share
+KEYS = frozenset({"bias", "hidden_act", "pretraining_tp"})
+CODE = "modeling_internlm2.InternLM2ForCausalLM"  # the modelling code that this family stands for
+INTERNLM2 = TensorLayout(
+    outer={"tok_embeddings": EMBEDDING, "norm": LAST_NORM},
+    inner={
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attention.wqkv": "self_attn.qkv_proj",
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+    },
+    heads=("output",),
+)
+
+
+def internlm2(read: ConfigReader) -> dict[str, Any]:
+    bias = read.flag("bias", default=True)
+    _check_code(read)
+    return llama_like(read, read_kv_heads(read), read_head_dim(read)) | {
+        "windows": equal_windows(read, None),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "fused_qkv": True,
+        "grouped_qkv": True,
+        "naming": INTERNLM2,
+    }
+
+
+def _check_code(read: ConfigReader) -> None:
+    code = read.take("auto_map")
+    named = code.get("AutoModelForCausalLM", CODE) if isinstance(code, dict) else code
+    if named is not None and str(named).rpartition("--")[2] != CODE:
+        raise read.error("auto_map", f"only the code {CODE} is known")
+
+
+OLMO3_THETA = 500_000.0  # the default rotary base of all layers
+
+
+def olmo2(read: ConfigReader) -> dict[str, Any]:
+    own = {"rope": read_rope(read), "windows": equal_windows(read, None), "longest": longest(read)}
+    return olmo(read) | own
+
+
+def olmo3(read: ConfigReader) -> dict[str, Any]:
+    window = read.count("sliding_window", 4096)
+    rope, window_rope = read_ropes(read, OLMO3_THETA, OLMO3_THETA, window_key=None)
+    return olmo(read) | {
+        "rope": rope,
+        "window_rope": window_rope,
+        "windows": read_windows(read, {SLIDING: window, FULL: None}, [*[SLIDING] * 3, FULL]),
+    }
+
+
+def olmo(read: ConfigReader) -> dict[str, Any]:
+    head_dim = read_head_dim(read)
+    return head_sizes(read, read_kv_heads(read), head_dim) | {
+        "attention_scale": head_dim**-0.5,
+        "activation": read_activation(read, "hidden_act", default="silu"),
+        "tied": read.flag("tie_word_embeddings", default=False),
+        "norm_eps": read.number("rms_norm_eps", 1e-5),
+        "norm_float32": True,
+        **read_biases(read),
+        "pre_norms": False,
+        "post_norms": True,
+        "projection_norms": True,
+    }
+
+
+def exaone4(read: ConfigReader) -> dict[str, Any]:
+    window = read_window(read)
+    # beside a list of the layers, the pattern says nothing, and may be a text as in "LLLG"
+    pattern = read.take("sliding_window_pattern", 4)
+    if window is None:
+        windows = equal_windows(read, None)
+    else:
+        if read.take("layer_types") is None:
+            pattern = read.count("sliding_window_pattern", 4)
+        kinds = [*[SLIDING] * (pattern - 1), FULL] if isinstance(pattern, int) else [FULL]
+        windows = read_windows(read, {SLIDING: window, FULL: None}, kinds)
+    return llama_like(read, read.count("num_key_value_heads", 32), read_head_dim(read)) | {
+        "norm_eps": read.number("rms_norm_eps", 1e-5),
+        "windows": windows,
+        "unrotated": () if window is None else full_layers(windows),
+        "pre_norms": False,
+        "post_norms": True,
+        "head_norms": True,
+    }
+
+
+GLM4 = TensorLayout(
+    inner={
+        **LLAMA_INNER,
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+        "mlp.gate_up_proj": "mlp.gate_up_proj",
+    }
+)
+ENDS = [151329, 151336, 151338]  # the default end-of-text ids
+
+
+def glm4(read: ConfigReader) -> dict[str, Any]:
+    head_dim = read.count("head_dim", 128)
+    return head_sizes(read, read.count("num_key_value_heads", 2), head_dim) | {
+        "rope": read_rope(read, head_dim=head_dim, share=0.5),
+        "interleaved": True,
+        "naming": GLM4,
+        "windows": equal_windows(read, None),
+        "longest": longest(read),
+        "attention_scale": head_dim**-0.5,
+        "activation": read_activation(read, "hidden_act", default="silu"),
+        "tied": read.flag("tie_word_embeddings", default=False),
+        "norm_eps": read.number("rms_norm_eps", 1.5625e-7),
+        "qkv_bias": read.flag("attention_bias", default=True, if_null=False),
+        "fused_gate_up": True,
+        "post_norms": True,
+    }
+
+
+def cohere2(read: ConfigReader) -> dict[str, Any]:
+    head_dim = divided_head_dim(read)
+    window, pattern = read.count("sliding_window", 4096), read.count("sliding_window_pattern", 4)
+    windows = read_windows(read, {SLIDING: window, FULL: None}, [*[SLIDING] * (pattern - 1), FULL])
+    return head_sizes(read, read_kv_heads(read), head_dim) | {
+        "rope": read_rope(read),
+        "interleaved": True,
+        "windows": windows,
+        "unrotated": full_layers(windows),
+        "attention_scale": head_dim**-0.5,
+        "activation": read_activation(read, "hidden_act", default="silu"),
+        "tied": read.flag("tie_word_embeddings", default=True),
+        "logit_scale": read.number("logit_scale", 0.0625),
+        "norm_eps": read.number("layer_norm_eps", 1e-5),
+        "layer_norms": True,
+        **read_biases(read),
+        "parallel_residual": True,
+        "shared_norm": True,
     }

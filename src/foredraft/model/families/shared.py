@@ -1,14 +1,38 @@
-"""Keys that several families read alike: heads, activations, windows."""
+"""`Family`: what the reader of a config knows of one architecture; keys that several families read alike."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import MAX_KEY_WIDTH, MAX_WIDTH, ConfigReader
 
-# the activation of a config -> the name that `layers.activate` knows
-ACTIVATIONS = {
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    model_type: str  # the `model_type` of its config
+    # reads the config keys of the architecture into fields of `ModelSpec`
+    fields: Callable[[ConfigReader], dict[str, Any]]
+    eos: int | list[int] | None  # the end-of-text id of a checkpoint that names none
+    bos: int | None  # the beginning-of-text id of a checkpoint that names none
+    positions: int  # `max_position_embeddings` of a checkpoint that names none
+    # the config keys that the reference reads, where `transformers` has no class of the architecture
+    keys: frozenset[str] | None = None
+    # keys of a config that the architecture has other names for, too -> these
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    inner_key: str = "intermediate_size"  # the key of the size of an MLP
+
+    def size_key(self, key: str, config: Mapping[str, Any]) -> str:
+        """Return how a config of the architecture spells the key of a size."""
+        if key == "intermediate_size":
+            return self.inner_key
+        own = self.spelled.get(key, key)
+        return own if own in config else key
+
+
+ACTIVATIONS = {  # of a config -> the name that `layers.activate` knows
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -37,7 +61,6 @@ def divided_head_dim(read: ConfigReader) -> int:
 
 
 def own_heads(read: ConfigReader) -> int:
-    """Return the number of heads in a family without shared keys."""
     heads = read.count("num_attention_heads")
     if read.take("num_key_value_heads") not in (None, heads):
         raise read.error("num_key_value_heads", f"only num_attention_heads, {heads}, is supported")
@@ -45,7 +68,6 @@ def own_heads(read: ConfigReader) -> int:
 
 
 def head_sizes(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Return the fields of the heads, after checking that they fit together."""
     heads = read.count("num_attention_heads")
     if heads % kv_heads:
         raise CheckpointError(
@@ -55,47 +77,50 @@ def head_sizes(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, An
     widths = (("num_attention_heads", heads, MAX_WIDTH), ("num_key_value_heads", kv_heads, MAX_KEY_WIDTH))
     for key, count, most in widths:
         if count * head_dim > most:
-            raise CheckpointError(
-                f"config.json: {key} = {count} and head_dim = {head_dim}",
-                remedy=f"their product must not be more than {most}",
-            )
+            problem = f"config.json: {key} = {count} and head_dim = {head_dim}"
+            raise CheckpointError(problem, remedy=f"their product must not be more than {most}")
     if head_dim % 2:
-        raise CheckpointError(
-            f"config.json: head_dim = {head_dim}", remedy="rotary embeddings need an even number"
-        )
+        problem = f"config.json: head_dim = {head_dim}"
+        raise CheckpointError(problem, remedy="rotary embeddings need an even number")
     return {"kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def read_activation(read: ConfigReader, key: str, default: str) -> str:
     name = read.take(key, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise CheckpointError(
-            f"config.json: {key} = {shortened(name)} is not supported",
-            remedy=f"supported are {', '.join(sorted(ACTIVATIONS))}",
-        )
+        problem = f"config.json: {key} = {shortened(name)} is not supported"
+        raise CheckpointError(problem, remedy=f"supported are {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
-def read_window(read: ConfigReader) -> int | None:
-    """Return the sliding window of Mistral and Qwen in positions; None for null."""
-    return None if read.take("sliding_window", 4096) is None else read.count("sliding_window", 4096)
+def read_kv_heads(read: ConfigReader) -> int:
+    heads = read.count("num_attention_heads")
+    return read.count("num_key_value_heads", heads, if_null=heads)
+
+
+def read_biases(read: ConfigReader, default: bool = False) -> dict[str, Any]:
+    bias = read.flag("attention_bias", default, if_null=False)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def read_window(read: ConfigReader, default: int | None = 4096) -> int | None:
+    return None if read.take("sliding_window", default) is None else read.count("sliding_window", default)
+
+
+def equal_windows(read: ConfigReader, window: int | None) -> tuple[int | None, ...]:
+    """Return the window of every layer in a family whose layers all have the given one."""
+    kind = FULL if window is None else SLIDING
+    return read_windows(read, {kind: window}, [kind])
 
 
 def full_layers(windows: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Return the indices of the layers with full attention."""
     return tuple(layer for layer, window in enumerate(windows) if window is None)
 
 
 def read_windows(
     read: ConfigReader, known: dict[str, int | None], kinds: list[str]
 ) -> tuple[int | None, ...]:
-    """Return the window of every layer, in positions; None for full attention.
-
-    Args:
-        read: The config, whose `layer_types` names the kind of each layer.
-        known: The window of each kind of layer that the family supports.
-        kinds: The kinds that repeat over the layers where `layer_types` is absent.
-    """
+    """Return the window of every layer, in positions; None for full attention."""
     layers = read.count("num_hidden_layers")
     listed = read.take("layer_types")
     if listed is None:

@@ -1,11 +1,9 @@
 """Read the container of a GGUF file: its metadata, and the kind, shape and place of each tensor.
 
-Contract: reading is strict. A count, a length or an offset that leads beyond the file, a name that is there
-twice, and a block format that this package cannot read are `CheckpointError`s that name the file. Opening a
-file reads what lies before the tensors. A tensor is a view of a map of its own range, so a file may be larger
-than the memory.
-
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Reading is strict: what leads beyond the file, a name that is there twice, and an unknown block format are
+errors that name the file. Opening a file reads what lies before the tensors. A tensor is a view of a map of
+its own range, so a file may be larger than the memory. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ from torch import Tensor
 from foredraft.errors import CheckpointError, shortened
 from foredraft.files import NO_FILE, is_no_file
 from foredraft.model.config import DOWNLOAD_AGAIN
-from foredraft.model.mapping import mapped_bytes
+from foredraft.model.memory import mapped_bytes
 from foredraft.model.quantisation import blocks
-
-__all__ = ["BLOCKS", "GGUFFile", "GGUFTensor", "architecture_of", "is_gguf"]
+from foredraft.model.safetensors_file import DTYPES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1, of 2023, counts in 32 bits
@@ -43,16 +40,9 @@ LENGTH = struct.Struct("<Q")  # of a text, in front of it
 # a text under this key, as the file has it up to its length
 ARCHITECTURE = b"general.architecture" + struct.pack("<I", 8)
 FIRST_BYTES = 4096  # in which the key stands: it is the first one, or one of the first
-# kind of a tensor -> values in a block, bytes of a block
-BLOCKS: dict[str, tuple[int, int]] = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "F64": (1, 8),
-    "I8": (1, 1),
-    "I16": (1, 2),
-    "I32": (1, 4),
-    "I64": (1, 8),
+UNQUANTISED = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # kinds of plain numbers
+BLOCKS: dict[str, tuple[int, int]] = {  # kind of a tensor -> values in a block, bytes of a block
+    **{kind: (1, DTYPES[kind].itemsize) for kind in UNQUANTISED},
     **{kind: (block.values, block.size) for kind, block in blocks.BLOCKS.items()},
 }
 # every kind of ggml (`ggml_type` in https://github.com/ggml-org/ggml/blob/master/include/ggml.h)
@@ -70,25 +60,14 @@ BOOL, STRING, ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor of the file.
-
-    Attributes:
-        name: Its name in the file.
-        kind: A key of `BLOCKS`.
-        shape: Its shape as PyTorch counts, with the rows that lie one after the other last.
-        start: Its first byte in the file.
-        size: Its bytes.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    size: int
+    name: str  # its name in the file
+    kind: str  # a key of `BLOCKS`
+    shape: tuple[int, ...]  # its shape as PyTorch counts, with the rows that lie one after the other last
+    start: int  # its first byte in the file
+    size: int  # its bytes
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file says that it is a GGUF file, by its name or its first bytes."""
     if path.suffix == ".gguf":
         return True
     if is_no_file(path):
@@ -101,10 +80,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def architecture_of(path: Path) -> str | None:
-    """Return the architecture that a GGUF file names among its first values, as writers put it; None without.
-
-    What lies behind, a vocabulary say, is not read.
-    """
+    """Return the architecture that a GGUF file names among its first values, as writers put it, if any."""
     if not path.is_file() or not is_gguf(path):
         return None
     try:
@@ -120,25 +96,7 @@ def architecture_of(path: Path) -> str | None:
 
 
 class GGUFFile:
-    """An open GGUF file.
-
-    Attributes:
-        path: The file.
-        size: Its bytes.
-        metadata: Values by key: numbers, texts, true and false, and lists of these, if they are kept.
-        tensors: The tensors by name.
-    """
-
     def __init__(self, path: Path, *, lists: bool = True) -> None:
-        """Open a file and read everything but the tensors.
-
-        Args:
-            path: The file.
-            lists: Keep lists of metadata, such as a vocabulary; otherwise they are empty.
-
-        Raises:
-            CheckpointError: It is no GGUF file, is broken, or holds what this package cannot read.
-        """
         self.path, self._lists = path, lists
         if is_no_file(path):
             raise self._unreadable(OSError(errno.EINVAL, NO_FILE))
@@ -147,7 +105,7 @@ class GGUFFile:
         except OSError as error:
             raise self._unreadable(error) from error
         weakref.finalize(self, self._file.close)
-        self.size = os.fstat(self._file.fileno()).st_size
+        self.size = os.fstat(self._file.fileno()).st_size  # its bytes
         if not self.size:
             raise self.error("is empty", DOWNLOAD_AGAIN)
         self._at = 0
@@ -163,19 +121,12 @@ class GGUFFile:
             raise self.error("has a text that is not UTF-8", DOWNLOAD_AGAIN) from None
 
     def error(self, problem: str, remedy: str) -> CheckpointError:
-        """Return the error of this file."""
         return CheckpointError(f"{self.path} {problem}", remedy=remedy)
 
     def _unreadable(self, error: OSError) -> CheckpointError:
         return self.error(f"cannot be read ({error.strerror})", "give a file that can be read")
 
     def bytes_of(self, info: GGUFTensor) -> Tensor:
-        """Return the bytes of a tensor of this file, as a view of a map.
-
-        Raises:
-            CheckpointError: They cannot be read.
-            MemoryError: The system refuses to map them.
-        """
         try:
             return mapped_bytes(self._file, info.start, info.size)
         except OSError as error:
@@ -183,16 +134,14 @@ class GGUFFile:
             raise self.error(problem, DOWNLOAD_AGAIN) from error
 
     def _header(self) -> tuple[int, int]:
-        """Return the number of tensors and of metadata values."""
         if self.size < len(MAGIC) or self._take(len(MAGIC)) != MAGIC:
             raise self.error("is not a GGUF file", "give a checkpoint folder, or a GGUF file")
         version = self._number("I")
         if not version & 0xFFFF:  # a number below 65536 with its bytes reversed
             raise self.error("is a big-endian GGUF file", "convert it to little-endian")
         if version not in VERSIONS:
-            raise self.error(
-                f"is a GGUF file of version {version}", f"supported are {' and '.join(map(str, VERSIONS))}"
-            )
+            problem = f"is a GGUF file of version {version}"
+            raise self.error(problem, f"supported are {' and '.join(map(str, VERSIONS))}")
         return self._number("Q"), self._number("Q")
 
     def _metadata(self, values: int) -> dict[str, Any]:
@@ -220,7 +169,6 @@ class GGUFFile:
         return found
 
     def _tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return the name, the shape, the number of the kind and the offset of the next tensor."""
         name, dimensions = self._text(), self._number("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise self.error(f"has tensor {shortened(name)} with {dimensions} dimensions", DOWNLOAD_AGAIN)
@@ -232,16 +180,12 @@ class GGUFFile:
     def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GGUFTensor:
         kind = KINDS.get(number, f"number {number}")
         if kind not in BLOCKS:
-            raise self.error(
-                f"has tensor {name} of type {kind}, which is not supported",
-                f"take a file with {', '.join(BLOCKS)}",
-            )
+            problem = f"has tensor {name} of type {kind}, which is not supported"
+            raise self.error(problem, f"take a file with {', '.join(BLOCKS)}")
         values, size = BLOCKS[kind]
         if shape[-1] % values:
-            raise self.error(
-                f"has tensor {name} with rows of {shape[-1]} values, but {kind} has blocks of {values}",
-                DOWNLOAD_AGAIN,
-            )
+            problem = f"has tensor {name} with rows of {shape[-1]} values, but {kind} has blocks of {values}"
+            raise self.error(problem, DOWNLOAD_AGAIN)
         size *= math.prod(shape) // values
         if start + size > self.size:
             raise self.error(f"ends within tensor {name}, so it is incomplete", DOWNLOAD_AGAIN)
@@ -271,10 +215,7 @@ class GGUFFile:
             raise self.error(f"has a text of {size} bytes, more than any model has", DOWNLOAD_AGAIN)
 
     def _texts(self, count: int) -> list[str]:
-        """Return the next texts, or none where lists are not kept.
-
-        They are cut out of large blocks: a vocabulary with its merges has a million.
-        """
+        """Return the next texts, cut out of large blocks, or none where lists are not kept."""
         texts, block, at = list[str](), b"", 0
         for _ in range(count):
             if len(block) - at < LENGTH.size:

@@ -1,11 +1,9 @@
 """The checkpoint folder of a GGUF file: the small files that all readers of a model take from a folder.
 
-Contract: the folder holds `config.json`, `generation_config.json`, the tokenizer's files, and a record that
-names the GGUF file, whose tensors `model.checkpoint` reads. Of a file that was split, that is the first part.
-The folder lies in the user's cache folder under the file's path, and is made again when the file or one of
-its parts has changed. Without a cache folder it is temporary, and lasts as long as the process. A file is
-checked whole before its folder is made: every tensor that its model needs is there in the right shape, and no
-other.
+The folder holds `config.json`, `generation_config.json`, the tokenizer's files, and a record that names the
+GGUF file, or the first of its parts. It lies in the user's cache folder under the file's path, or is
+temporary without one, and is made again when the file or one of its parts has changed. Before that, the file
+is checked to hold every tensor that its model needs in the right shape, and no other.
 """
 
 from __future__ import annotations
@@ -16,39 +14,30 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from foredraft.errors import CheckpointError
 from foredraft.files import process_folder, replacing_folder
-from foredraft.model.checkpoint import Shapes
 from foredraft.model.gguf.gguf_config import CONVERT_AGAIN, config_of, generation_of
-from foredraft.model.gguf.names import file_name, holds_factors, model_name
-from foredraft.model.gguf.parts import GGUFModel, identity, part_names
-from foredraft.model.gguf.special import end_ids, special_ids
-from foredraft.model.gguf.tensors import RECORD
-from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, vocabulary_of
+from foredraft.model.gguf.tensors import (
+    RECORD,
+    GGUFModel,
+    file_name,
+    holds_factors,
+    identity,
+    model_name,
+    part_names,
+)
+from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, end_ids, special_ids, vocabulary_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER
-from foredraft.model.weights import build_decoder
+from foredraft.model.weights import tensor_shapes
 from foredraft.user_cache import cache_folder, check_folder, make_folder, read_private, shut
-
-__all__ = ["check_vocabulary", "checkpoint_folder"]
 
 TEMPORARY = "foredraft-gguf-"  # how the name of a folder outside the cache begins
 _writing_temporary = threading.Lock()
-FORMAT = 2  # raised when a folder's content is made differently
+FORMAT = 3  # raised when a folder's content is made differently
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of a GGUF file, made now or earlier.
-
-    Args:
-        path: The file, or any of its parts.
-
-    Raises:
-        CheckpointError: The file cannot be read, or its model is not supported.
-    """
     # the file's own link stays: the hub's cache gives parts their names by links
     names = part_names(path.name)
     path = path.parent.resolve() / names[0]
@@ -88,33 +77,23 @@ def _write(folder: Path, files: dict[str, str], record: dict[str, Any]) -> None:
 
 
 def _write_temporary(folder: Path, files: dict[str, str], record: dict[str, Any]) -> None:
-    """Write the temporary folder.
-
-    Raises:
-        CheckpointError: It cannot be written either.
-    """
     with _writing_temporary:  # another thread of this process writes the same
         try:
             _write(folder, files, record)
         except OSError as error:
-            raise CheckpointError(
-                f"{folder} cannot be written ({error.strerror})",
-                remedy="make room there, or set FOREDRAFT_CACHE to another folder",
-            ) from error
+            problem = f"{folder} cannot be written ({error.strerror})"
+            remedy = "make room there, or set FOREDRAFT_CACHE to another folder"
+            raise CheckpointError(problem, remedy=remedy) from error
 
 
 def check_vocabulary(folder: Path) -> None:
     """Raise CheckpointError where a folder's GGUF file has a vocabulary that makes no tokenizer."""
     record = _record(folder)
     if record is not None and record["no_tokenizer"] is not None:
-        raise CheckpointError(
-            f"{record['file']} {record['no_tokenizer']}",
-            remedy=GIVE_TOKENIZER,
-        )
+        raise CheckpointError(f"{record['file']} {record['no_tokenizer']}", remedy=GIVE_TOKENIZER)
 
 
 def _files(path: Path, record: dict[str, Any]) -> dict[str, str]:
-    """Return the content of the files of a folder by name."""
     file = GGUFModel(path)
     metadata = file.metadata
     config = config_of(file, special_ids(metadata).get("bos"), end_ids(metadata))
@@ -138,46 +117,20 @@ def _files(path: Path, record: dict[str, Any]) -> dict[str, str]:
     return files
 
 
-class _Needed:
-    """A source that notes which tensors a decoder needs, in which shapes."""
-
-    device, dtype = torch.device("meta"), torch.float32
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def load(self, shapes: Shapes) -> Tensor:
-        self.shapes.update(shapes)
-        rows, columns = sum(shape[0] for shape in shapes.values()), next(iter(shapes.values()))[1:]
-        return torch.empty(rows, *columns, device=self.device, dtype=self.dtype)
-
-    load_temporary = load
-
-    def free_temporary(self) -> None:
-        return None
-
-
 def _check_tensors(file: GGUFModel, spec: ModelSpec) -> None:
-    """Check that a file holds the tensors of its model in the right shapes, and no other.
-
-    Raises:
-        CheckpointError: It does not; the message names the tensor as the file does.
-    """
-    architecture, needed = file.metadata["general.architecture"], _Needed()
-    build_decoder(spec, needed)
-    for name, shape in needed.shapes.items():
+    architecture, needed = file.metadata["general.architecture"], tensor_shapes(spec)
+    for name, shape in needed.items():
         own = file_name(architecture, name)
         if own not in file.tensors:
             raise file.error(f"lacks tensor {own}", CONVERT_AGAIN)
         if file.tensors[own].shape != shape:
             found = [*file.tensors[own].shape]
-            raise file.error(
-                f"has tensor {own} of shape {found}, but its metadata imply {[*shape]}", CONVERT_AGAIN
-            )
+            problem = f"has tensor {own} of shape {found}, but its metadata imply {[*shape]}"
+            raise file.error(problem, CONVERT_AGAIN)
     for own in file.tensors:
         given = model_name(architecture, own)
         unread = holds_factors(architecture, own) or (given is not None and spec.leaves_unread(given))
-        if given not in needed.shapes and not unread:
+        if given not in needed and not unread:
             raise file.error(f"has tensor {own}, which is not part of a {spec.architecture}", CONVERT_AGAIN)
 
 
@@ -194,7 +147,6 @@ def _place(name: str) -> Path:
 
 
 def _record(folder: Path) -> dict[str, Any] | None:
-    """Return the record of a folder; None where it is missing, broken or another user's."""
     try:
         found = json.loads(read_private(check_folder(folder) / RECORD))
     except (OSError, ValueError):

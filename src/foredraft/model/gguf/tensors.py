@@ -1,85 +1,328 @@
-"""Read the tensors of a GGUF file by the names of Hugging Face, as an open safetensors file gives them.
+"""The parts of a GGUF file that was split, read as one, and the tensors by the names of Hugging Face.
 
-Contract: reordered rows and Gemma's norms are as the writer of the file was given them. A tensor that is not
-quantised comes in its stored dtype. Of a quantised one the bytes of each row come (`model.quantisation.gguf`
-reads them). Where nothing has to be restored, the result is a view of the map.
+Parts have the names that llama-gguf-split gives them
+(https://github.com/ggml-org/llama.cpp/blob/master/tools/gguf-split/gguf-split.cpp); each stands for all. A
+file name tells the type of the weights, a part, and files that are no language model
+(https://github.com/ggml-org/llama.cpp/blob/master/common/download.cpp). A type is a whole word: F16 does not
+find BF16.
+
+This is the only place that knows llama.cpp's tensor names. A writer changes values in three ways, which are
+undone here (https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py): in `REORDERED` the
+channels of q and k that RoPE rotates together are neighbours; the norms of Gemma 1 to 3 are stored as 1 +
+weight; GPT-NeoX has all queries of a layer first. Of a quantised tensor the bytes of each row come.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.errors import CheckpointError
-from foredraft.model.config import read_json
-from foredraft.model.gguf.file import GGUFTensor
-from foredraft.model.gguf.names import adds_one, model_name, row_order
-from foredraft.model.gguf.parts import GGUFModel, identity
-from foredraft.model.lora.record import base_of
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.model.gguf.file import UNQUANTISED, GGUFFile, GGUFTensor
+from foredraft.model.lora.lora_config import base_of
+from foredraft.model.safetensors_file import DTYPES, LazyTensor
 
-__all__ = ["PLAIN", "RECORD", "GGUFTensors", "open_tensors", "source_of", "stored_values"]
+NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
+TOGETHER = "put the parts of one model into one folder"
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a file by the name of one of them.
+
+    Examples:
+        >>> part_names("m-00002-of-00002.gguf")
+        ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
+        >>> part_names("m.gguf")
+        ['m.gguf']
+    """
+    found = NAME.fullmatch(name)
+    if found is None or not 1 <= int(found[2]) <= int(found[3]):
+        return [name]
+    return [f"{found[1]}-{number:05}-of-{found[3]}{found[4]}" for number in range(1, int(found[3]) + 1)]
+
+
+def identity(path: Path) -> list[list[int] | None]:
+    """Return the size, time of change and inode number of each part of a file, None for a missing one."""
+    path.stat()
+    return [_identity(path.with_name(name)) for name in part_names(path.name)]
+
+
+def _identity(path: Path) -> list[int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+class GGUFModel:
+    def __init__(self, path: Path, *, lists: bool = True) -> None:
+        paths = [path.with_name(name) for name in part_names(path.name)]
+        self.path, self._lists = paths[0], lists
+        first = self._open(self.path, 1, len(paths))
+        count = _whole(first, COUNT, 1) or 1
+        if count == 1 and len(paths) > 1:
+            if any(path.exists() for path in paths[1:]):
+                problem = f"is no part of a model, but its name says part 1 of {len(paths)}"
+                raise first.error(problem, TOGETHER)
+            paths = paths[:1]
+        if count != len(paths):
+            problem = f"is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf"
+            raise first.error(problem, "give each part the name that llama-gguf-split gave it")
+        rest = (self._open(path, number, count) for number, path in enumerate(paths[1:], 2))
+        self.parts = (first, *rest)  # the open parts
+        self.metadata: dict[str, Any] = first.metadata  # the metadata, which the first part holds
+        if count > 1:
+            for number, part in enumerate(self.parts):
+                _check_part(part, number, first)
+        self._holders = self._find_tensors()
+        self.tensors = {name: part.tensors[name] for name, part in self._holders.items()}
+        expected = _whole(first, TENSORS, len(self.tensors))
+        if count > 1 and expected != len(self.tensors):
+            problem = f"and its other parts hold {len(self.tensors)} tensors, but {TENSORS} is {expected}"
+            raise first.error(problem, TOGETHER)
+
+    def error(self, problem: str, remedy: str) -> CheckpointError:
+        return self.parts[0].error(problem, remedy)
+
+    def holder(self, info: GGUFTensor) -> GGUFFile:
+        return self._holders[info.name]
+
+    def _open(self, path: Path, number: int, count: int) -> GGUFFile:
+        if count > 1 and not path.exists():
+            raise CheckpointError(f"{path} is missing, part {number} of {count} of a model", remedy=TOGETHER)
+        return GGUFFile(path, lists=self._lists)
+
+    def _find_tensors(self) -> dict[str, GGUFFile]:
+        found: dict[str, GGUFFile] = {}
+        for part in self.parts:
+            for name in part.tensors:
+                if name in found:
+                    other = found[name].path.name
+                    raise part.error(f"has tensor {shortened(name)}, which {other} has, too", TOGETHER)
+                found[name] = part
+        return found
+
+
+def _check_part(part: GGUFFile, number: int, first: GGUFFile) -> None:
+    """Raise CheckpointError where a file is not the part that its name says, or is another model's."""
+    count, own, parts = first.metadata[COUNT], _whole(part, NUMBER, None), _whole(part, COUNT, None)
+    if own != number or parts != count:
+        said = "no part of a model" if own is None or parts is None else f"part {own + 1} of {parts}"
+        raise part.error(f"is {said}, but its name says part {number + 1} of {count}", TOGETHER)
+    for key in part.metadata.keys() & first.metadata.keys() - {NUMBER}:
+        if part.metadata[key] != first.metadata[key]:
+            raise part.error(f"has another {shortened(key)} than {first.path.name}", TOGETHER)
+
+
+def _whole(part: GGUFFile, key: str, default: int | None) -> int | None:
+    value = part.metadata.get(key, default)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise part.error(f"has the {key} {shortened(value)}", DOWNLOAD_AGAIN)
+    return value
+
+
+PREFERRED = ("Q4_K_M", "Q8_0")
+HEADS = ("eagle3-", "dflash-", "dspark-")  # parts of names: of drafters that are no whole models
+NO_MODELS = ("mmproj", "imatrix", "mtp-")  # of what is neither
+# the end of a name that is a type: Q4_K_M, UD-Q4_K_XL, IQ2_XXS, BF16, TQ1_0, MXFP4_MOE
+TYPE = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:[IT]?Q\d\w*|B?F16|F32|MXFP4\w*|NVFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf", re.I
+)
+MAX_SHOWN = 20  # names in a message
+
+
+def models_among(names: Iterable[str], *, heads: bool = False) -> list[str]:
+    files = (name for name in names if name.lower().endswith(".gguf"))
+    whole = (name for name in files if not any(part in _base(name) for part in NO_MODELS))
+    models = (name for name in whole if any(part in _base(name) for part in HEADS) == heads)
+    return [*dict.fromkeys(part_names(name)[0] for name in models)]
+
+
+def choose(models: Sequence[str], wanted: str | None) -> str | None:
+    """Return the model of a type, or the one to take where no type is wanted; None where there is none."""
+    for type in PREFERRED if wanted is None else (wanted,):
+        pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(type)}[-./]", re.IGNORECASE)
+        for name in models:
+            if pattern.search(name) or type.lower() == _base(name):
+                return name
+    return next(iter(models), None) if wanted is None else None
+
+
+def shown_types(models: Sequence[str]) -> str:
+    """Return the types of models as a message lists them; of a model whose name tells none, the name."""
+    types = (TYPE.search(name) for name in models)
+    shown = [name if type is None else type[1] for name, type in zip(models, types, strict=True)]
+    different = [*dict.fromkeys(shown)]
+    more = len(different) - MAX_SHOWN
+    return ", ".join(different[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _base(name: str) -> str:
+    return PurePosixPath(name).name.lower()
+
+
+ROPE_FACTORS = "rope_freqs.weight"  # what RoPE's frequencies are divided by, [D/2]
+# LongRoPE's divisors, of one architecture
+LONG_FACTORS, SHORT_FACTORS, LONG_ROPE = "rope_factors_long.weight", "rope_factors_short.weight", "phi3"
+ADDING_ONE = ("gemma", "gemma2", "gemma3")
+REORDERED = ("granite", "internlm2", "llama", "mistral3", "smollm3")
+OUTER = {
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA = {
+    **LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+SCALAR = "layer_scalar"  # a number, whose name in the model ends with this
+GEMMA4 = {
+    **GEMMA,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": SCALAR,
+}
+NORMED_AFTER = {  # OLMo 2 and EXAONE 4, whose sub-layers have norms after them alone
+    **{name: own for name, own in LAYER.items() if name not in ("attn_norm", "ffn_norm")},
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FUSED_QKV = {**LAYER, "attn_qkv": "self_attn.qkv_proj"}
+PHI3 = {**FUSED_QKV, "ffn_up": "mlp.gate_up_proj"}
+SEED_OSS = {**LAYER, "post_attention_norm": LAYER["ffn_norm"]}
+del SEED_OSS["ffn_norm"]
+PARTS = {  # architecture -> its parts of a layer, where they are not those of LAYER
+    "exaone4": NORMED_AFTER,
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "gemma4": GEMMA4,
+    "glm4": {**GEMMA, "ffn_up": "mlp.gate_up_proj"},
+    "gpt2": FUSED_QKV,
+    "gptneox": FUSED_QKV,
+    "olmo2": NORMED_AFTER,
+    "phi3": PHI3,
+    "seed_oss": SEED_OSS,
+}
+IN_FILE = re.compile(r"(?:blk\.(0|[1-9][0-9]*)\.)?(\w+)\.(weight|bias)")  # "01" would be layer 1 again
+IN_MODEL = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)")
+
+
+def model_name(architecture: str, name: str) -> str | None:
+    """Return the name that Hugging Face gives a tensor of a file; None for one that it does not have.
+
+    Examples:
+        >>> model_name("llama", "blk.3.attn_q.weight")
+        'model.layers.3.self_attn.q_proj.weight'
+    """
+    match = IN_FILE.fullmatch(name)
+    if match is None:
+        return None
+    layer, part, kind = match.groups()
+    found = OUTER.get(part) if layer is None else _parts(architecture).get(part)
+    if found is None:
+        return None
+    if layer is None:
+        return f"{found}.{kind}"
+    return f"model.layers.{int(layer)}.{found}" + ("" if found == SCALAR else f".{kind}")
+
+
+def file_name(architecture: str, name: str) -> str:
+    """Return the name in a file of a tensor that Hugging Face names; the name itself if there is none.
+
+    Examples:
+        >>> file_name("llama", "model.layers.3.self_attn.q_proj.weight")
+        'blk.3.attn_q.weight'
+    """
+    match = IN_MODEL.fullmatch(f"{name}.weight" if name.endswith(SCALAR) else name)
+    if match is None:
+        return name
+    layer, part, kind = match.groups()
+    names = OUTER if layer is None else _parts(architecture)
+    found = next((own for own, theirs in names.items() if theirs == part), None)
+    if found is None:
+        return name
+    return f"{found}.{kind}" if layer is None else f"blk.{layer}.{found}.{kind}"
+
+
+def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> Tensor | None:
+    """Return the row of the file for each row of the model's tensor, [rows]; None where they are the same."""
+    match = IN_FILE.fullmatch(name)
+    if architecture == "gptneox" and match is not None and match[2] == "attn_qkv":
+        return torch.arange(rows).view(3, heads, -1).transpose(0, 1).flatten()
+    heads_of = {"attn_q": heads, "attn_k": kv_heads}
+    if architecture not in REORDERED or match is None or match[2] not in heads_of:
+        return None
+    return torch.arange(rows).view(heads_of[match[2]], -1, 2).transpose(1, 2).flatten()
+
+
+def adds_one(architecture: str, name: str) -> bool:
+    return architecture in ADDING_ONE and name.endswith("norm.weight")
+
+
+def holds_factors(architecture: str, name: str) -> bool:
+    """Return whether a tensor of a file holds numbers of RoPE, which no layer has."""
+    return name == ROPE_FACTORS or (architecture == LONG_ROPE and name in (LONG_FACTORS, SHORT_FACTORS))
+
+
+def _parts(architecture: str) -> dict[str, str]:
+    return PARTS.get(architecture, LAYER)
+
 
 RECORD = "gguf.json"  # names the file of a folder that `folder.checkpoint_folder` made
-PLAIN = {  # kinds that are not quantised
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+PLAIN = {kind: DTYPES[kind] for kind in UNQUANTISED}
 
 
 def source_of(folder: Path) -> Path:
-    """Return the GGUF file that a folder was made from (its first part), or the folder itself.
-
-    Of a model with LoRAs, those of the model itself.
-
-    Raises:
-        CheckpointError: The folder does not say which file.
-    """
+    """Return the GGUF file that a folder was made from (its first part), or the folder, without LoRAs."""
     folder = base_of(folder)
     return _file_of(folder, read_json(folder / RECORD)) if (folder / RECORD).is_file() else folder
 
 
 def _file_of(folder: Path, record: dict[str, Any]) -> Path:
-    """Return the GGUF file that a folder's record names.
-
-    Raises:
-        CheckpointError: It names none.
-    """
     if not isinstance(record.get("file"), str) or not isinstance(record.get("identity"), list):
-        raise CheckpointError(
-            f"{folder / RECORD} does not say which GGUF file the folder was made from",
-            remedy="give the model's file again",
-        )
+        problem = f"{folder / RECORD} does not say which GGUF file the folder was made from"
+        raise CheckpointError(problem, remedy="give the model's file again")
     return Path(record["file"])
 
 
 def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
-    """Open the file that a folder was made from.
-
-    Args:
-        folder: The folder.
-        device: Where the tensors will be; for "meta" no values are read.
-
-    Raises:
-        CheckpointError: The file is broken, gone, or another than when the folder was made.
-    """
     record = read_json(folder / RECORD)
     path = _file_of(folder, record)
     try:
         found = identity(path)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror})", remedy="give the model's file again"
-        ) from error
+        problem = f"{path} cannot be read ({error.strerror})"
+        raise CheckpointError(problem, remedy="give the model's file again") from error
     if found != record["identity"]:
         raise CheckpointError(f"{path} has changed while it was used", remedy="load the model again")
     heads, kv_heads = (read_json(folder / "config.json")[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
@@ -97,57 +340,29 @@ KINDS_OF_HEADS = ("attention", "key_value")
 
 
 class GGUFTensors:
-    """The tensors of an open model, by the names of Hugging Face."""
-
     def __init__(self, model: GGUFModel, heads: int, kv_heads: int, *, meta: bool = False) -> None:
-        """Find the tensors.
-
-        Args:
-            model: The file, or its parts.
-            heads: Query heads of the model.
-            kv_heads: Its key heads.
-            meta: Give tensors without values.
-        """
         self.model, self.heads, self.kv_heads, self.meta = model, heads, kv_heads, meta
         self.architecture: str = model.metadata["general.architecture"]
         named = ((model_name(self.architecture, name), info) for name, info in model.tensors.items())
         self.infos: dict[str, GGUFTensor] = {name: info for name, info in named if name is not None}
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors."""
         return [*self.infos]
 
-    def get_slice(self, name: str) -> GGUFSlice:
-        """Return a tensor whose values are not read yet."""
-        return GGUFSlice(self, self.infos[name])
+    def get_slice(self, name: str) -> LazyTensor:
+        info = self.infos[name]
+        return LazyTensor(info.kind, info.shape, partial(self._rows, info))
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor; the caller must not change it."""
-        return self.get_slice(name)[:]
+        return self._rows(self.infos[name], slice(None))
 
-
-class GGUFSlice:
-    """A tensor whose rows are read when they are asked for."""
-
-    def __init__(self, tensors: GGUFTensors, info: GGUFTensor) -> None:
-        self.tensors, self.info = tensors, info
-
-    def get_dtype(self) -> str:
-        """Return how the tensor is stored: a key of `file.BLOCKS`."""
-        return self.info.kind
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the tensor."""
-        return [*self.info.shape]
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        info, tensors = self.info, self.tensors
-        stored = stored_values(tensors.model, info)
-        if tensors.meta:
+    def _rows(self, info: GGUFTensor, rows: slice) -> Tensor:
+        stored = stored_values(self.model, info)
+        if self.meta:
             return torch.empty_like(stored, device="meta")[rows]
-        order = row_order(tensors.architecture, info.name, info.shape[0], tensors.heads, tensors.kv_heads)
+        order = row_order(self.architecture, info.name, info.shape[0], self.heads, self.kv_heads)
         values = stored[rows] if order is None else stored[order[rows]]
-        return values.float() - 1.0 if adds_one(tensors.architecture, info.name) else values
+        return values.float() - 1.0 if adds_one(self.architecture, info.name) else values
 
 
 def stored_values(model: GGUFModel, info: GGUFTensor) -> Tensor:

@@ -1,14 +1,10 @@
-"""Turn the vocabulary of a GGUF file into a `tokenizer.json` and a `tokenizer_config.json`.
+"""Turn the vocabulary of a GGUF file and its special tokens into a `tokenizer.json` and a
+`tokenizer_config.json`.
 
-Contract: two kinds of vocabulary are read. "gpt2" is BPE with merges; how text is cut into words before them
-depends on a name in the file, and a name whose rule is not in `WORDS` is refused. "llama" is SentencePiece's
-BPE, whose merges follow from the scores of the tokens. Tokens of type UNUSED fill ids up and have no text. A
-file without a vocabulary is no error: its model runs on token ids.
-
-The tokenizer is that of the model's own `tokenizer.json`. Gemma's has tokens for runs of spaces, in
-SentencePiece's spelling, and merges such runs before anything else; its files spell these tokens with spaces.
-llama.cpp cuts runs of spaces out first, so it reads a text otherwise that spells SentencePiece's space
-itself.
+"gpt2" is BPE with merges; a name in the file says how text is cut into words before them (`WORDS`). "llama"
+is SentencePiece's BPE, whose merges follow from the scores of the tokens. Tokens that end a text are also
+found by their texts, if the file marks them as added ones; not `<|file_sep|>`, and no `</s>` that the
+metadata do not name.
 
 Sources: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp for defaults and types;
 https://github.com/huggingface/transformers/blob/main/src/transformers/convert_slow_tokenizer.py for merges;
@@ -26,10 +22,53 @@ from typing import Any
 import tokenizers
 
 from foredraft.errors import did_you_mean, is_fault, shortened
-from foredraft.model.gguf.special import CONTROL, KEY, UNKNOWN, UNUSED, USER_DEFINED, listed, special_ids
-from foredraft.model.gguf.words import WORDS, Words
+from foredraft.model.gguf.words import WORDS, PreTokenizer
 
-__all__ = ["UnreadableVocabularyError", "Vocabulary", "vocabulary_of"]
+KEY = "tokenizer.ggml."
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is an ordinary one, 6 a byte
+SPECIAL = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+}
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where a "llama" vocabulary does not name them
+ENDS = frozenset(
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|>"
+    " <|endoftext|> <|end_of_text|> <end_of_utterance> <eos> <EOT> _<EOT> [EOT] [EOS] [e~["
+    " <\uff5cend\u2581of\u2581sentence\uff5c>".split(" ")
+)
+# vocabularies with these texts have <|end|> between the parts of a turn
+PARTS_OF_TURNS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+
+
+def special_ids(metadata: dict[str, Any]) -> dict[str, int]:
+    defaults = SENTENCEPIECE_IDS if metadata.get(f"{KEY}model") == "llama" else {}
+    given = {name: metadata.get(KEY + key, defaults.get(name)) for name, key in SPECIAL.items()}
+    return {name: id for name, id in given.items() if isinstance(id, int) and id < 2**32 - 1}  # -1: none
+
+
+def end_ids(metadata: dict[str, Any]) -> list[int]:
+    """Return the ids that end a text: the named ones first, then those that are found by their texts."""
+    ids = special_ids(metadata)
+    named = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
+    marked = zip(listed(metadata, "tokens", str), listed(metadata, "token_type", int), strict=False)
+    found = {
+        token: id
+        for id, (token, kind) in enumerate(marked)
+        if token in ENDS and kind in (CONTROL, USER_DEFINED)
+    }
+    if any(texts <= found.keys() for texts in PARTS_OF_TURNS):
+        found.pop("<|end|>", None)
+    return [*dict.fromkeys([*named, *found.values()])]
+
+
+def listed(metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
+    values = metadata.get(KEY + key)
+    return values if isinstance(values, list) and all(type(value) is kind for value in values) else []
+
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # Characters of a token whose merges are sought: their number of places grows with the square of the length.
@@ -43,26 +82,12 @@ class UnreadableVocabularyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer.
-
-    Attributes:
-        tokenizer: The content of `tokenizer.json`.
-        config: The content of `tokenizer_config.json`: the special tokens and the chat templates.
-    """
-
-    tokenizer: str
+    tokenizer: str  # the content of `tokenizer.json`
+    # the content of `tokenizer_config.json`: the special tokens and the chat templates
     config: dict[str, Any] = field(default_factory=dict)
 
 
 def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
-    """Return the tokenizer of a file; None if it has no vocabulary.
-
-    Args:
-        metadata: That of the file.
-
-    Raises:
-        UnreadableVocabularyError: The tokenizer cannot be reproduced exactly.
-    """
     model, tokens = metadata.get(f"{KEY}model", "no_vocab"), listed(metadata, "tokens", str)
     if model in ("none", "no_vocab"):
         return None
@@ -83,7 +108,6 @@ def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
 
 
 def _with_merges(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """Return the content of `tokenizer.json` for a vocabulary whose file lists the merges."""
     name = "gemma4" if metadata[f"{KEY}model"] == "gemma4" else metadata.get(f"{KEY}pre")
     if not isinstance(name, str) or name not in WORDS:
         raise UnreadableVocabularyError(
@@ -97,15 +121,13 @@ def _with_merges(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     if words.spells_bytes:
         return _byte_level(metadata, tokens, words, pairs)
     added, vocabulary = _split(metadata, tokens, spell_spaces=True)
-    return _text_level(
-        metadata, tokens, added, _bpe(vocabulary, pairs), prefix=False, adds_bos=words.adds_bos
-    )
+    model = _bpe(vocabulary, pairs)
+    return _text_level(metadata, tokens, added, model, prefix=False, adds_bos=words.adds_bos)
 
 
 def _byte_level(
-    metadata: dict[str, Any], tokens: list[str], words: Words, merges: list[list[str]]
+    metadata: dict[str, Any], tokens: list[str], words: PreTokenizer, merges: list[list[str]]
 ) -> dict[str, Any]:
-    """Return the content of `tokenizer.json` for a vocabulary over bytes."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     added, vocabulary = _split(metadata, tokens)
     return {
@@ -122,14 +144,11 @@ def _byte_level(
 
 
 def _cuts(patterns: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in patterns
-    ]
+    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return [{**cut, "pattern": {"Regex": pattern}} for pattern in patterns]
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """Return the content of `tokenizer.json` for a vocabulary whose scores imply the merges."""
     scores = listed(metadata, "scores", float)
     if len(scores) != len(tokens):
         raise UnreadableVocabularyError("has a vocabulary without a score for each token")
@@ -156,16 +175,7 @@ def _text_level(
     prefix: bool,
     adds_bos: bool,
 ) -> dict[str, Any]:
-    """Return the content of `tokenizer.json` for a vocabulary over text, with bytes for what it lacks.
-
-    Args:
-        metadata: Those of the file.
-        tokens: The texts of all tokens.
-        added: The added tokens.
-        model: The vocabulary and its merges.
-        prefix: Texts begin with a space, as after each special token.
-        adds_bos: Texts begin with the bos token where the file does not say.
-    """
+    """Return the content of `tokenizer.json` for a vocabulary over text, with bytes for what it lacks."""
     unknown = special_ids(metadata).get("unk")
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders = [
@@ -193,18 +203,12 @@ def _text_level(
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return the merges of a vocabulary of scored tokens: the highest score of a merged token first.
-
-    Args:
-        vocabulary: Ids by token.
-        scores: The score of each id.
-    """
+    """Return the merges of a vocabulary of scored tokens: the highest score of a merged token first."""
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, id in vocabulary.items():
         if (length := len(token)) > MAX_TOKEN:
-            raise UnreadableVocabularyError(
-                f"has the token {id} of {length:,} characters; at most {MAX_TOKEN:,} are read"
-            )
+            problem = f"has the token {id} of {length:,} characters; at most {MAX_TOKEN:,} are read"
+            raise UnreadableVocabularyError(problem)
         known = [
             (left, right)
             for at in range(1, length)
@@ -224,11 +228,6 @@ def _split(
     """Return the added tokens, and the ids of the vocabulary by token.
 
     Added tokens whose ids follow the vocabulary's are not in it, as Hugging Face has it for such models.
-
-    Args:
-        metadata: Those of the file.
-        tokens: The texts of all tokens.
-        spell_spaces: Use SentencePiece's spelling for tokens that are user-defined runs of spaces.
     """
     types = listed(metadata, "token_type", int)
     if len(types) != len(tokens):
@@ -311,18 +310,15 @@ def _check(text: str, added: list[dict[str, Any]]) -> None:
     except BaseException as error:  # the library raises bare Exception, and panics
         if not is_fault(error):
             raise
-        raise UnreadableVocabularyError(
-            f"has a vocabulary that makes no tokenizer ({str(error)[:MAX_SHOWN]})"
-        ) from error
+        problem = f"has a vocabulary that makes no tokenizer ({str(error)[:MAX_SHOWN]})"
+        raise UnreadableVocabularyError(problem) from error
     for token in added:
         if read.token_to_id(token["content"]) != token["id"]:
-            raise UnreadableVocabularyError(
-                f"has a vocabulary in which {shortened(token['content'])} has more than one id"
-            )
+            problem = f"has a vocabulary in which {shortened(token['content'])} has more than one id"
+            raise UnreadableVocabularyError(problem)
 
 
 def _config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """Return the texts of the special tokens, and the chat templates by name."""
     ids = special_ids(metadata)
     config: dict[str, Any] = {
         f"{name}_token": tokens[id]
@@ -330,11 +326,9 @@ def _config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
         if name in ("bos", "eos", "unk", "pad") and 0 <= id < len(tokens)
     }
     key = "tokenizer.chat_template"
-    named = {
-        name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")
-    }
+    named = (name for name in metadata if name.startswith(f"{key}."))
     templates = {"default": metadata[key]} if key in metadata else {}
-    templates |= named
+    templates |= {name.removeprefix(f"{key}."): metadata[name] for name in named}
     if not all(isinstance(text, str) for text in templates.values()):
         raise UnreadableVocabularyError("has a chat template that is not a text")
     if templates:

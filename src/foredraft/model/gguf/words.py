@@ -1,44 +1,26 @@
 """How byte-level vocabularies cut text into words before the merges: a row a rule, with its names in files.
 
-Contract: a rule is that of the `tokenizer.json` from which files of its names are made, where this is known,
-and llama.cpp's otherwise. It is stated in the regular expressions of the `tokenizers` library. llama.cpp
-approximates some rules, and normalises no text; comments say where the two differ. A name is left out where
-its rule is not known exactly ("falcon-h1", "chameleon"), or where its models write no text ("modern-bert" and
-other encoders).
-
-Sources: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp for names, merges and bos;
-https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf_update.py for the models of a name.
+A rule is that of the `tokenizer.json` from which files of its names are made, where this is known, and
+llama.cpp's otherwise (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp, and
+https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf_update.py for the models of a name), in
+the regular expressions of the `tokenizers` library. A name whose rule is not known exactly ("falcon-h1") is
+left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RULES", "WORDS", "Words"]
-
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A rule.
-
-    Attributes:
-        names: Its names in files.
-        patterns: Regular expressions, applied one after the other: each cuts what it matches out of the rest.
-        byte_patterns: More of them, for the characters that spell bytes.
-        normalizer: Applied before: the `type` of one of the library's, or None.
-        ignores_merges: A word that is a token is that token, even where no merges lead to it.
-        adds_bos: Texts begin with the bos token where the file does not say.
-        spells_bytes: Tokens are spelt in GPT-2's characters for bytes. Otherwise they are text with
-            SentencePiece's space, beside tokens of single bytes such as <0x0A>.
-    """
-
-    names: tuple[str, ...]
-    patterns: tuple[str, ...]
-    byte_patterns: tuple[str, ...] = ()
-    normalizer: str | None = None
-    ignores_merges: bool = False
-    adds_bos: bool = False
-    spells_bytes: bool = True
+class PreTokenizer:
+    names: tuple[str, ...]  # its names in files
+    patterns: tuple[str, ...]  # applied in order: each cuts what it matches out of the rest
+    byte_patterns: tuple[str, ...] = ()  # more of them, for the characters that spell bytes
+    normalizer: str | None = None  # applied before: the `type` of one of the library's, or None
+    ignores_merges: bool = False  # a word that is a token is that token, even where no merges lead to it
+    adds_bos: bool = False  # texts begin with the bos token where the file does not say
+    spells_bytes: bool = True  # in GPT-2's characters; else text, with tokens as <0x0A>
 
 
 def _either(*patterns: str) -> str:
@@ -58,18 +40,9 @@ QWEN2 = _either(ENDING, WORD, DIGIT, SIGNS, SPACES)
 
 
 def _cased(ending: str = "", but: str = "") -> str:
-    """Return the rule of words that begin anew at a capital letter.
-
-    llama.cpp knows the capitals of ASCII only, and parts marks from letters.
-
-    Args:
-        ending: What may end a word.
-        but: What is no letter of such a word, as a part of a set.
-    """
-    capital, small = (
-        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
-        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
-    )
+    """Return the rule of words that begin anew at a capital letter; llama.cpp knows those of ASCII alone."""
+    capital = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    small = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return rf"{before}{capital}*{small}+{ending}|{before}{capital}+{small}*{ending}"
 
@@ -102,9 +75,7 @@ BAILING = _either(
     r"\s*[\r\n]|\s+(?!\S)|\s+",
 )
 LONG_SPACES = _either(
-    r"\s*[\r\n]+",
-    *(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")),
-    r"\s{1}",
+    r"\s*[\r\n]+", *(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")), r"\s{1}"
 )
 
 # scripts
@@ -159,41 +130,43 @@ QWEN2_NAMES = "stablelm2 hunyuan solar-open grok-2 megrez kormo"
 
 RULES = (
     # what llama.cpp does where a file says nothing better
-    Words(("default",), (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    Words((*GPT2_NAMES.split(),), (GPT2,)),
-    Words(("olmo", "mpt"), (GPT2,), normalizer=NFC),  # the tokenizer of GPT-NeoX
-    Words((*SINGLE_DIGIT_NAMES.split(),), (DIGIT, GPT2)),
-    Words(("command-r",), (DIGIT, GPT2), normalizer=NFC),
-    Words((*LLAMA3_NAMES.split(),), (LLAMA3,), ignores_merges=True, adds_bos=True),
-    Words(("dbrx", "smaug-bpe", "chatglm-bpe"), (LLAMA3,)),
-    Words(("glm4", "glm5"), (LLAMA3,), ignores_merges=True),
-    Words(("minicpm5",), (DIGITS, _either(ENDING, WORD, r"\p{N}+", SIGNS, SPACES)), ignores_merges=True),
-    Words(("jais-2",), (_either(ENDING, WORD, DIGITS, SIGNS, LONG_SPACES),)),
-    Words(("qwen2", "deepseek-r1-qwen", "f2llmv2"), (QWEN2,), normalizer=NFC),
-    Words((*QWEN2_NAMES.split(),), (QWEN2,)),
-    Words(("laguna",), (r"[^\n]+|[\n]+", QWEN2)),
-    Words(("ufakzeka",), (_either(WORD, DIGIT, SIGNS, SPACES),)),
-    Words(("seed-coder",), (_either(ENDING, WORD, DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", SPACES),)),
-    Words(("bailingmoe", "bailingmoe2", "llada-moe"), (BAILING,)),
-    Words(("exaone-moe",), (EXAONE,)),
-    Words(("qwen35",), (QWEN35,), normalizer=NFC),
-    Words(("tekken",), (TEKKEN,), ignores_merges=True, adds_bos=True),
-    Words(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (GPT4O,)),
+    PreTokenizer(("default",), (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    PreTokenizer((*GPT2_NAMES.split(),), (GPT2,)),
+    PreTokenizer(("olmo", "mpt"), (GPT2,), normalizer=NFC),  # the tokenizer of GPT-NeoX
+    PreTokenizer((*SINGLE_DIGIT_NAMES.split(),), (DIGIT, GPT2)),
+    PreTokenizer(("command-r",), (DIGIT, GPT2), normalizer=NFC),
+    PreTokenizer((*LLAMA3_NAMES.split(),), (LLAMA3,), ignores_merges=True, adds_bos=True),
+    PreTokenizer(("dbrx", "smaug-bpe", "chatglm-bpe"), (LLAMA3,)),
+    PreTokenizer(("glm4", "glm5"), (LLAMA3,), ignores_merges=True),
+    PreTokenizer(
+        ("minicpm5",), (DIGITS, _either(ENDING, WORD, r"\p{N}+", SIGNS, SPACES)), ignores_merges=True
+    ),
+    PreTokenizer(("jais-2",), (_either(ENDING, WORD, DIGITS, SIGNS, LONG_SPACES),)),
+    PreTokenizer(("qwen2", "deepseek-r1-qwen", "f2llmv2"), (QWEN2,), normalizer=NFC),
+    PreTokenizer((*QWEN2_NAMES.split(),), (QWEN2,)),
+    PreTokenizer(("laguna",), (r"[^\n]+|[\n]+", QWEN2)),
+    PreTokenizer(("ufakzeka",), (_either(WORD, DIGIT, SIGNS, SPACES),)),
+    PreTokenizer(("seed-coder",), (_either(ENDING, WORD, DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", SPACES),)),
+    PreTokenizer(("bailingmoe", "bailingmoe2", "llada-moe"), (BAILING,)),
+    PreTokenizer(("exaone-moe",), (EXAONE,)),
+    PreTokenizer(("qwen35",), (QWEN35,), normalizer=NFC),
+    PreTokenizer(("tekken",), (TEKKEN,), ignores_merges=True, adds_bos=True),
+    PreTokenizer(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (GPT4O,)),
     # llama.cpp counts threes of digits from the end also where a letter follows
-    Words(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O), normalizer=NFC),
-    Words(("kimi-k2",), (KIMI,)),
-    Words(("youtu",), (YOUTU_SCRIPTS, YOUTU), ignores_merges=True),
-    Words(("deepseek-llm",), DEEPSEEK_LLM),
-    Words(("deepseek-coder",), (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, DIGIT)),
-    Words(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), (DIGITS, EAST_ASIAN, DEEPSEEK)),
-    Words(("spark2_5",), (DIGITS, EAST_ASIAN, SPARK, DIGIT)),
-    Words(("afmoe",), (*AFMOE_DIGITS, AFMOE_SCRIPTS, DEEPSEEK)),
-    Words(("bloom", "poro-chat", "gpt3-finnish"), (BLOOM,)),
-    Words(("viking",), (BLOOM, DIGIT)),
+    PreTokenizer(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O), normalizer=NFC),
+    PreTokenizer(("kimi-k2",), (KIMI,)),
+    PreTokenizer(("youtu",), (YOUTU_SCRIPTS, YOUTU), ignores_merges=True),
+    PreTokenizer(("deepseek-llm",), DEEPSEEK_LLM),
+    PreTokenizer(("deepseek-coder",), (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, DIGIT)),
+    PreTokenizer(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), (DIGITS, EAST_ASIAN, DEEPSEEK)),
+    PreTokenizer(("spark2_5",), (DIGITS, EAST_ASIAN, SPARK, DIGIT)),
+    PreTokenizer(("afmoe",), (*AFMOE_DIGITS, AFMOE_SCRIPTS, DEEPSEEK)),
+    PreTokenizer(("bloom", "poro-chat", "gpt3-finnish"), (BLOOM,)),
+    PreTokenizer(("viking",), (BLOOM, DIGIT)),
     # Falcon looks for digits among the characters of bytes, some of which are fractions; llama.cpp does not
-    Words(("falcon",), (r"[\p{P}\$\+<=>\^~\|`]+", GPT2), byte_patterns=(r"\p{N}+", "[0-9][0-9][0-9]")),
-    Words(("superbpe",), (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),  # a token may be several words
-    Words(("gemma4",), (), adds_bos=True, spells_bytes=False),
-    Words(("sarvam-moe",), (), spells_bytes=False),
+    PreTokenizer(("falcon",), (r"[\p{P}\$\+<=>\^~\|`]+", GPT2), byte_patterns=(r"\p{N}+", "[0-9][0-9][0-9]")),
+    PreTokenizer(("superbpe",), (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),  # a token may be several words
+    PreTokenizer(("gemma4",), (), adds_bos=True, spells_bytes=False),
+    PreTokenizer(("sarvam-moe",), (), spells_bytes=False),
 )
 WORDS = {name: rule for rule in RULES for name in rule.names}

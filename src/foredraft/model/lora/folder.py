@@ -1,11 +1,8 @@
-"""The checkpoint folder of a model with LoRAs: what all readers of a model take from a folder.
+"""The folder of a LoRA by its name, downloaded if necessary, and the checkpoint folder of a model with LoRAs.
 
-Contract: the folder has links to the files of the model's own folder, except its weights, a `config.json`,
-and a record that names that folder and the LoRAs; `model.checkpoint` merges the tensors while it reads them.
-It is temporary, and lasts as long as the process. No value of a weight is read here.
-
-A head that is tied to the embedding is untied where a LoRA changes one of the two: the other one stays as it
-is, as when PEFT runs the LoRA beside the model. With `ensure_weight_tying` both stay one.
+The temporary folder has links to the files of the model's own, except its weights, a `config.json`, and a
+record that names that folder and the LoRAs. A head that is tied to the embedding is untied where a LoRA
+changes one of the two, as when PEFT runs the LoRA beside the model; with `ensure_weight_tying` both stay one.
 """
 
 from __future__ import annotations
@@ -19,18 +16,32 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from foredraft.errors import CheckpointError, shortened
 from foredraft.files import process_folder
-from foredraft.model.checkpoint import INDEX
 from foredraft.model.config import read_json
+from foredraft.model.gguf.file import is_gguf
 from foredraft.model.gguf.tensors import RECORD as GGUF_RECORD
-from foredraft.model.lora.download import resolve_lora
-from foredraft.model.lora.finding import is_embedding, is_head
+from foredraft.model.hub import REPOSITORY, Download, existing
+from foredraft.model.lora.lora_config import LORA_CONFIG, RECORD, WEIGHTS, record_of
 from foredraft.model.lora.lora_tensors import LoraTensors
-from foredraft.model.lora.opening import open_lora
-from foredraft.model.lora.record import RECORD, record_of
+from foredraft.model.lora.merging import is_embedding, is_head, open_lora
+from foredraft.model.safetensors_file import INDEX
 from foredraft.model.spec import CONFIG, ModelSpec
 
-__all__ = ["with_loras"]
+
+def resolve_lora(name: str | Path, report: Callable[[str, int, int], None] | None = None) -> Path:
+    folder = existing(name)
+    if folder is not None:
+        if not folder.is_dir() and is_gguf(folder):
+            problem = f"LoRA {name} is a GGUF file"
+            raise CheckpointError(problem, remedy="give the folder that it was made from, as PEFT saves it")
+        return folder
+    match = REPOSITORY.fullmatch(str(name))
+    if match is None or match[2] is not None:
+        problem = f"LoRA {shortened(str(name))} is neither a folder nor a hub name of the form owner/name"
+        raise CheckpointError(problem, remedy="check its spelling")
+    return Download(match[1], None, match[3], report).run_files((LORA_CONFIG, WEIGHTS))
+
 
 WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 UNLINKED = (CONFIG, INDEX, GGUF_RECORD, RECORD)
@@ -42,16 +53,7 @@ OnProgress = Callable[[str, int, int], None]
 def with_loras(
     base: Path, names: str | Path | Sequence[str | Path], report: OnProgress | None = None
 ) -> Path:
-    """Return the checkpoint folder of a model with LoRAs; without any, the model's own.
-
-    Args:
-        base: The model's own folder.
-        names: The folder or hub id of a LoRA, or several, in the order in which they add up.
-        report: Told how far a download is.
-
-    Raises:
-        CheckpointError: A LoRA is not one, is broken, or is not supported.
-    """
+    """Return the checkpoint folder of a model with LoRAs; without any, the model's own."""
     if not names:
         return base
     given = [names] if isinstance(names, str | Path) else names
@@ -71,7 +73,6 @@ def with_loras(
 
 
 def _unties(lora: LoraTensors) -> bool:
-    """Return whether a LoRA makes a tied embedding and head two weights."""
     modules = [change.module for change in lora.changes]
     return any(map(is_head, modules)) or (not lora.config.ties and any(map(is_embedding, modules)))
 

@@ -1,28 +1,70 @@
-"""`LoraConfig`: what `adapter_config.json` says of a LoRA.
+"""`LoraConfig`: what `adapter_config.json` says of a LoRA; the record of a folder with LoRAs. It needs no
+PyTorch.
 
-Contract: every key is read, changes nothing in a merged weight, or is refused by name. A LoRA whose effect is
-more than W + s·B·A, or whose training changed the weights under it, is refused with what to do instead.
+Every key is read, changes nothing in a merged weight, or is refused by name. So is a LoRA whose effect is
+more than W + s·B·A, or whose training changed the weights under it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
-from foredraft.model.lora.record import CONFIG
 
-__all__ = ["ALL_LINEAR", "LoraConfig", "read_lora_config"]
+RECORD = "foredraft_loras.json"  # of a folder that `folder.with_loras` made
+LORA_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA's folder
+UNTIED = "untied"  # a key of the record
+PIECE = 2**20  # bytes that are hashed at a time
+
+
+def is_lora(folder: Path) -> bool:
+    return (folder / LORA_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def record_of(base: Path, loras: Sequence[tuple[str, Path]], *, untied: bool) -> dict[str, Any]:
+    listed = [{"name": name, "folder": str(folder.absolute())} for name, folder in loras]
+    return {"base": str(base.absolute()), "loras": listed, UNTIED: untied}
+
+
+def base_of(folder: Path) -> Path:
+    """Return the folder of the model without LoRAs; a folder without a record is that itself."""
+    return Path(read_json(folder / RECORD)["base"]) if (folder / RECORD).is_file() else folder
+
+
+def loras_of(folder: Path) -> list[tuple[str, Path]]:
+    """Return the LoRAs of a folder in their order: their names, for display, and their folders."""
+    if not (folder / RECORD).is_file():
+        return []
+    return [(each["name"], Path(each["folder"])) for each in read_json(folder / RECORD)["loras"]]
+
+
+def lora_digests(folder: Path) -> list[str]:
+    return [_digest(lora) for _, lora in loras_of(folder)]
+
+
+def _digest(lora: Path) -> str:
+    digest = hashlib.sha256()
+    for name in (LORA_CONFIG, WEIGHTS):
+        try:
+            with (lora / name).open("rb") as file:
+                while piece := file.read(PIECE):
+                    digest.update(piece)
+        except OSError as error:
+            problem = f"{lora / name} cannot be read ({error.strerror})"
+            raise CheckpointError(problem, remedy="give the LoRA again") from error
+    return digest.hexdigest()
+
 
 ALL_LINEAR = "all-linear"  # a value of target_modules
 MERGE_THERE = "merge it into its model with PEFT (merge_and_unload), and give the merged model"
-# What other keys make of a LoRA, where they have a value -> its name.
-OTHER_KINDS = {
+OTHER_KINDS = {  # what other keys make of a LoRA, where they have a value
     "use_dora": "DoRA, which also scales each row of a weight",
     "use_qalora": "QA-LoRA, which pools the inputs of its layers",
     "alora_invocation_tokens": "an activated LoRA, which acts behind certain tokens alone",
@@ -38,10 +80,8 @@ OTHER_KINDS = {
 # Ways to begin the training that change the model's own weights; what was trained fits those alone.
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 SAVE_AS_LORA = "save it as an ordinary LoRA (PEFT's path_initial_model_for_weight_conversion)"
-# Ways that leave them as they are.
-LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
-# Keys that say how a LoRA was trained or saved.
-HARMLESS = frozenset(
+LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")  # what leaves them as they are
+HARMLESS = frozenset(  # keys that say how a LoRA was trained or saved
     """
     auto_mapping corda_config eva_config inference_mode layers_pattern layers_to_transform lora_dropout
     lora_ga_config loftq_config megatron_core peft_version qalora_group_size revision runtime_config task_type
@@ -52,52 +92,31 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What a LoRA is.
-
-    Attributes:
-        rank: r, the rank of its changes.
-        alpha: α.
-        ranks: Patterns of modules' names -> another rank.
-        alphas: Patterns of modules' names -> another α.
-        root: Changes are scaled by α/√r instead of α/r.
-        targets: The modules that it changes: a regular expression, `ALL_LINEAR`, or ends of names; None where
-            it does not say.
-        saved: Ends of the names of modules whose weights it replaces.
-        biases: It replaces biases, too.
-        transposed: Weights of its layers are stored with a row for each input.
-        ties: Changes of a tied embedding or head are of both.
-        base: The model that it was trained for, as its maker named it; None where it does not say.
-    """
-
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    root: bool
-    targets: str | tuple[str, ...] | None
-    saved: tuple[str, ...]
-    biases: bool
-    transposed: bool
-    ties: bool
-    base: str | None
+    rank: int  # r, the rank of its changes
+    alpha: float  # α
+    ranks: Mapping[str, int]  # patterns of modules' names -> another rank
+    alphas: Mapping[str, float]  # patterns of modules' names -> another α
+    root: bool  # changes are scaled by α/√r instead of α/r
+    targets: str | tuple[str, ...] | None  # expression, `ALL_LINEAR`, or ends of modules' names
+    saved: tuple[str, ...]  # ends of the names of modules whose weights it replaces
+    biases: bool  # it replaces biases, too
+    transposed: bool  # weights of its layers are stored with a row for each input
+    ties: bool  # changes of a tied embedding or head are of both
+    base: str | None  # the model that it was trained for, as its maker named it; None where it does not say
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's change."""
         rank: int = _by_pattern(self.ranks, module, self.rank)
         return rank
 
     def alpha_of(self, module: str) -> float:
-        """Return α of a module's change."""
         alpha: float = _by_pattern(self.alphas, module, self.alpha)
         return alpha
 
     def scale_of(self, module: str) -> float:
-        """Return s, the factor of B·A."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.root else rank)
 
     def targets_module(self, module: str) -> bool:
-        """Return whether a module is one of those that it changes."""
         if self.targets is None or self.targets == ALL_LINEAR:
             return True
         if isinstance(self.targets, str):
@@ -105,7 +124,6 @@ class LoraConfig:
         return any(module == target or module.endswith(f".{target}") for target in self.targets)
 
     def saves(self, module: str) -> bool:
-        """Return whether a module is, or lies in, one whose weights it replaces."""
         parts = module.split(".")
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(each.endswith(self.saved) for each in around)
@@ -120,23 +138,14 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
-    """Read the `adapter_config.json` of a LoRA.
-
-    Raises:
-        CheckpointError: It is no LoRA, or one that is not supported.
-    """
-    read = ConfigReader(read_json(folder / CONFIG), str(folder / CONFIG), HARMLESS)
+    read = ConfigReader(read_json(folder / LORA_CONFIG), str(folder / LORA_CONFIG), HARMLESS)
     kind = read.take("peft_type")
     if kind != "LORA":
-        raise CheckpointError(
-            f"{read.where}: peft_type {shortened(kind)} is not supported",
-            remedy=f"give a LoRA, or {MERGE_THERE}",
-        )
+        problem = f"{read.where}: peft_type {shortened(kind)} is not supported"
+        raise CheckpointError(problem, remedy=f"give a LoRA, or {MERGE_THERE}")
     for key, what in OTHER_KINDS.items():
         if read.take(key):
-            raise CheckpointError(
-                f"{read.where}: {key} makes it {what}, which is not supported", remedy=MERGE_THERE
-            )
+            raise _unmergeable(f"{read.where}: {key} makes it {what}, which is not supported")
     _check_start(read)
     config = LoraConfig(
         rank=read.count("r", 8),
@@ -155,27 +164,23 @@ def read_lora_config(folder: Path) -> LoraConfig:
     read.take("exclude_modules")  # it has no tensors of these
     for key, value in read.unread().items():
         if value not in (False, [], {}, ""):
-            raise CheckpointError(
-                f"{read.where}: {key} = {shortened(value)} is not known, and ignoring it could change"
-                " the output",
-                remedy=MERGE_THERE,
-            )
+            given = f"{read.where}: {key} = {shortened(value)}"
+            raise _unmergeable(f"{given} is not known, and ignoring it could change the output")
     return config
 
 
+def _unmergeable(problem: str) -> CheckpointError:
+    return CheckpointError(problem, remedy=MERGE_THERE)
+
+
 def _check_start(read: ConfigReader) -> None:
-    """Refuse a LoRA whose training began with other weights under it."""
     start = read.take("init_lora_weights", True)
+    given = f"{read.where}: init_lora_weights = {shortened(start)}"
     name = start.lower() if isinstance(start, str) else start
     if isinstance(name, str) and name.startswith(CHANGES_THE_BASE):
-        raise CheckpointError(
-            f"{read.where}: init_lora_weights = {shortened(start)} changed the model's own weights",
-            remedy=SAVE_AS_LORA,
-        )
+        raise CheckpointError(f"{given} changed the model's own weights", remedy=SAVE_AS_LORA)
     if not (isinstance(name, bool | None) or name in LEAVES_THE_BASE):
-        raise CheckpointError(
-            f"{read.where}: init_lora_weights = {shortened(start)} is not known", remedy=MERGE_THERE
-        )
+        raise _unmergeable(f"{given} is not known")
 
 
 def _patterns(read: ConfigReader, key: str, value_of: Any) -> dict[str, Any]:
@@ -201,10 +206,8 @@ def _check_pattern(read: ConfigReader, key: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"{read.where}: {key} has {shortened(pattern)}, which is no regular expression ({error})",
-            remedy="correct it",
-        ) from error
+        problem = f"{read.where}: {key} has {shortened(pattern)}, which is no regular expression ({error})"
+        raise CheckpointError(problem, remedy="correct it") from error
 
 
 def _names(read: ConfigReader, key: str) -> tuple[str, ...]:

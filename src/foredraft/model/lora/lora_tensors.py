@@ -22,8 +22,6 @@ from foredraft.errors import CheckpointError, shortened
 from foredraft.model.lora.lora_config import MERGE_THERE, LoraConfig
 from foredraft.model.safetensors_file import SafetensorsFile
 
-__all__ = ["FLOATS", "Change", "LoraTensors", "Product", "Replacement", "Shift"]
-
 FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of values, as safetensors names them
 PREFIX = re.compile(r"(base_model\.model\.|base_model\.)")
 ADAPTER = r"(\.default)?"  # the name of the adapter within PEFT, where another program saved the tensors
@@ -31,35 +29,23 @@ PART = re.compile(rf"(?P<module>.+)\.(?P<part>lora_(embedding_)?[AB]){ADAPTER}(\
 SAVED = re.compile(rf"(?P<module>.+?)(\.base_layer|\.modules_to_save{ADAPTER})?\.(?P<kind>weight|bias)")
 UNREAD = ".original_module."  # the model's own weights, which old versions of PEFT saved, too
 OTHERS = {"lora_magnitude_vector": "DoRA", "trainable_tokens": "trained rows of an embedding"}
-# Modules that PEFT saves without being told to, where it changed them or their size.
-EMBEDDINGS = ("embed_tokens", "lm_head")
+EMBEDDINGS = ("embed_tokens", "lm_head")  # saved by PEFT without being told to, if changed
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """B·A, which is scaled and added to a weight.
+class LowRankUpdate:
+    """B·A, which is scaled and added to a weight."""
 
-    Attributes:
-        a: Name of A in the LoRA's file.
-        b: Name of B.
-        inputs: Columns of A.
-        outputs: Rows of B.
-        scale: s.
-        embedding: The weight has a row for each input: it gets (B·A)ᵀ.
-    """
-
-    a: str
-    b: str
-    inputs: int
-    outputs: int
-    scale: float
-    embedding: bool
+    a: str  # name of A in the LoRA's file
+    b: str  # name of B
+    inputs: int  # columns of A
+    outputs: int  # rows of B
+    scale: float  # s
+    embedding: bool  # the weight has a row for each input: it gets (B·A)ᵀ
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A tensor that is scaled and added to a bias."""
-
     name: str
     shape: tuple[int, ...]
     scale: float
@@ -67,39 +53,18 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A tensor that takes the place of a model's."""
-
     name: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a LoRA does to one tensor of a module.
-
-    Attributes:
-        module: The module, as the LoRA names it.
-        kind: "weight" or "bias".
-        what: What it does.
-    """
-
-    module: str
-    kind: str
-    what: Product | Shift | Replacement
+    module: str  # the module, as the LoRA names it
+    kind: str  # "weight" or "bias"
+    what: LowRankUpdate | Shift | Replacement  # what it does
 
 
 class LoraTensors:
-    """An open LoRA.
-
-    Args:
-        name: What messages call it.
-        config: What it is.
-        file: Its tensors.
-
-    Raises:
-        CheckpointError: A tensor is not understood, or does not fit another one or the config.
-    """
-
     def __init__(self, name: str, config: LoraConfig, file: SafetensorsFile) -> None:
         self.name, self.config, self.file = name, config, file
         self.parts: dict[str, dict[str, str]] = {}  # module -> part -> tensor
@@ -107,25 +72,23 @@ class LoraTensors:
         for tensor in file.keys():  # noqa: SIM118 - no mapping
             self._sort(tensor)
         # the embedding's and the head's first: a change may be of what replaces them
-        self.changes = [*self._replacements(), *self._products()]
+        saved = self.saved.items()
+        replacements = (Change(*of, Replacement(tensor, self.shape(tensor))) for of, tensor in saved)
+        self.changes = [*replacements, *self._products()]
         if not self.changes:
             raise self.error("changes nothing: its file has no tensors", "give a LoRA that was trained")
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that it changes, as it names them, in the order of their names."""
         return tuple(sorted({change.module for change in self.changes}))
 
     def error(self, problem: str, remedy: str) -> CheckpointError:
-        """Return an error of this LoRA."""
         return CheckpointError(f"LoRA {self.name} {problem}", remedy=remedy)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return tuple(self.file.get_slice(tensor).get_shape())
 
     def _sort(self, tensor: str) -> None:
-        """Note what a tensor is."""
         own = PREFIX.sub("", tensor, count=1) if PREFIX.match(tensor) else tensor
         if UNREAD in own:
             return
@@ -151,13 +114,8 @@ class LoraTensors:
         known[key] = tensor
 
     def _may_save(self, module: str, kind: str) -> bool:
-        """Return whether a LoRA of this config may replace a module's weight or bias."""
         named = module.rpartition(".")[2] in EMBEDDINGS or self.config.saves(module)
         return named or (kind == "bias" and self.config.biases)
-
-    def _replacements(self) -> Iterator[Change]:
-        for (module, kind), tensor in self.saved.items():
-            yield Change(module, kind, Replacement(tensor, self.shape(tensor)))
 
     def _products(self) -> Iterator[Change]:
         for module, parts in self.parts.items():
@@ -174,7 +132,7 @@ class LoraTensors:
             if (bias := parts.get("bias")) is not None:
                 yield Change(module, "bias", Shift(bias, self.shape(bias), self.config.scale_of(module)))
 
-    def _product(self, module: str, a: str, b: str, embedding: bool) -> Product:
+    def _product(self, module: str, a: str, b: str, embedding: bool) -> LowRankUpdate:
         a_shape, b_shape = self.shape(a), self.shape(b)
         if len(a_shape) != 2 or len(b_shape) != 2 or not all(a_shape + b_shape):
             problem = f"has changes of {shortened(module)} of shapes {[*a_shape]} and {[*b_shape]}"
@@ -186,4 +144,4 @@ class LoraTensors:
                 f" adapter_config.json says {rank}",
                 "take both files from one LoRA",
             )
-        return Product(a, b, a_shape[1], b_shape[0], self.config.scale_of(module), embedding)
+        return LowRankUpdate(a, b, a_shape[1], b_shape[0], self.config.scale_of(module), embedding)

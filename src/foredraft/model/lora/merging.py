@@ -1,57 +1,206 @@
-"""The tensors of a model with LoRAs merged into them, as an open file gives them.
+"""LoRAs merged into the tensors of a model that they change, as an open file gives them.
 
-Contract: a merged tensor is W + Σ s·B·A, in the order of the LoRAs, computed in float32 and rounded once, to
+A change finds its tensor by the module's name, so weights that families store fused or transposed get theirs
+as stored. A merged tensor is W + Σ s·B·A, in the order of the LoRAs, computed in float32 and rounded once, to
 the dtype that the model is loaded in. Values of a LoRA are read when its tensor is, and must be finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.errors import shortened
-from foredraft.model.lora.finding import ChangedTensor
-from foredraft.model.lora.lora_tensors import LoraTensors, Product, Replacement, Shift
-from foredraft.model.transfers import dtype_name
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import read_json
+from foredraft.model.lora.lora_config import LORA_CONFIG, RECORD, UNTIED, WEIGHTS, loras_of, read_lora_config
+from foredraft.model.lora.lora_tensors import FLOATS, Change, LoraTensors, LowRankUpdate, Replacement, Shift
+from foredraft.model.safetensors_file import DTYPES, LazyTensor, SafetensorsFile
 
-__all__ = ["MergedTensors"]
+COMPARED = 2**24  # values that are compared at a time
+# What stands in front of a module's name in some classes of transformers and in some files, but not in all.
+OUTER = ("model", "language_model", "transformer")
+# ends of modules' names
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
+HEADS = ("lm_head", "embed_out", "output")  # canonical names
 
-PIECE = 2**18  # values that are merged at a time: 1 MiB, which stays in a core's cache
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}  # as safetensors has them
+
+def canonical(module: str) -> str:
+    """Return a module's name without what stands in front of it in some files alone.
+
+    Examples:
+        >>> canonical("model.language_model.layers.0.mlp.up_proj"), canonical("language_model.lm_head")
+        ('layers.0.mlp.up_proj', 'lm_head')
+    """
+    first, _, rest = module.partition(".")
+    return canonical(rest) if rest and first in OUTER else module
+
+
+def is_embedding(module: str) -> bool:
+    return module.rpartition(".")[2] in EMBEDDINGS
+
+
+def is_head(module: str) -> bool:
+    return canonical(module) in HEADS
+
+
+@dataclass(slots=True)
+class ChangedTensor:
+    file: Any  # the open file that has it
+    name: str  # its name there
+    shape: tuple[int, ...]  # its shape
+    changes: list[tuple[LoraTensors, Change]] = field(default_factory=list)  # in order
+    transposed: bool = False  # it has a row for each input
+
+
+def changed_tensors(
+    files: Mapping[str, Any], loras: Sequence[LoraTensors], source: str, aliases: Mapping[str, str]
+) -> dict[str, ChangedTensor]:
+    known = _Known(files, aliases, source)
+    found = {name: known.tensor(name) for name in aliases}
+    for lora in loras:
+        for change in lora.changes:
+            name = known.name_of(lora, change)
+            tensor = found.setdefault(name, known.tensor(name))
+            known.check(lora, change, name, tensor)
+            if len(loras) > 1 and _replaces_by_the_same(tensor, lora, change.what):
+                continue  # PEFT saves an embedding or a head that it changes, as it was before
+            known.check_order(lora, change, name, tensor)
+            tensor.changes.append((lora, change))
+    return found
+
+
+def _replaces_by_the_same(tensor: ChangedTensor, lora: LoraTensors, what: object) -> bool:
+    if not isinstance(what, Replacement):
+        return False
+    new, old = lora.file.get_slice(what.name), tensor.file.get_slice(tensor.name)
+    rows = max(1, COMPARED // max(1, math.prod(tensor.shape[1:])))
+    for first in range(0, tensor.shape[0], rows):
+        piece = slice(first, first + rows)
+        values = old[piece]
+        if not values.is_meta and not torch.equal(new[piece].float(), values.float()):
+            return False
+    return True
+
+
+class _Known:
+    def __init__(self, files: Mapping[str, Any], aliases: Mapping[str, str], source: str) -> None:
+        self.files, self.aliases, self.source = files, aliases, source
+        self.names: dict[str, list[str]] = {}  # canonical name -> the names of the tensors
+        for name in dict.fromkeys([*files, *aliases]):
+            self.names.setdefault(canonical(name), []).append(name)
+
+    def tensor(self, name: str) -> ChangedTensor:
+        stored = self.aliases.get(name, name)
+        return ChangedTensor(self.files[stored], stored, self._shape(stored))
+
+    def name_of(self, lora: LoraTensors, change: Change) -> str:
+        wanted = f"{change.module}.{change.kind}"
+        names = self.names.get(canonical(wanted), [])
+        if wanted in names:
+            return wanted
+        if len(names) > 1:
+            problem = f"changes {shortened(wanted)}, but {self.source} has {' and '.join(names)}"
+            raise lora.error(problem, "give a model with one of them")
+        if names:
+            return names[0]
+        module = canonical(change.module)
+        kinds = {kind for name in self.names for own, _, kind in [name.rpartition(".")] if own == module}
+        if change.kind == "weight" and kinds - {"bias"}:
+            raise self._quantised(lora, change)
+        if change.kind == "bias" and kinds:
+            problem = f"changes the bias of {shortened(change.module)}, which has none in {self.source}"
+        else:
+            problem = f"changes {shortened(change.module)}, which {self.source} does not have"
+        raise lora.error(problem, self._give(lora))
+
+    def check(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
+        if tensor.file.get_slice(tensor.name).get_dtype() not in FLOATS:
+            raise self._quantised(lora, change)
+        what, shape = change.what, tensor.shape
+        if not shape or (isinstance(what, LowRankUpdate) and len(shape) != 2):
+            problem = f"changes {shortened(name)} of shape {[*shape]}, which is no linear layer"
+            raise lora.error(problem, self._give(lora))
+        if isinstance(what, LowRankUpdate):
+            tensor.transposed = what.embedding or self._is_transposed(name, what, lora)
+            wanted: tuple[int, ...] = (what.outputs, what.inputs)
+            wanted = wanted[::-1] if tensor.transposed else wanted
+        else:
+            wanted = what.shape
+        if wanted != shape:
+            problem = f"is for {shortened(name)} of shape {[*wanted]}, but {self.source} has {[*shape]} there"
+            raise lora.error(problem, self._give(lora))
+
+    def check_order(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
+        if isinstance(change.what, Replacement) and tensor.changes:
+            problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
+            raise lora.error(problem, "leave one of them out")
+        for other, before in tensor.changes:
+            if other is not lora and isinstance(before.what, Replacement):
+                problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
+                raise lora.error(problem, "leave one of them out")
+
+    def _is_transposed(self, name: str, what: LowRankUpdate, lora: LoraTensors) -> bool:
+        """Return whether a linear layer is stored with a row for each input, as GPT-2's are.
+
+        A bias tells, or that of layers beside it; else `fan_in_fan_out`, since PEFT decides by the layer's
+        class.
+        """
+        layer = name.removesuffix(".weight")
+        parent = layer.rpartition(".")[0]
+        for place in (layer, parent, parent.rpartition(".")[0]):
+            for other in self._weights_in(place):
+                rows, columns = self._shape(other)
+                bias = f"{other.removesuffix('.weight')}.bias"
+                if rows != columns and bias in self.files and self._shape(bias) in ((rows,), (columns,)):
+                    return self._shape(bias) == (columns,)
+        fits_transposed = self.tensor(name).shape == (what.inputs, what.outputs)
+        return lora.config.transposed and what.inputs != what.outputs and fits_transposed
+
+    def _weights_in(self, module: str) -> Iterable[str]:
+        inside = (f"{module}.weight", f"{module}.") if module else ()
+        weights = (name for name in self.files if name.endswith(".weight") and name.startswith(inside))
+        return [name for name in weights if len(self._shape(name)) == 2]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.files[name].get_slice(name).get_shape())
+
+    def _quantised(self, lora: LoraTensors, change: Change) -> CheckpointError:
+        problem = f"changes {shortened(change.module)}, whose weights are quantised in {self.source}"
+        return lora.error(problem, "merge it into the model that was quantised")
+
+    def _give(self, lora: LoraTensors) -> str:
+        base = lora.config.base
+        named = "" if base is None else f", which it calls {shortened(base)}"
+        return f"give the model that it was trained for{named}"
+
+
+MERGED = 2**18  # values that are merged at a time: 1 MiB, which stays in a core's cache
+NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
 
 
 class MergedTensors:
-    """The changed tensors of a model.
-
-    Args:
-        tensors: Them, by the names that the loaded model gives them.
-        dtype: The dtype that the model is loaded in.
-    """
-
     def __init__(self, tensors: Mapping[str, ChangedTensor], dtype: torch.dtype) -> None:
         self.tensors, self.dtype = tensors, dtype
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors."""
         return [*self.tensors]
 
-    def get_slice(self, name: str) -> MergedSlice:
-        """Return a tensor whose values are not read yet."""
-        return MergedSlice(self, name)
+    def get_slice(self, name: str) -> LazyTensor:
+        shape = self.tensors[name].shape
+        return LazyTensor(NAMES[self.dtype], shape, lambda rows: self.get_tensor(name)[rows])
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a merged tensor.
-
-        Raises:
-            CheckpointError: A LoRA has values that are not finite.
-        """
         tensor = self.tensors[name]
         read = _Values()
         merged = torch.empty(tensor.shape, dtype=self.dtype)
-        rows = max(1, PIECE // max(1, math.prod(tensor.shape[1:])))
+        rows = max(1, MERGED // max(1, math.prod(tensor.shape[1:])))
         stored = tensor.file.get_slice(tensor.name)
         for first in range(0, tensor.shape[0], rows):
             piece = slice(first, min(first + rows, tensor.shape[0]))
@@ -62,24 +211,6 @@ class MergedTensors:
         return merged
 
 
-class MergedSlice:
-    """A merged tensor; asking for rows of it merges it."""
-
-    def __init__(self, tensors: MergedTensors, name: str) -> None:
-        self.tensors, self.name = tensors, name
-
-    def get_dtype(self) -> str:
-        """Return the dtype of the merged tensor, as safetensors names it."""
-        return NAMES[dtype_name(self.tensors.dtype)]
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the tensor."""
-        return [*self.tensors.tensors[self.name].shape]
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        return self.tensors.get_tensor(self.name)[rows]
-
-
 class _Values:
     """Reads tensors of LoRAs in float32, and checks them."""
 
@@ -87,14 +218,12 @@ class _Values:
         self.known: dict[tuple[int, str], Tensor] = {}
 
     def of(self, lora: LoraTensors, name: str) -> Tensor:
-        """Return a tensor."""
         key = id(lora), name
         if key not in self.known:
             self.known[key] = self._checked(lora, name, lora.file.get_tensor(name))
         return self.known[key]
 
     def rows(self, lora: LoraTensors, name: str, rows: slice) -> Tensor:
-        """Return some rows of a tensor, in memory of their own."""
         return self._checked(lora, name, lora.file.get_slice(name)[rows])
 
     def _checked(self, lora: LoraTensors, name: str, values: Tensor) -> Tensor:
@@ -108,22 +237,12 @@ class _Values:
 def changed(
     values: Tensor,
     lora: LoraTensors,
-    what: Product | Shift | Replacement,
+    what: LowRankUpdate | Shift | Replacement,
     piece: slice,
     read: _Values,
     *,
     transposed: bool,
 ) -> Tensor:
-    """Return some rows of a tensor with one change.
-
-    Args:
-        values: The rows before, in float32; they may be overwritten.
-        lora: Makes the change.
-        what: The change.
-        piece: Which rows they are.
-        read: Reads the LoRA's tensors.
-        transposed: The tensor has a row for each input.
-    """
     if isinstance(what, Replacement):
         return read.rows(lora, what.name, piece)
     if isinstance(what, Shift):
@@ -131,3 +250,40 @@ def changed(
     a, b = read.of(lora, what.a), read.of(lora, what.b)
     added = (b @ a[:, piece]).T if transposed else b[piece] @ a
     return values.add_(added * what.scale)
+
+
+def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
+    if not (folder / LORA_CONFIG).is_file():
+        model = f": it has a config.json, but no {LORA_CONFIG}" if (folder / "config.json").is_file() else ""
+        lacks = "is a file" if folder.is_file() else f"has no {LORA_CONFIG}"
+        problem = f"is no LoRA{model}" if model else lacks
+        raise CheckpointError(f"LoRA {name} {problem}", remedy="give the folder of a LoRA, as PEFT saves it")
+    config = read_lora_config(folder)
+    if not (folder / WEIGHTS).is_file():
+        pickled = (folder / WEIGHTS).with_suffix(".bin").is_file()
+        problem = f"LoRA {name} has no {WEIGHTS}{', but a pickle, which can hold code' if pickled else ''}"
+        remedy = "save it again with PEFT, as safetensors" if pickled else "download it again"
+        raise CheckpointError(problem, remedy=remedy)
+    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / WEIGHTS)))
+
+
+def merge_loras(
+    folder: Path, files: Mapping[str, Any], stack: ExitStack, dtype: torch.dtype, source: str
+) -> MergedTensors:
+    """Return the tensors that the LoRAs of a folder change, merged when they are read."""
+    loras = [open_lora(name, lora, stack) for name, lora in loras_of(folder)]
+    aliases = _untied(files, source) if read_json(folder / RECORD)[UNTIED] else {}
+    return MergedTensors(changed_tensors(files, loras, source, aliases), dtype)
+
+
+def _untied(files: Mapping[str, Any], source: str) -> dict[str, str]:
+    """Return the head of a model, which is no longer tied, and the embedding, which has its values."""
+    modules = {name: name.removesuffix(".weight") for name in files if name.endswith(".weight")}
+    embeddings = [name for name, module in modules.items() if is_embedding(module)]
+    if len(embeddings) != 1:
+        problem = f"{source} has {len(embeddings)} embeddings, and a LoRA unties its head from one"
+        remedy = "merge it with PEFT (merge_and_unload), and give the merged model"
+        raise CheckpointError(problem, remedy=remedy)
+    outer = "language_model." if embeddings[0].startswith("language_model.") else ""
+    heads = [name for name, module in modules.items() if is_head(module)]
+    return dict.fromkeys(heads or [f"{outer}lm_head.weight"], embeddings[0])

@@ -1,31 +1,25 @@
-"""Codes: a quantised weight in the one form that all formats are read into.
+"""Codes: a quantised weight in the one form that all formats are read into, and that 16-bit weights are
+rounded to.
 
 A weight is code · scale, or code · scale - offset; a run of `group` columns of a row shares them. They may be
 nested: integers in steps that 256 columns share. The product of a code and a scale that is nested or has 16
-bits is exact in float32, so an expanded weight was rounded once, to its dtype. With a scale in float32, or
-with an offset, the result is rounded to float32 first. Codes may be any small integers, those of a book too.
+bits is exact in float32, so an expanded weight was rounded once. `define` takes for each group the
+least-squares scale of its codes, the best of several, in bfloat16; a C kernel computes the same.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BLOCK_ROWS",
-    "CODEBOOKS",
-    "FORMS",
-    "GROUP",
-    "PIECE",
-    "SUPER",
-    "Codes",
-    "Coding",
-    "codebook_values",
-]
+from foredraft.kernels.compilation import declare, library
+from foredraft.model.memory import dtype_name
 
 BLOCK_ROWS = 32  # rows that are packed together, so pieces of a weight have whole blocks of them
 GROUP = 32  # columns that are coded together in a weight that is kept coded
@@ -44,30 +38,16 @@ CODEBOOKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
-    """How the kernels keep a weight coded.
-
-    Attributes:
-        bits: Of a code: 2, 3, 4, 5, 6 or 8. A code is one of 2 ** bits neighbouring integers.
-        group: Columns that share a scale: 32, or 16 with the bits of `FORMS`.
-        unsigned: The lowest integer is 0; otherwise half of them are negative.
-        zeros: With 4 bits, the integers may begin elsewhere in every group, from -16 on.
-        nested: Scales are int8, in steps of float16 that `SUPER` columns share.
-        offsets: Groups have offsets besides scales; those of nested scales have steps of their own.
-        codebook: Codes of 4 bits are those of this key of `CODEBOOKS`.
-        float8: Codes of 8 bits are float8_e4m3fn.
-        wide: Scales are float32; otherwise those that are not nested may have any dtype.
-    """
-
-    bits: int
-    group: int = GROUP
-    unsigned: bool = False
-    zeros: bool = False
-    nested: bool = False
-    offsets: bool = False
-    codebook: str | None = None
-    float8: bool = False
-    wide: bool = False
+class CodeFormat:
+    bits: int  # of a code: 2, 3, 4, 5, 6 or 8. A code is one of 2 ** bits neighbouring integers
+    group: int = GROUP  # columns that share a scale: 32, or 16 with the bits of `FORMS`
+    unsigned: bool = False  # the lowest integer is 0; otherwise half of them are negative
+    zeros: bool = False  # with 4 bits, the integers may begin elsewhere in every group, from -16 on
+    nested: bool = False  # scales are int8, in steps of float16 that `SUPER` columns share
+    offsets: bool = False  # besides scales; those of nested scales have steps of their own
+    codebook: str | None = None  # codes of 4 bits are those of this key of `CODEBOOKS`
+    float8: bool = False  # codes of 8 bits are float8_e4m3fn
+    wide: bool = False  # scales are float32; otherwise those that are not nested may have any dtype
 
     @property
     def lowest(self) -> int:
@@ -76,7 +56,6 @@ class Coding:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The lowest and the highest code."""
         if self.codebook is not None:
             values = CODEBOOKS[self.codebook]
             return min(values), max(values)
@@ -89,52 +68,42 @@ class Coding:
         return columns <= MOST or not self.offsets
 
     @staticmethod
-    def of(bits: int, group: int | None, *, symmetric: bool) -> Coding | None:
-        """Return the coding of integers of 4 or 8 bits less their zero points; None where they have none.
-
-        Args:
-            bits: Of an integer.
-            group: Columns that share a scale; None if a row does.
-            symmetric: Every zero point is the middle.
-        """
+    def of(bits: int, group: int | None, *, symmetric: bool) -> CodeFormat | None:
+        """Return the format of integers of 4 or 8 bits less their zero points; None where there is none."""
         if group is not None and group % GROUP:
             return None
-        return Coding(4, zeros=not symmetric) if bits == 4 else Coding(8) if symmetric else None
+        return CodeFormat(4, zeros=not symmetric) if bits == 4 else CodeFormat(8) if symmetric else None
 
     @staticmethod
-    def of_all(codings: Iterable[Coding | None]) -> Coding | None:
-        """Return the smallest coding that holds the codes of all; None where one has no coding, or none fits.
+    def of_all(code_formats: Iterable[CodeFormat | None]) -> CodeFormat | None:
+        """Return the smallest format for the codes of all, with nested scales beside others in float32.
 
-        Nested scales beside others become float32, in which they are exact.
-
-        Examples:
-            >>> Coding.of_all([Coding(5), Coding(8)])
-            Coding(8)
+        Returns None where one has no format, or none fits.
         """
-        found = list(codings)
-        known = [coding for coding in found if coding is not None]
-        if len(known) < len(found) or len({coding.float8 for coding in known}) > 1:
+        found = list(code_formats)
+        known = [each for each in found if each is not None]
+        if len(known) < len(found) or len({each.float8 for each in known}) > 1:
             return None
         first = known[0]
         if len(set(known)) == 1:
             return first
-        nested = all(coding.nested for coding in known)
+        nested = all(each.nested for each in known)
         of_scales: dict[str, Any] = {
             "nested": nested,
-            "offsets": any(coding.offsets for coding in known),
-            "wide": any(coding.wide or (coding.nested and not nested) for coding in known),
+            "offsets": any(each.offsets for each in known),
+            "wide": any(each.wide or (each.nested and not nested) for each in known),
         }
-        group = min(coding.group for coding in known)
-        if len({(coding.bits, coding.codebook, coding.group) for coding in known}) == 1 and (
+        group = min(each.group for each in known)
+        if len({(each.bits, each.codebook, each.group) for each in known}) == 1 and (
             first.float8 or first.codebook is not None
         ):
             return replace(first, **of_scales)
-        if set(known) <= {Coding(4), Coding(4, zeros=True)}:
-            return Coding(4, zeros=True)
-        low, high = min(coding.range[0] for coding in known), max(coding.range[1] for coding in known)
+        if set(known) <= {CodeFormat(4), CodeFormat(4, zeros=True)}:
+            return CodeFormat(4, zeros=True)
+        low, high = min(each.range[0] for each in known), max(each.range[1] for each in known)
         for bits, columns in FORMS:
             for unsigned in (False, True):
-                form = Coding(bits, columns, unsigned, **of_scales)
+                form = CodeFormat(bits, columns, unsigned, **of_scales)
                 if columns == group and form.range[0] <= low and high <= form.range[1]:
                     return form
         return None
@@ -142,37 +111,24 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A quantised weight [M, K].
+    """A quantised weight [M, K]."""
 
-    Attributes:
-        codes: [M, K] of a dtype whose values are exact in float32, zero points subtracted already.
-        scales: [M, ceil(K / group)], of any float dtype; nested: int8.
-        group: Columns that share a scale; the last group of a row may be shorter.
-        coding: How the kernels can keep it coded; None where they cannot.
-        steps: Of nested scales, [M, K / SUPER] float16.
-        offsets: As `scales`, subtracted from the scaled codes; None: there are none.
-        offset_steps: Of nested offsets, [M, K / SUPER] float16.
-        order: [K] int32: column j of codes is column order[j] of the weight. So the columns of a group lie
-            together. None: they are in the weight's order.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    group: int
-    coding: Coding | None = None
-    steps: Tensor | None = None
-    offsets: Tensor | None = None
-    offset_steps: Tensor | None = None
+    codes: Tensor  # [M, K] of a dtype whose values are exact in float32, zero points subtracted already
+    scales: Tensor  # [M, ceil(K / group)], of any float dtype; nested: int8
+    group: int  # columns that share a scale; the last group of a row may be shorter
+    code_format: CodeFormat | None = None  # how the kernels can keep it coded; None where they cannot
+    steps: Tensor | None = None  # of nested scales, [M, K / SUPER] float16
+    offsets: Tensor | None = None  # as `scales`, subtracted from the scaled codes; None: there are none
+    offset_steps: Tensor | None = None  # of nested offsets, [M, K / SUPER] float16
+    # [K] int32: column j of codes is column order[j] of the weight, so that groups lie together
     order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, K) of the weight."""
         rows, columns = self.codes.shape
         return rows, columns
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [M, K], rounded once to `dtype`."""
         expanded = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         self.expand_into(expanded)
         return expanded
@@ -183,12 +139,10 @@ class Codes:
         step = max(1, PIECE // columns)
         places = slice(None) if self.order is None else self.order.long()
         for first in range(0, rows, step):
-            expanded[first : first + step, places] = self._values(slice(first, first + step)).to(
-                expanded.dtype
-            )
+            piece = slice(first, first + step)
+            expanded[piece, places] = self._values(piece).to(expanded.dtype)
 
     def _values(self, rows: slice) -> Tensor:
-        """Return rows of the weight, in float32."""
         full = self.shape[1] // self.group  # groups that are not short
         short = full * self.group  # where a short one begins
         values = self.codes[rows].to(torch.float32, copy=True)
@@ -231,13 +185,11 @@ class Codes:
         return replace(self, **rows)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return its tensors [M, ...] by the names of the attributes."""
         names = ("codes", "scales", "steps", "offsets", "offset_steps")
         return {name: found for name in names if (found := getattr(self, name)) is not None}
 
     @staticmethod
     def can_join(parts: Sequence[Codes]) -> bool:
-        """Return whether the kernels can order the inputs for all parts at once."""
         first, *others = [part.order for part in parts]
         if first is None:
             return all(other is None for other in others)
@@ -246,46 +198,33 @@ class Codes:
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:
-        """Return the weights below each other, as one, in the coding that holds all of them.
-
-        Scales of several dtypes become float32, and so do nested ones beside others. The columns of all are
-        in one order (`can_join`).
-        """
+        """Return the weights below each other, as one, in the format that holds all (`CodeFormat.of_all`)."""
         assert Codes.can_join(parts)
-        coding = Coding.of_all(part.coding for part in parts)
-        assert coding is not None
-        parts = [part._coded(coding) for part in parts]
+        code_format = CodeFormat.of_all(part.code_format for part in parts)
+        assert code_format is not None
+        parts = [part._coded(code_format) for part in parts]
         if len({part.scales.dtype for part in parts}) > 1:
             parts = [part._widened() for part in parts]
-        assert len({tuple(part._tensors()) for part in parts}) == 1, "of one coding"
-        below: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._tensors()
-        }
+        assert len({tuple(part._tensors()) for part in parts}) == 1, "of one format"
+        names = parts[0]._tensors()
+        below: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return replace(parts[0], **below)
 
-    def _coded(self, coding: Coding) -> Codes:
-        """Return the same weight with another coding, which holds it."""
-        factor = self.group // coding.group
-        groups = self.shape[1] // coding.group  # the last of the present ones may be shorter
-        found = self if coding.nested or self.steps is None else self._widened()
+    def _coded(self, code_format: CodeFormat) -> Codes:
+        factor = self.group // code_format.group
+        groups = self.shape[1] // code_format.group  # the last of the present ones may be shorter
+        found = self if code_format.nested or self.steps is None else self._widened()
         scales = found.scales.repeat_interleave(factor, 1)[:, :groups]
         offsets, offset_steps = found.offsets, found.offset_steps
         if offsets is not None:
             offsets = offsets.repeat_interleave(factor, 1)[:, :groups]
-        elif coding.offsets:
+        elif code_format.offsets:
             offsets = torch.zeros_like(scales)
             offset_steps = None if found.steps is None else torch.zeros_like(found.steps)
-        return replace(
-            found,
-            scales=scales,
-            group=coding.group,
-            coding=coding,
-            offsets=offsets,
-            offset_steps=offset_steps,
-        )
+        parts: dict[str, Any] = {"scales": scales, "offsets": offsets, "offset_steps": offset_steps}
+        return replace(found, group=code_format.group, code_format=code_format, **parts)
 
     def _widened(self) -> Codes:
-        """Return the same weight with scales and offsets in float32."""
         offsets = None if self.offsets is None else self._in_steps(self.offsets, self.offset_steps)
         scales = self._in_steps(self.scales, self.steps)
         return replace(self, scales=scales, steps=None, offsets=offsets, offset_steps=None)
@@ -294,3 +233,65 @@ class Codes:
 def codebook_values(book: str, numbers: Tensor) -> Tensor:
     """Return the codes [...] int8 that numbers [...] of 4 bits stand for in a book, a key of `CODEBOOKS`."""
     return torch.tensor(CODEBOOKS[book], dtype=torch.int8, device=numbers.device)[numbers.int()]
+
+
+BITS = {"int4": 4, "int8": 8}  # name -> bits of a code
+# The largest weight of a group becomes the code -2 ** (bits - 1) times one of these.
+SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8), 8: (1.0,)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel takes
+
+
+def quantise(weight: Tensor, bits: int) -> Codes:
+    """Return a finite weight [M, K] as codes; K is a multiple of `GROUP`."""
+    if library() is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        return define(weight, bits)
+    weight = weight.contiguous()
+    (rows, columns), shares = weight.shape, SHARES[bits]
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    scales = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16)
+    _kernel(weight.dtype)(
+        weight.data_ptr(), rows, columns, bits, (c_float * len(shares))(*shares), len(shares),
+        codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return Codes(codes, scales, GROUP, CodeFormat(bits))
+
+
+def define(weight: Tensor, bits: int) -> Codes:
+    """Return what `quantise` returns, by PyTorch's operators."""
+    rows, columns = weight.shape
+    groups = columns // GROUP
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=weight.device)
+    step = max(1, PIECE // columns)
+    for row in range(0, rows, step):
+        piece = weight[row : row + step].float().view(-1, groups, GROUP)
+        coded, scale = _piece(piece, bits)
+        codes[row : row + step] = coded.view(-1, columns)
+        scales[row : row + step] = scale
+    return Codes(codes, scales, GROUP, CodeFormat(bits))
+
+
+def _piece(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the codes [M, G, 32] and scales [M, G] of weights [M, G, 32]."""
+    extreme = w.gather(-1, w.abs().argmax(-1, keepdim=True))
+    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf, dtype=torch.float64)
+    for share in SHARES[bits]:
+        codes = _codes(w, extreme * (torch.tensor(share) / -(2 ** (bits - 1))), bits).double()
+        squares = (codes * codes).sum(-1, keepdim=True)
+        scale = ((codes * w).sum(-1, keepdim=True) / squares.clamp_min(1)).float().bfloat16().float()
+        error = (_codes(w, scale, bits).double() * scale - w).square_().sum(-1, keepdim=True)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return _codes(w, best, bits).to(torch.int8), best.squeeze(-1).bfloat16()
+
+
+def _codes(w: Tensor, scale: Tensor, bits: int) -> Tensor:
+    inverse = torch.where(scale == 0, 0.0, 1 / scale)
+    return (w * inverse).clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).round_()
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> Any:
+    function = getattr(library(), f"foredraft_quantise_{dtype_name(dtype)}")
+    arguments = c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_void_p, c_void_p, c_int
+    return declare(function, arguments)

@@ -1,36 +1,34 @@
-"""compressed-tensors: integers of 4 or 8 bits, or float8_e4m3fn, of the layers that a config selects.
+"""compressed-tensors: integers of 4 or 8 bits, or float8_e4m3fn, of the layers that a config selects; FP8 by
+block.
 
-A weight is s · (q - z). In "pack-quantized" files `weight_packed` holds q + 2^(bits - 1), packed along the
-columns of the weight, and `weight_zero_point` holds z likewise, packed along its rows. In "int-quantized",
-"float-quantized" and "naive-quantized" files `weight` holds q itself. The definition is that of
-compressed-tensors (https://github.com/vllm-project/compressed-tensors, `compressors/`), which multiplies in
-the scale's dtype: the result is the same where that is the model's dtype.
-
-With the strategy "block", 128 x 128 numbers share a scale (`fp8.py`). Activations may be quantised while the
-model runs, with a scale for each token, or for 128 columns of one (`activations.py`).
+A weight is s · (q - z): `weight_packed` holds q + 2^(bits - 1), packed along the columns, and
+`weight_zero_point` z likewise, along the rows (https://github.com/vllm-project/compressed-tensors,
+`compressors/`). In FP8 it is q · s, where `weight_scale_inv` holds s of 128 x 128 numbers
+(https://github.com/huggingface/transformers, `integrations/finegrained_fp8.py`). FP8 rounds activations, too,
+and Foredraft does not, as the scheme's `note` says. Weights with one scale are refused: a token's activations
+would depend on its neighbours in a pass.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.activations import GROUP as ACTIVATION_GROUP
-from foredraft.model.quantisation.activations import ActivationFormat
-from foredraft.model.quantisation.codes import Codes, Coding
-from foredraft.model.quantisation.fp8 import BLOCK, FP8BlockFormat
-from foredraft.model.quantisation.packing import subtract_zeros, unpack, words
+from foredraft.errors import shortened
+from foredraft.model.config import ConfigReader, mismatch
+from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.quantisation.gptq import subtract_zeros, unpack, words
+from foredraft.model.quantisation.scheme import GROUP as ACTIVATION_GROUP
 from foredraft.model.quantisation.scheme import (
     INT32,
     SCALES,
-    Part,
+    ActivationFormat,
     Quantisation,
     SchemeRule,
+    TensorSpec,
     WeightFormat,
     count_groups,
     exactly,
@@ -39,9 +37,60 @@ from foredraft.model.quantisation.scheme import (
     read_names,
     shown_group,
 )
-from foredraft.model.tensor_names import CONV1D, LINEAR, Naming
+from foredraft.model.tensor_names import CONV1D, HEAD, LINEAR, Naming
 
-__all__ = ["HARMLESS", "PackedFormat", "PlainFormat", "read_compressed_tensors"]
+HARMLESS_IN_FP8 = frozenset({"dequantize"})  # says how a library runs the weights
+BLOCK = 128  # rows and columns of a block
+NOTE = "activations stay in the model's dtype; the method's authors round them to FP8 too"
+
+
+@dataclass(frozen=True, slots=True)
+class FP8BlockFormat(WeightFormat):
+    scales: str = "weight_scale_inv"  # the suffix of the tensor of scales
+
+    def __str__(self) -> str:
+        return f"FP8 in blocks of {BLOCK} x {BLOCK}"
+
+    @property
+    def code_format(self) -> CodeFormat:
+        return CodeFormat(8, float8=True)
+
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        rows, columns = shape
+        blocks = -(-rows // BLOCK), -(-columns // BLOCK)
+        return {"weight": TensorSpec(shape, ("F8_E4M3",)), self.scales: TensorSpec(blocks, SCALES)}
+
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        scales = tensors[self.scales].repeat_interleave(BLOCK, dim=0)[: shape[0]]
+        return Codes(tensors["weight"], scales, BLOCK, self.code_format)
+
+
+def read_fp8(read: ConfigReader, naming: Naming) -> Quantisation:
+    if read.take("activation_scheme", "dynamic") != "dynamic":
+        raise read.error("activation_scheme", "fixed scales of activations are not supported")
+    block = read.take("weight_block_size")
+    if block is None:
+        raise read.error(
+            "weight_block_size",
+            "without blocks, activations have one scale in a pass, so a token would depend on its neighbours",
+        )
+    if block != [BLOCK, BLOCK]:
+        raise read.error("weight_block_size", f"only {[BLOCK, BLOCK]} is supported")
+    read.choice("fmt", ("e4m3",), "e4m3")
+    read.choice("scale_fmt", ("float",), "float")
+    read.choice("expert_dtype", ("fp8",), "fp8")
+    if read.take("modules_to_convert"):
+        raise read.error("modules_to_convert", "it must be empty")
+    lists = [key for key in ("modules_to_not_convert", "ignored_layers") if read.take(key) is not None]
+    if len(lists) == 2:
+        raise read.error("ignored_layers", "keep modules_to_not_convert alone")
+    # transformers leaves the head alone unless a list is given
+    kept = [re.escape(name) for key in lists for name in read_names(read, key)]
+    pattern = rf"(?:.*\.)?(?:{'|'.join(kept)})(?:\.|\Z)" if kept else exactly([naming.stored_module(HEAD)])
+    rules = [] if lists and not kept else [SchemeRule(pattern, None)]
+    blocks = SchemeRule("", FP8BlockFormat(), layer_class=LINEAR)
+    return Quantisation("fp8", (*rules, blocks), NOTE, float32_scales=True)
+
 
 HARMLESS = frozenset({"global_compression_ratio", "version"})
 HARMLESS_IN_NUMBERS = frozenset({"observer", "observer_kwargs", "zp_dtype"})  # the stored dtypes are checked
@@ -52,44 +101,33 @@ SCALE_DTYPES = (None, "torch.bfloat16", "torch.float16", "torch.float32")
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFormat:
-    """The format of packed integers.
-
-    Attributes:
-        bits: Bits of a number, 4 or 8.
-        group: Columns of a group; None if a row is one group.
-        symmetric: There are no zero points.
-    """
-
-    bits: int
-    group: int | None
-    symmetric: bool
-    by_rows: ClassVar[bool] = False
+class PackedFormat(WeightFormat):
+    bits: int  # bits of a number, 4 or 8
+    group: int | None  # columns of a group; None if a row is one group
+    symmetric: bool  # there are no zero points
 
     def __str__(self) -> str:
         return f"{self.bits} bits {shown_group(self.group)}"
 
     @property
-    def coding(self) -> Coding | None:
-        return Coding.of(self.bits, self.group, symmetric=self.symmetric)
+    def code_format(self) -> CodeFormat | None:
+        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
 
-    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
         groups = count_groups(module, columns, self.group)
         found = {
-            "weight_packed": Part((rows, words(columns, self.bits)), INT32),
-            "weight_scale": Part((rows, groups), SCALES),
-            "weight_shape": Part((2,), ("I64", "I32")),
+            "weight_packed": TensorSpec((rows, words(columns, self.bits)), INT32),
+            "weight_scale": TensorSpec((rows, groups), SCALES),
+            "weight_shape": TensorSpec((2,), ("I64", "I32")),
         }
-        zeros = Part((words(rows, self.bits), groups), INT32)
+        zeros = TensorSpec((words(rows, self.bits), groups), INT32)
         return found if self.symmetric else found | {"weight_zero_point": zeros}
 
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
         if (stored := tensors["weight_shape"].tolist()) != list(shape):
-            raise CheckpointError(
-                f"tensor {module}.weight_shape is {stored}, but config.json implies {list(shape)}",
-                remedy="take both files from one checkpoint",
-            )
+            name = f"tensor {module}.weight_shape"
+            raise mismatch(f"{name} is {stored}, but config.json implies {list(shape)}")
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         rows, columns = shape
@@ -99,48 +137,35 @@ class PackedFormat:
         else:
             zeros = unpack(tensors["weight_zero_point"].T, self.bits)[:, :rows].T
         codes = subtract_zeros(stored, zeros, self.bits)
-        return Codes(codes, tensors["weight_scale"], self.group or columns, self.coding)
+        return Codes(codes, tensors["weight_scale"], self.group or columns, self.code_format)
 
 
 @dataclass(frozen=True, slots=True)
-class PlainFormat:
-    """The format of numbers of 8 bits that have a dtype of their own.
+class PlainFormat(WeightFormat):
+    """The format of numbers of 8 bits that have a dtype of their own."""
 
-    Attributes:
-        float8: The numbers are float8_e4m3fn; otherwise int8.
-        strategy: What shares a scale: "group", "channel" or "tensor".
-        group: Columns of a group; None unless groups share a scale.
-        symmetric: There are no zero points.
-    """
-
-    float8: bool
-    strategy: str
-    group: int | None
-    symmetric: bool
-    by_rows: ClassVar[bool] = False
+    float8: bool  # the numbers are float8_e4m3fn; otherwise int8
+    strategy: str  # what shares a scale: "group", "channel" or "tensor"
+    group: int | None  # columns of a group; None unless groups share a scale
+    symmetric: bool  # there are no zero points
 
     def __str__(self) -> str:
         numbers = "FP8" if self.float8 else "8 bits"
-        return (
-            f"{numbers} per tensor" if self.strategy == "tensor" else f"{numbers} {shown_group(self.group)}"
-        )
+        return f"{numbers} {'per tensor' if self.strategy == 'tensor' else shown_group(self.group)}"
 
     @property
-    def coding(self) -> Coding | None:
-        found = Coding.of(8, self.group, symmetric=self.symmetric)
+    def code_format(self) -> CodeFormat | None:
+        found = CodeFormat.of(8, self.group, symmetric=self.symmetric)
         return None if found is None else replace(found, float8=self.float8)
 
-    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
         scales = (1,) if self.strategy == "tensor" else (rows, count_groups(module, columns, self.group))
         found = {
-            "weight": Part(shape, ("F8_E4M3",) if self.float8 else ("I8",)),
-            "weight_scale": Part(scales, SCALES),
+            "weight": TensorSpec(shape, ("F8_E4M3",) if self.float8 else ("I8",)),
+            "weight_scale": TensorSpec(scales, SCALES),
         }
-        return found if self.symmetric else found | {"weight_zero_point": Part(scales, ("I8",))}
-
-    def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
-        return None
+        return found if self.symmetric else found | {"weight_zero_point": TensorSpec(scales, ("I8",))}
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         rows, columns = shape
@@ -150,15 +175,10 @@ class PlainFormat:
         if not self.symmetric:
             zeros = tensors["weight_zero_point"]
             codes = subtract_zeros(codes, zeros[None] if zeros.dim() == 1 else zeros, 8)
-        return Codes(codes, scales, self.group or columns, self.coding)
+        return Codes(codes, scales, self.group or columns, self.code_format)
 
 
 def read_compressed_tensors(read: ConfigReader, _: Naming) -> Quantisation:
-    """Return the scheme of a `quantization_config` of compressed-tensors.
-
-    Raises:
-        CheckpointError: A key has a value that is not supported.
-    """
     if read.take("kv_cache_scheme") is not None:
         raise read.error("kv_cache_scheme", "a quantised KV cache is not supported; it must be null")
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
@@ -189,9 +209,8 @@ def _rules(read: ConfigReader, layout: str) -> list[SchemeRule]:
             if target in found:
                 raise inner.error("targets", f"another group has the target {shortened(target)}")
             if target[0].isupper() and target not in CLASSES:
-                raise inner.error(
-                    "targets", f"of the classes of modules only {' and '.join(CLASSES)} are supported"
-                )
+                remedy = f"of the classes of modules only {' and '.join(CLASSES)} are supported"
+                raise inner.error("targets", remedy)
             found[target] = _rule(inner, "targets", target, format, inputs)
         inner.reject_unknown_keys()
     # names go before expressions, and classes come last
@@ -200,7 +219,6 @@ def _rules(read: ConfigReader, layout: str) -> list[SchemeRule]:
 
 
 def _group(read: ConfigReader, layout: str) -> tuple[WeightFormat, ActivationFormat | None]:
-    """Return the formats of the weights and the inputs of a group of modules."""
     inputs = _inputs(read)
     if read.take("output_activations") is not None:
         raise read.error("output_activations", "quantised outputs are not supported; it must be null")
@@ -217,7 +235,6 @@ def _group(read: ConfigReader, layout: str) -> tuple[WeightFormat, ActivationFor
 
 
 def _inputs(read: ConfigReader) -> ActivationFormat | None:
-    """Return the format of the inputs of a group of modules; None where they stay as they are."""
     section = read.take("input_activations")
     if section is None:
         return None
@@ -227,9 +244,8 @@ def _inputs(read: ConfigReader) -> ActivationFormat | None:
     if inputs.take("dynamic", False) is not True:
         raise inputs.error("dynamic", "fixed scales of activations are not supported; it must be true")
     if inputs.take("strategy") in (None, "tensor"):
-        raise inputs.error(
-            "strategy", "activations have one scale in a pass, so a token would depend on its neighbours"
-        )
+        remedy = "activations have one scale in a pass, so a token would depend on its neighbours"
+        raise inputs.error("strategy", remedy)
     float8 = inputs.choice("type", ("int", "float"), "int") == "float"
     groups = inputs.choice("strategy", ("token", "group") if float8 else ("token",)) == "group"
     inputs.choice("group_size", (ACTIVATION_GROUP,) if groups else (None,), None)
@@ -244,7 +260,6 @@ def _inputs(read: ConfigReader) -> ActivationFormat | None:
 
 
 def _weights(read: ConfigReader, layout: str) -> WeightFormat:
-    """Return the weight format of a section `weights`, of modules that are stored in the given layout."""
     kinds = {PACKED: ("int",), INTEGERS: ("int",), FLOATS: ("float",)}.get(layout, ("int", "float"))
     float8 = read.choice("type", kinds, "int") == "float"
     bits = read.choice("num_bits", (4, 8) if layout == PACKED else (8,), 8)
@@ -266,7 +281,6 @@ def _weights(read: ConfigReader, layout: str) -> WeightFormat:
 
 
 def _grouping(read: ConfigReader, strategies: Sequence[str]) -> tuple[int | None, str]:
-    """Return the columns of a group, None without groups, and the strategy, one of those given."""
     size = read.take("group_size")
     group = None if size is None else read_group(read, "group_size")
     implied = "tensor" if size is None else "channel" if group is None else "group"
@@ -289,7 +303,6 @@ def _rule(
     format: WeightFormat | None = None,
     inputs: ActivationFormat | None = None,
 ) -> SchemeRule:
-    """Return the rule of a target: a module's name, one of `CLASSES`, or "re:" and an expression."""
     if target in CLASSES:
         return SchemeRule("", format, inputs, target)
     if not _is_regex(target):

@@ -1,45 +1,81 @@
-"""Read how a checkpoint is quantised, as strictly as every other key of a config.json.
+"""Read how a checkpoint is quantised, as strictly as every other key of a config.json; GGUF files as a
+method.
 
-Contract: a method, a key or a value that is not understood is a `CheckpointError` that names it. So is a
-method whose result for a token depends on the other tokens of a pass: speculation could not be lossless
-there.
+So a method is refused whose result for a token depends on the other tokens of a pass: speculation could not
+be lossless there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
 
 from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation import auto_round, awq, compressed_tensors, fp8, gguf, gptq
-from foredraft.model.quantisation.scheme import Quantisation
+from foredraft.model.quantisation import compressed_tensors, gptq
+from foredraft.model.quantisation.blocks import BLOCKS
+from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.quantisation.scheme import (
+    Quantisation,
+    SchemeRule,
+    TensorSpec,
+    WeightFormat,
+    exactly,
+    read_names,
+)
 from foredraft.model.tensor_names import AS_STORED, Naming
 
-__all__ = ["KEYS", "read_quantisation"]
+METHOD, TENSORS = "gguf", "tensors"  # its quant_method, and its key: modules by format
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFormat(WeightFormat):
+    """A block format; `kind` is a key of `BLOCKS`."""
+
+    kind: str
+    by_rows: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return self.kind
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        return BLOCKS[self.kind].code_format
+
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        return {"weight": TensorSpec(shape, (self.kind,))}
+
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        """Return the weight of which `tensors` has the bytes of each row, [M, bytes] uint8."""
+        block = BLOCKS[self.kind]
+        return block.unpack(tensors["weight"].reshape(-1, block.size), *shape)
+
+
+def read_gguf(read: ConfigReader, _: Naming) -> Quantisation:
+    listed = read.take(TENSORS)
+    if not isinstance(listed, dict) or not listed.keys() <= BLOCKS.keys():
+        raise read.error(TENSORS, f"it must be a JSON object of {', '.join(BLOCKS)}")
+    modules = ConfigReader(listed, f"{read.where}, {TENSORS}")
+    rules = [SchemeRule(exactly(read_names(modules, kind)), GGUFFormat(kind)) for kind in listed]
+    return Quantisation(METHOD, tuple(rules), embedding=True)
+
 
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
 # quant_method -> the keys that change no result, and the reader of the others
 METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader, Naming], Quantisation]]] = {
-    auto_round.METHOD: (auto_round.HARMLESS, auto_round.read_auto_round),
-    "awq": (awq.HARMLESS | auto_round.HARMLESS, awq.read_awq),
+    gptq.AUTO_ROUND: (gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_auto_round),
+    "awq": (gptq.HARMLESS_IN_AWQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_awq),
     "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
-    "fp8": (fp8.HARMLESS, fp8.read_fp8),
-    gguf.METHOD: (frozenset(), gguf.read_gguf),
-    "gptq": (gptq.HARMLESS | auto_round.HARMLESS, gptq.read_gptq),
+    "fp8": (compressed_tensors.HARMLESS_IN_FP8, compressed_tensors.read_fp8),
+    METHOD: (frozenset(), read_gguf),
+    "gptq": (gptq.HARMLESS_IN_GPTQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_gptq),
 }
 
 
 def read_quantisation(read: ConfigReader, naming: Naming = AS_STORED) -> Quantisation | None:
-    """Return the scheme of a config.json; None if its weights are not quantised.
-
-    Args:
-        read: The config.
-        naming: How a checkpoint of safetensors files names modules.
-
-    Raises:
-        CheckpointError: The scheme is not supported; the message names method, key and value.
-    """
     given = [key for key in KEYS if read.take(key) is not None]
     if not given:
         return None
@@ -59,11 +95,10 @@ def read_quantisation(read: ConfigReader, naming: Naming = AS_STORED) -> Quantis
     config = ConfigReader(section, where, harmless | {"quant_method"})
     found = reader(config, naming)
     config.reject_unknown_keys()
-    return found if method == gguf.METHOD else replace(found, naming=naming)
+    return found if method == METHOD else replace(found, naming=naming)
 
 
 def _bitsandbytes(read: ConfigReader) -> CheckpointError:
-    """Return the error of a checkpoint of bitsandbytes."""
     original = "give the 16-bit model that it was made from, with "
     if read.take("load_in_8bit") or read.take("_load_in_8bit"):
         return CheckpointError(
@@ -72,7 +107,5 @@ def _bitsandbytes(read: ConfigReader) -> CheckpointError:
             remedy=(original, Option("weights", "int8")),
         )
     kind = shortened(read.take("bnb_4bit_quant_type", "fp4"))
-    return CheckpointError(
-        f"{read.where}: quant_method 'bitsandbytes' with bnb_4bit_quant_type {kind} is not supported",
-        remedy=(original, Option("weights", "int4")),
-    )
+    problem = f"{read.where}: quant_method 'bitsandbytes' with bnb_4bit_quant_type {kind} is not supported"
+    return CheckpointError(problem, remedy=(original, Option("weights", "int4")))

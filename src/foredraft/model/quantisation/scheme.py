@@ -1,4 +1,12 @@
-"""Schemes: which modules of a checkpoint are quantised, in which weight formats.
+"""Schemes: which modules of a checkpoint are quantised, in which weight formats; what the inputs of products
+become.
+
+Each row has one scale, or one for every `GROUP` columns, so a token's result does not depend on its
+neighbours. Every step is rounded in the dtype, as in compressed-tensors (`calculate_qparams`, `fake_quantize`
+in https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/quantization). As
+integers, 32 columns of a row have 16 bits in steps of a power of two; their products with codes add up
+without rounding, and the sums of columns that share a scale are added in float32, in order. This defines
+kernels/integers.inc.
 
 A weight format knows which tensors stand for a weight, by the suffixes of their names, and turns them into
 `Codes`. `checkpoint.py` reads the tensors, checks their shapes and dtypes, and expands the codes.
@@ -9,33 +17,116 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from enum import IntEnum
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.activations import ActivationFormat
-from foredraft.model.quantisation.codes import BLOCK_ROWS, Codes, Coding
+from foredraft.model.quantisation.codes import BLOCK_ROWS, SUPER, CodeFormat, Codes
 from foredraft.model.tensor_names import AS_STORED, Naming
 
-__all__ = [
-    "INT32",
-    "SCALES",
-    "Part",
-    "Quantisation",
-    "SchemeRule",
-    "WeightFormat",
-    "check_auto_round",
-    "check_plain_inputs",
-    "count_groups",
-    "exactly",
-    "pieces",
-    "read_expression",
-    "read_group",
-    "read_names",
-    "shown_group",
-]
+GROUP = 128  # columns that share a scale, where not all do
+
+
+class ActivationFormat(IntEnum):
+    """The numbers that inputs become; the values are those of kernels.c."""
+
+    INT8 = 1  # integers from -128 to 127
+    FP8 = 2  # float8_e4m3fn
+    FP8_GROUPS = 3  # the same, by groups of columns
+
+    def __str__(self) -> str:
+        numbers = "8 bits" if self is ActivationFormat.INT8 else "FP8"
+        shares = f"groups of {GROUP}" if self is ActivationFormat.FP8_GROUPS else "token"
+        return f"activations in {numbers} by {shares}"
+
+    def holds(self, columns: int) -> bool:
+        return self is not ActivationFormat.FP8_GROUPS or columns % GROUP == 0
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return what the numbers of x [..., K] stand for; the definition of the kernels' rounding."""
+        if torch.compiler.is_compiling():  # its code rounds at the end only
+            traced: Tensor = torch.ops.foredraft.rounded_inputs(x, int(self))
+            return traced
+        return _rounded(x, self)
+
+
+def _rounded(x: Tensor, format: int) -> Tensor:
+    if format == ActivationFormat.FP8_GROUPS:
+        grouped = x.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+        return _rounded(grouped, ActivationFormat.FP8).flatten(-2)
+    integers = format == ActivationFormat.INT8
+    scales = x.abs().amax(-1, keepdim=True)
+    # divided by a tensor: a number might be inverted first
+    scales = scales / torch.full_like(scales, 127.5 if integers else 448)
+    scales = torch.where(scales == 0, torch.finfo(x.dtype).eps, scales)
+    shares = x / scales
+    if integers:
+        return shares.clamp(-128, 127).round() * scales
+    return shares.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scales
+
+
+_library: Any = torch.library.Library("foredraft", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("rounded_inputs(Tensor x, int format) -> Tensor")
+_library.impl("rounded_inputs", _rounded, "CompositeExplicitAutograd")
+torch.library.register_fake("foredraft::rounded_inputs", lambda x, format: torch.empty_like(x), lib=_library)
+
+
+STEP_GROUP = 32  # columns that share a step
+BITS = 15  # of the largest integer of a group
+LEAST = -126  # exponent of the least step
+
+
+def rounded_to_integers(x: Tensor) -> Tensor:
+    """Return what the integers of x [..., K] stand for, in float32; NaN in groups that are not finite."""
+    integers, steps = _integers(x)
+    return (integers * steps).flatten(-2)
+
+
+def integer_product(x: Tensor, weight: Codes) -> Tensor:
+    """Return x [N, K] times a coded weight [M, K], in float32, to the bit."""
+    integers, steps = _integers(x)
+    sums = torch.zeros(len(x), weight.shape[0])
+    codes = weight.codes.double().view(weight.shape[0], -1, weight.group)
+    scales, offsets = (
+        None if part is None else part.float() if step is None else
+        part.float() * step.float().repeat_interleave(SUPER // weight.group, 1)
+        for part, step in ((weight.scales, weight.steps), (weight.offsets, weight.offset_steps))
+    )  # fmt: skip
+    assert scales is not None
+    for part, inputs in enumerate(torch.split(integers.double().flatten(-2), weight.group, -1)):
+        step = steps[:, part * weight.group // STEP_GROUP]
+        products = (inputs @ codes[:, part].T).float() * step
+        sums = _multiply_add(products, scales[:, part], sums)
+        if offsets is not None:
+            sums = _multiply_add(-inputs.sum(-1, keepdim=True).float() * step, offsets[:, part], sums)
+    return sums
+
+
+def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the integers [..., K / 32, 32] of x [..., K], as float32, and their steps [..., K / 32, 1]."""
+    grouped = x.float().reshape(*x.shape[:-1], -1, STEP_GROUP)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    exponents = (torch.frexp(largest).exponent - BITS).clamp(min=LEAST)
+    steps = torch.ldexp(torch.ones_like(largest), exponents)
+    finite = largest.isfinite()
+    return torch.where(finite, grouped / steps, 0).round(), torch.where(finite, steps, torch.nan)
+
+
+def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a b + c in float32, rounded once."""
+    product, other = a.double() * b.double(), c.double()  # the product is exact
+    found = product + other
+    back = found - product
+    error = (product - (found - back)) + (other - back)
+    # A sum that was rounded becomes odd, so that the second rounding sees on which side of a tie it lay.
+    bits = found.contiguous().view(torch.int64)
+    away = torch.where((error > 0) == (found > 0), 1, -1)
+    return (bits + away * ((error != 0) & (bits % 2 == 0))).view(torch.float64).float()
+
 
 PIECE = 2**17  # weights that are unpacked at a time: it bounds the memory
 INT32 = ("I32",)  # dtypes as safetensors names them
@@ -44,59 +135,29 @@ MAX_REPEATS = 4  # in an expression; a match that fails takes about 60 ** 4 / 24
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor among those that stand for a weight.
-
-    Attributes:
-        shape: The shape that it must have.
-        dtypes: The dtypes that it may have, as safetensors names them.
-        optional: It may be absent.
-    """
-
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    optional: bool = False
+class TensorSpec:
+    shape: tuple[int, ...]  # the shape that it must have
+    dtypes: tuple[str, ...]  # the dtypes that it may have, as safetensors names them
+    optional: bool = False  # it may be absent
 
 
 class WeightFormat(Protocol):
-    """How tensors stand for the weight [M, K] of a module; frozen and hashable.
-
-    `shape` is (M, K). `tensors` are those that the checkpoint has of `parts`, by suffix.
-    """
+    """How tensors, by suffix, stand for the weight of a module, of `shape` (M, K); frozen and hashable."""
 
     @property
-    def coding(self) -> Coding | None:
-        """How the kernels can keep its weights coded; None where they cannot."""
-        ...
-
+    def code_format(self) -> CodeFormat | None: ...  # how the kernels can keep weights; None: they cannot
     @property
     def by_rows(self) -> bool:
         """Whether row i of a weight stands in row i of its tensors, so that some rows can be read alone."""
-        ...
+        return False
 
-    def __str__(self) -> str:
-        """Return bits and groups, as people say them: "4 bits in groups of 128"."""
-        ...
-
-    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
-        """Return the tensors that stand for the weight, by the suffix of their names.
-
-        Raises:
-            CheckpointError: The format cannot hold a weight of this shape.
-        """
-        ...
+    def __str__(self) -> str: ...  # as people say it: "4 bits in groups of 128"
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]: ...  # by suffix
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes: ...
 
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
-        """Check the values of the small tensors.
-
-        Raises:
-            CheckpointError: A tensor contradicts config.json, or its meaning is not settled.
-        """
-        ...
-
-    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
-        """Return the quantised weight."""
-        ...
+        """Check the values of the small tensors, where a format has such."""
+        return
 
 
 def pieces(format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Iterator[Codes]:
@@ -112,19 +173,10 @@ def pieces(format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, T
 
 @dataclass(frozen=True, slots=True)
 class SchemeRule:
-    """A rule of a scheme.
-
-    Attributes:
-        pattern: A regular expression; modules match whose name begins with it.
-        format: The format of the weights of the modules that match; None leaves them unquantised.
-        inputs: The format of their inputs; None leaves these as they are.
-        layer_class: The class in `transformers` of the modules that match; None: any.
-    """
-
-    pattern: str
-    format: WeightFormat | None
-    inputs: ActivationFormat | None = None
-    layer_class: str | None = None
+    pattern: str  # a regular expression; modules match whose name begins with it
+    format: WeightFormat | None  # of their weights; None leaves these unquantised
+    inputs: ActivationFormat | None = None  # the format of their inputs; None leaves these as they are
+    layer_class: str | None = None  # the class in `transformers` of the modules that match; None: any
 
     def __str__(self) -> str:
         return ", ".join(str(part) for part in (self.format, self.inputs) if part is not None)
@@ -132,50 +184,32 @@ class SchemeRule:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the linear layers of a checkpoint are quantised.
-
-    Attributes:
-        method: The `quant_method` of its config.
-        rules: The first rule that a module matches decides; without one, a module is not quantised.
-        note: What Foredraft computes otherwise than the method's authors; None if nothing.
-        embedding: The rules hold for the embedding, too; otherwise it is not quantised.
-        float32_scales: Scales are float32, whatever the dtype of the checkpoint.
-        naming: How the checkpoint, and so the rules, name modules.
-    """
-
-    method: str
-    rules: tuple[SchemeRule, ...]
-    note: str | None = None
-    embedding: bool = False
-    float32_scales: bool = False
-    naming: Naming = AS_STORED
+    method: str  # the `quant_method` of its config
+    rules: tuple[SchemeRule, ...]  # the first that a module matches decides; none: it is not quantised
+    note: str | None = None  # what Foredraft computes otherwise than the method's authors; None if nothing
+    embedding: bool = False  # the rules hold for the embedding, too; otherwise it is not quantised
+    float32_scales: bool = False  # scales are float32, whatever the dtype of the checkpoint
+    naming: Naming = AS_STORED  # how the checkpoint, and so the rules, name modules
 
     def format_of(self, module: str) -> WeightFormat | None:
-        """Return the format of a linear layer's weight; None if it is not quantised.
-
-        Args:
-            module: Its name in the decoder, such as "model.layers.0.mlp.up_proj".
-        """
         rule = self._rule_of(module)
         return None if rule is None else rule.format
 
     def inputs_of(self, module: str) -> ActivationFormat | None:
-        """Return the format of a linear layer's inputs; None if they are not quantised."""
         rule = self._rule_of(module)
         return None if rule is None else rule.inputs
 
     def _rule_of(self, module: str) -> SchemeRule | None:
         stored, own = self.naming.stored_module(module), (None, self.naming.layer_class(module))
-        return next(
-            (rule for rule in self.rules if rule.layer_class in own and re.match(rule.pattern, stored)), None
-        )
+        rules = (rule for rule in self.rules if rule.layer_class in own)
+        return next((rule for rule in rules if re.match(rule.pattern, stored)), None)
 
     @property
     def bits(self) -> int | None:
         """The most bits of a quantised weight that the kernels keep coded; None where one is not kept so."""
-        codings = [rule.format.coding for rule in self.rules if rule.format is not None]
-        known = [coding.bits for coding in codings if coding is not None]
-        return max(known, default=None) if len(known) == len(codings) else None
+        code_formats = [rule.format.code_format for rule in self.rules if rule.format is not None]
+        known = [code_format.bits for code_format in code_formats if code_format is not None]
+        return max(known, default=None) if len(known) == len(code_formats) else None
 
     @property
     def described(self) -> str:
@@ -186,12 +220,10 @@ class Quantisation:
 
 
 def exactly(names: Iterable[str]) -> str:
-    """Return the pattern that the given names match, and no other."""
     return rf"(?:{'|'.join(re.escape(name) for name in names)})\Z"
 
 
 def read_names(read: ConfigReader, key: str) -> list[str]:
-    """Return the list of names under a key; an absent or null key is an empty list."""
     names = read.take(key)
     if names is None:
         return []
@@ -201,17 +233,6 @@ def read_names(read: ConfigReader, key: str) -> list[str]:
 
 
 def read_expression(read: ConfigReader, key: str, given: str, expression: str) -> str:
-    """Return a regular expression that a config has under a key.
-
-    Args:
-        read: The config.
-        key: The key.
-        given: The text that the config has.
-        expression: What it stands for.
-
-    Raises:
-        CheckpointError: It is none, or it may take for ever to match.
-    """
     try:
         re.compile(expression)
     except (re.error, RecursionError, OverflowError):
@@ -224,29 +245,12 @@ def read_expression(read: ConfigReader, key: str, given: str, expression: str) -
 
 
 def check_auto_round(read: ConfigReader, naming: Naming) -> None:
-    """Check the keys that AutoRound adds to a config of another method.
-
-    Args:
-        read: The config.
-        naming: How the checkpoint names modules.
-
-    Raises:
-        CheckpointError: A key has a value that is not supported.
-    """
     read.choice("to_quant_block_names", (naming.stored_layers, None), None)
     check_plain_inputs(read)
 
 
 def check_plain_inputs(read: ConfigReader, *, weights: bool = True) -> None:
-    """Check the keys of AutoRound that say what numbers are: weights are integers, inputs stay as they are.
-
-    Args:
-        read: A config that AutoRound wrote, of any method.
-        weights: Weights are quantised.
-
-    Raises:
-        CheckpointError: They are others.
-    """
+    """Check AutoRound's keys of what numbers are: weights are integers, inputs stay as they are."""
     if weights:
         read.choice("data_type", ("int", None), None)
     if read.take("act_bits") not in (None, 16, 32):
@@ -256,26 +260,17 @@ def check_plain_inputs(read: ConfigReader, *, weights: bool = True) -> None:
 
 
 def read_group(read: ConfigReader, key: str, default: int | None = None) -> int | None:
-    """Return the columns of a group; None for -1, which makes a row one group."""
     return None if read.take(key, default) == -1 else read.count(key, default)
 
 
 def count_groups(module: str, columns: int, group: int | None) -> int:
-    """Return the number of groups in a row; the columns of a group are None if a row is one.
-
-    Raises:
-        CheckpointError: Groups do not divide the row.
-    """
     if group is None:
         return 1
     if columns % group:
-        raise CheckpointError(
-            f"{module} has {columns} columns, which groups of {group} do not divide",
-            remedy="use a checkpoint whose groups do",
-        )
+        problem = f"{module} has {columns} columns, which groups of {group} do not divide"
+        raise CheckpointError(problem, remedy="use a checkpoint whose groups do")
     return columns // group
 
 
 def shown_group(group: int | None) -> str:
-    """Return how people say the size of groups."""
     return "per channel" if group is None else f"in groups of {group}"

@@ -1,16 +1,19 @@
-"""The position-wise parts of a layer, compiled by torch.compile.
+"""Layers laid out for speed: the position-wise parts compiled by torch.compile, weights packed once for
+oneDNN.
 
-Contract: torch.compile fuses the operators between a layer's products into a few kernels. Rows are padded and
-cut to the `RowSpan` outside the compiled code, so each part compiles once for any number of rows and once for
-a single row: at loading and at the start of the first text, and not again. Fused kernels round differently
-from the operators that they replace, so the self-check confirms shapes with the same compiled parts that
-passes run.
+Rows are padded and cut to the `RowSpan` outside the compiled code, so each part compiles once for any number
+of rows and once for a single row. Fused kernels round differently, so the self-check confirms shapes with the
+compiled parts. `pack` returns a product that equals `F.linear` up to rounding, and keeps no ordinary weight;
+where oneDNN fails a trial, and on other devices, it is an ordinary product.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
@@ -21,16 +24,13 @@ from torch import Tensor
 
 from foredraft.errors import ConfigError, Option
 from foredraft.model.decoder import EAGER_PARTS, Attention, Layer, LayerParts
-from foredraft.model.layers import RowSpan
+from foredraft.model.layers import Linear, Product, RowSpan
 from foredraft.model.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that torch.compile works on a device.
-
-    Raises:
-        ConfigError: torch.compile finds no compiler.
-    """
     try:
         if device.type == "cpu":  # asked for by name, because a cached result compiles without a compiler
             import torch._inductor.cpp_builder
@@ -53,7 +53,6 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compiled_parts() -> LayerParts:
-    """Return parts of a layer that compile themselves when they first run."""
     compiled_project, compiled_finish = _compiled(EAGER_PARTS.project), _compiled(EAGER_PARTS.finish)
 
     def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None) -> Tensor:
@@ -86,7 +85,6 @@ def _compiled(part: Any) -> Callable[..., Tensor]:
 
 
 def _pieces(x: Tensor, span: RowSpan | None) -> list[Tensor]:
-    """Return the rows of x in pieces, cut and padded to row counts within the span."""
     pieces = [x] if span is None else list(torch.split(x, span.high))
     if span is not None:
         rows = pieces[-1].shape[0]
@@ -98,6 +96,79 @@ def _pieces(x: Tensor, span: RowSpan | None) -> list[Tensor]:
 
 
 def _joined(pieces: list[Tensor], rows: int) -> Tensor:
-    """Return the pieces as one tensor of `rows` rows, without the padding."""
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return whole[:rows]
+
+
+ROWS_HINT = 16  # rows of x that oneDNN chooses the layout for: a verifying pass of a draft
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    weight: Tensor  # [M, K] in a layout that only oneDNN reads
+    bias: Tensor | None = None  # [M], or None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.weight.shape
+        return rows, columns
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            traced: Tensor = torch.ops.foredraft.packed_linear(x, self.weight, self.bias)
+            return traced
+        return _linear(x, self.weight, self.bias)
+
+    def dense(self) -> Tensor:
+        return self.weight.to_dense()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+# An operator for torch.compile, which lowers oneDNN's own operator only with weights that it packed itself.
+_library: Any = torch.library.Library("foredraft", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "foredraft::packed_linear", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]), lib=_library
+)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    return out
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    return unpacked_because(device, dtype) is None
+
+
+def unpacked_because(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why `pack` gives ordinary products; None where it packs."""
+    return _fault(dtype) if device.type == "cpu" else "not on a CPU"
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """Return the fastest product with a weight [M, K] and a bias [M]."""
+    if packs(weight.device, weight.dtype):
+        return PackedLinear(_packed(weight.contiguous()), bias)
+    return Linear(weight, bias)
+
+
+@functools.cache
+def _fault(dtype: torch.dtype) -> str | None:
+    """Return why packed products of this dtype fail a trial on this machine; None where they work."""
+    try:
+        weight = torch.linspace(-1, 1, 32 * 64).view(32, 64).to(dtype)
+        x = torch.linspace(-1, 1, 4 * 64).view(4, 64).to(dtype)
+        got = _linear(x, _packed(weight), None).float()
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    # sums of 64 terms below 1, rounded to dtype
+    if torch.allclose(got, x.float() @ weight.float().T, rtol=0.02, atol=0.02):
+        return None
+    logger.warning("packed products of %s are wrong on this machine; ordinary products run instead", dtype)
+    return "packed products are wrong on this machine"

@@ -1,14 +1,10 @@
 """CUDA graphs: a pass over a few rows spends its time on kernel launches, and a graph replay is one launch.
 
-Contract: a computation is captured once for each key, structure of its inputs (`trees`) and owner, which for
-a pass is its cache: when these occur for the second time, on input buffers of its own. A replay copies the
-inputs in and a copy of the outputs out, so no result in a caller's hands is overwritten. The graphs of an
-owner are bounded in number, and in the bytes that they keep: the least recently used go first, and all go
-with their owner. Captures take a bounded share of the runs. After one that fails, none is tried for a while,
-and for twice as long after each further one; the log says so once.
-
-`Graphs` keeps the graphs; a `GraphCapturer` makes them, and `CudaGraphCapturer` is the only one in this
-package.
+A computation is captured when its key, the structure of its inputs and their owner occur for the second time,
+on input buffers of its own; a replay copies inputs in and outputs out. The graphs of an owner are bounded in
+number and bytes, and all go with it. After a capture that fails, none is tried for a while. A tree is a
+tensor, a dataclass, a tuple, list or dict of trees, or any other hashable value; its *structure* is all but
+its tensors' values, so no graph has a host value of another input baked in.
 """
 
 from __future__ import annotations
@@ -16,17 +12,93 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from foredraft.model.runner.trees import copied, fill, flattened, rebuilt
-
 logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+def flattened(tree: object) -> tuple[list[Tensor], tuple[object, ...]]:
+    """Return the tensors of a tree, and its structure, which is hashable where its other values are."""
+    tensors: list[Tensor] = []
+    structure: list[object] = []
+    _flatten(tree, tensors, structure)
+    return tensors, tuple(structure)
+
+
+def copied(tree: T) -> T:
+    tensors, _ = flattened(tree)
+    fresh = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    fill(fresh, tensors)
+    return rebuilt(tree, fresh)
+
+
+def rebuilt(tree: T, tensors: Sequence[Tensor]) -> T:
+    """Return a tree of the same structure with these tensors, in new objects that have cached nothing."""
+    found: T = _rebuilt(tree, iter(tensors).__next__)
+    return found
+
+
+def fill(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes and dtypes, by one launch for each dtype on a GPU."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for mine, theirs in zip(into, values, strict=True):
+        if mine.numel():
+            to, source = by_dtype.setdefault(mine.dtype, ([], []))
+            to.append(mine)
+            source.append(theirs)
+    for to, source in by_dtype.values():
+        torch._foreach_copy_(to, source, non_blocking=True)
+
+
+def _flatten(tree: object, tensors: list[Tensor], structure: list[object]) -> None:
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        structure.append((tree.shape, tree.dtype))
+        return
+    names = _names(type(tree))  # type: ignore[arg-type]
+    if names is not None:
+        structure.append(type(tree))
+        for name in names:
+            _flatten(getattr(tree, name), tensors, structure)
+    elif isinstance(tree, dict):
+        structure.append(tuple(tree))
+        for value in tree.values():
+            _flatten(value, tensors, structure)
+    elif isinstance(tree, (tuple, list)):
+        structure.append(len(tree))
+        for value in tree:
+            _flatten(value, tensors, structure)
+    else:
+        structure.append(tree)
+
+
+def _rebuilt(tree: Any, next_tensor: Callable[[], Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return next_tensor()
+    names = _names(type(tree))  # type: ignore[arg-type]
+    if names is not None:
+        return type(tree)(**{name: _rebuilt(getattr(tree, name), next_tensor) for name in names})
+    if isinstance(tree, dict):
+        return {key: _rebuilt(value, next_tensor) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_rebuilt(value, next_tensor) for value in tree)
+    return tree
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    return tuple(field.name for field in fields(kind) if field.init) if is_dataclass(kind) else None
+
 
 MAX_GRAPHS = 64  # per owner: the widths and attended lengths of a few requests
 # Bytes of inputs and results that the graphs of one owner keep, at most. The plan of memory counts them
@@ -47,52 +119,24 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A captured computation.
-
-    Attributes:
-        replay: Runs it again on the same buffers.
-        output: Its result, a tree, which each replay overwrites.
-    """
-
-    replay: Callable[[], None]
-    output: Any
+    replay: Callable[[], None]  # runs it again on the same buffers
+    output: Any  # its result, a tree, which each replay overwrites
 
 
 class GraphCapturer(Protocol):
     """The maker of graphs."""
 
-    def capture(self, compute: Callable[[], Any]) -> CapturedGraph:
-        """Capture a computation.
-
-        Raises:
-            RuntimeError: It cannot be captured.
-        """
-        ...
+    def capture(self, compute: Callable[[], Any]) -> CapturedGraph: ...
 
 
 def coarse_length(length: int) -> int:
-    """Round an attended length up to one that graphs use: a few lengths per doubling.
-
-    The result is a multiple of the quantum (a power of two) if `length` is.
-    """
+    """Round an attended length up to one of a few per doubling; it stays a multiple of its quantum."""
     step = 1 << max(0, (length - 1).bit_length() - LENGTHS_PER_DOUBLING.bit_length())
     return -(-length // step) * step
 
 
 class Graphs:
-    """The captured graphs of one user, such as a runner.
-
-    Args:
-        capturer: Makes the graphs.
-        bound: The graphs of one owner, at most.
-        kept_bytes: Bytes of their inputs and results, at most; the latest graph is kept in any case.
-
-    Attributes:
-        failures: Captures that failed since the last one that did not.
-        unsettled: Runs in this process, of all users, whose key was new or was just captured.
-    """
-
-    unsettled: ClassVar[int] = 0
+    unsettled: ClassVar[int] = 0  # runs in this process, of all users, whose key was new or was just captured
 
     def __init__(
         self, capturer: GraphCapturer, bound: int = MAX_GRAPHS, kept_bytes: int = KEPT_BYTES
@@ -105,15 +149,7 @@ class Graphs:
     def run(
         self, compute: Callable[[In], Out], inputs: In, *, owner: object, key: Hashable, alive: object = None
     ) -> Out:
-        """Return compute(inputs), by replaying a graph where there is one.
-
-        Args:
-            compute: Reads no other value than the inputs, the owner and the key.
-            inputs: A tree.
-            owner: The graphs go with it.
-            key: Tells computations apart.
-            alive: What a graph reads besides its buffers and the owner; it is kept alive with the graph.
-        """
+        """Return compute(inputs), by replaying a graph where there is one."""
         self._saved = min(self._saved + 1, SAVED_PASSES)
         kept = self._kept.setdefault(owner, OrderedDict())
         tensors, structure = flattened(inputs)
@@ -147,7 +183,6 @@ class Graphs:
             del kept[key]
 
     def _capture(self, compute: Callable[[In], object], inputs: In, alive: object) -> _Entry | None:
-        """Capture a computation; None: the capture fails."""
         buffers = copied(inputs)
         tensors = flattened(buffers)[0]
         try:
@@ -158,9 +193,8 @@ class Graphs:
             self.failures += 1
             if not self._warned:
                 reason = str(error).splitlines()[0]
-                logger.warning(
-                    "a CUDA graph cannot be captured now (%s); passes launch every kernel meanwhile", reason
-                )
+                message = "a CUDA graph cannot be captured now (%s); passes launch every kernel meanwhile"
+                logger.warning(message, reason)
                 self._warned = True
             return None
         self.failures = 0
@@ -179,7 +213,6 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its buffers and of its results."""
         return sum(x.nbytes for x in (*self.buffers, *flattened(self.graph.output)[0]))
 
     def run(self, inputs: list[Tensor]) -> Any:
@@ -191,9 +224,8 @@ class _Entry:
 class CudaGraphCapturer:
     """Captures CUDA graphs in one memory pool, which they can share because they replay one after another.
 
-    Captures are of mode thread_local: other threads, those of the user's program among them, may allocate and
-    wait meanwhile, and what this thread must not do while it captures is still an error. (Mode "global" lets
-    another thread break the capture; "relaxed" lets this thread record what a replay does not repeat.)
+    In mode thread_local, other threads may allocate and wait meanwhile. ("global" lets another thread break
+    the capture; "relaxed" lets this one record what a replay does not repeat.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,7 +235,6 @@ class CudaGraphCapturer:
         self._failed: list[torch.cuda.CUDAGraph] = []  # kept: PyTorch may still refer to a broken one
 
     def capture(self, compute: Callable[[], Any]) -> CapturedGraph:
-        """Run a computation a few times, then capture it; see `GraphCapturer`."""
         graph = torch.cuda.CUDAGraph()
         with _CAPTURES, torch.cuda.device(self.device):
             current = torch.cuda.current_stream()

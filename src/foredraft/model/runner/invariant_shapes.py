@@ -1,33 +1,28 @@
 """Batch-invariant shapes: the shapes of a pass at which a model's operators give every row the same bits.
 
-Contract: batch invariance is measured, never assumed. Libraries choose the kernel of a product by its row
-count, and that of attention by query count and length, so a position's last bits can differ between passes
-of different shapes (docs/losslessness.md). The self-check runs the model's operators at many shapes on
-cancelling probes (`probes`), compares them bit for bit with a reference shape, and keeps the shapes that
-agree; two layers of the loaded decoder confirm them. Passes are then padded, and products cut, to these
-shapes.
-
-Memory: a probe is as large as the operator that it stands for, twice where it is packed, but needs no weight
-of the model. So `probe_shapes` runs before the weights are loaded, one probe at a time, and only the small
-confirmation runs after.
+Libraries choose kernels by row count, query count and length. The self-check runs the model's operators at
+many shapes on cancelling probes (`probes`), and keeps those that agree bit for bit with a reference shape;
+two layers of the loaded decoder confirm them. `probe_shapes` needs no weight of the model, so it runs before
+they are loaded.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from foredraft.model.attention import PassShape, build_context, rope_tables
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, RunLayers
-from foredraft.model.forward_context import PassShape, build_context, rope_tables
+from foredraft.model.layer_geometry import Plan
 from foredraft.model.layers import RowSpan
-from foredraft.model.plan import Plan
-from foredraft.model.runner.packed import pack
+from foredraft.model.runner.compiled import pack
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
 logger = logging.getLogger(__name__)
@@ -47,47 +42,28 @@ TRIAL_START = 150  # first position of the confirmed row, whose context lies wit
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What the passes of a device reach, and attention is probed at.
+    """What the passes of a device reach, and attention is probed at."""
 
-    Attributes:
-        batches: The rows of further batches, the most last.
-        counts: The query counts that are tried in these.
-        far: Contexts may have thousands of positions.
-    """
-
-    batches: tuple[int, ...]
-    counts: tuple[int, ...]
-    far: bool
+    batches: tuple[int, ...]  # the rows of further batches, the most last
+    counts: tuple[int, ...]  # the query counts that are tried in these
+    far: bool  # contexts may have thousands of positions
 
 
 # A CPU's batches are small, and its kernels need no probes: more of them would make loading longer.
-REACH = {
-    "cpu": Reach((8,), SPOT_QUERY_COUNTS, far=False),
-    "cuda": Reach((8, 16, 32), QUERY_COUNTS, far=True),
-}
+REACH = {"cpu": Reach((8,), SPOT_QUERY_COUNTS, far=False), "cuda": Reach((8, 16, 32), QUERY_COUNTS, far=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class InvariantShapes:
-    """Shapes that passes may have: at all of them, a row has the same bits.
+    """Shapes that passes may have: at all of them, a row has the same bits."""
 
-    Attributes:
-        query_buckets: The columns per row that a pass is padded to; empty allows any number.
-        row_low: The rows of a product, at least.
-        row_high: The rows of a product, at most; 0 allows any number.
-        length_quantum: Attended lengths are multiples of it, in positions; WHOLE attends the whole cache.
-        row_step: The rows of a product are multiples of it.
-        apart: Attend row by row, because the bits of attention depend on the batch size.
-        found: False: the self-check found no two shapes that agree, and one fixed shape serves all passes.
-    """
-
-    query_buckets: tuple[int, ...]
-    row_low: int
-    row_high: int
-    length_quantum: int
-    row_step: int = 1
-    apart: bool = False
-    found: bool = True
+    query_buckets: tuple[int, ...]  # the columns per row that a pass is padded to; empty allows any number
+    row_low: int  # the rows of a product, at least
+    row_high: int  # the rows of a product, at most; 0 allows any number
+    length_quantum: int  # attended lengths are multiples of it, in positions; WHOLE attends the whole cache
+    row_step: int = 1  # the rows of a product are multiples of it
+    apart: bool = False  # attend row by row, because the bits of attention depend on the batch size
+    found: bool = True  # False: no two shapes agree, and one fixed shape serves all passes
 
     def __str__(self) -> str:
         if not self.query_buckets:
@@ -102,18 +78,10 @@ class InvariantShapes:
 
     @property
     def span(self) -> RowSpan | None:
-        """The row counts of products; None allows any."""
         return RowSpan(self.row_low, self.row_high, self.row_step) if self.row_high else None
 
     def queries(self, width: int, batch: int) -> int:
-        """Return the query count for a pass of `width` columns per row.
-
-        The result is the smallest bucket that also gives the products enough rows, so that they need no
-        padding.
-
-        Raises:
-            ValueError: No bucket is wide enough.
-        """
+        """Return the query count for `width` columns: the smallest bucket that gives products enough rows."""
         if not self.query_buckets:
             return width
         fitting = [bucket for bucket in self.query_buckets if bucket >= width]
@@ -127,10 +95,7 @@ class InvariantShapes:
         return math.ceil(positions / self.length_quantum) * self.length_quantum
 
     def for_prefill(self, buckets: tuple[int, ...]) -> InvariantShapes:
-        """Return shapes for prefill: the same lengths, other buckets, and products of any row count.
-
-        A chunk of a prompt always has the same shape, so its passes need not agree with others.
-        """
+        """Return shapes for prefill, whose chunks need not agree with others: products of any row count."""
         return replace(self, query_buckets=buckets, row_low=0, row_high=0, row_step=1)
 
 
@@ -153,22 +118,13 @@ FALLBACK = InvariantShapes(
 
 
 def fallback(device: torch.device) -> InvariantShapes:
-    """Return FALLBACK for a device.
-
-    A GPU attends the whole cache: its kernels may cut a sum over positions into parts by the length, and a
-    replayed pass attends more than the committed positions anyway.
-    """
+    """Return FALLBACK for a device. A GPU attends the whole cache: its kernels may cut sums by length."""
     return replace(FALLBACK, length_quantum=WHOLE) if device.type == "cuda" else FALLBACK
 
 
 @torch.inference_mode()
 def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
-    """Return the shapes at which probes of a decoder's operators agree, for `find_shapes` to confirm.
-
-    Args:
-        outline: The decoder. The values of its weights do not matter; it may be on torch's meta device.
-        device: The device that the decoder is to run on.
-    """
+    """Return the shapes at which probes of a decoder's operators agree, for `find_shapes` to confirm."""
     random = torch.Generator().manual_seed(0)
     like = torch.empty(0, device=device, dtype=outline.dtype)
     span = _agreeing_rows(outline, like, random)
@@ -206,13 +162,6 @@ def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
 def find_shapes(
     decoder: Decoder, probed: InvariantShapes | None = None, run: RunLayers | None = None
 ) -> InvariantShapes:
-    """Return the batch-invariant shapes of a decoder on its device, in its dtype.
-
-    Args:
-        decoder: The decoder, with its weights.
-        probed: The result of `probe_shapes` for it; None probes now.
-        run: Runs the layers that confirm the shapes; None is `decoder.run`.
-    """
     shapes = probe_shapes(decoder, decoder.device) if probed is None else probed
     if not shapes.found:
         return shapes
@@ -226,19 +175,15 @@ def find_shapes(
 
 
 def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> RowSpan | None:
-    """Return the widest span of row counts at which every product agrees; None: there is no such span."""
     agreeing = set(ROW_COUNTS)
     first = [product.shape for product in (*outline.layers[0].products, outline.output)]
     others = dict.fromkeys(product.shape for product in outline.products if product.shape not in first)
     for shape in (*first, *others):
         agreeing = _agreeing_counts(agreeing, shape, like, random)
     for step in ROW_STEPS:
-        low = _last_agreeing(
-            agreeing, [rows for rows in reversed(ROW_COUNTS) if rows <= REFERENCE and rows % step == 0]
-        )
-        high = _last_agreeing(
-            agreeing, [rows for rows in ROW_COUNTS if rows >= REFERENCE and rows % step == 0]
-        )
+        counts = [rows for rows in ROW_COUNTS if rows % step == 0]
+        low = _last_agreeing(agreeing, [rows for rows in reversed(counts) if rows <= REFERENCE])
+        high = _last_agreeing(agreeing, [rows for rows in counts if rows >= REFERENCE])
         if high >= 2 * REFERENCE:
             return RowSpan(low, high, step)
     return None
@@ -247,16 +192,11 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
 def _agreeing_counts(
     counts: set[int], shape: tuple[int, int], like: Tensor, random: torch.Generator
 ) -> set[int]:
-    """Return the row counts at which a product of this shape agrees with the reference.
-
-    The probe is freed before the next is made.
-    """
     probe = ProductProbe(pack, shape, max(ROW_COUNTS), like, random)
     return {rows for rows in counts if probe.agrees(rows, REFERENCE)}
 
 
 def _last_agreeing(agreeing: set[int], counts: list[int]) -> int:
-    """Return the last of the counts before the first that does not agree."""
     last = REFERENCE
     for rows in counts:
         if rows not in agreeing:
@@ -279,20 +219,10 @@ def _agreeing_queries(
     for length in range(shortest + quantum, 3 * max(LENGTH_QUANTA) + 1, quantum):
         if not torch.equal(long_probe.output(1, REFERENCE, length, 0, 7.0, apart), long_reference):
             return ()  # the bits depend on the padded length, so no query count can agree
-    reference = probe.output(1, REFERENCE, quantum, 0, 1.0, apart)
-
-    def agrees(batch: int, queries: int, length: int, place: int, scale: float) -> bool:
-        shared = min(queries, REFERENCE)
-        got = probe.output(batch, queries, length, place, scale, apart)
-        return torch.equal(got[:shared], reference[:shared])
-
+    agrees = _agreement(probe, quantum, apart)
     if not (agrees(1, REFERENCE, 2 * quantum, 0, 7.0) and agrees(1, REFERENCE, 4 * quantum, 0, 7.0)):
         return ()  # the bits depend on the padded length, so no query count can agree
-    kept = [
-        queries
-        for queries in QUERY_COUNTS
-        if agrees(1, queries, 4 * quantum, 0, 3.0) and agrees(3, queries, quantum, 2, 0.0)
-    ]
+    kept = [n for n in QUERY_COUNTS if agrees(1, n, 4 * quantum, 0, 3.0) and agrees(3, n, quantum, 2, 0.0)]
     for queries in reach.counts:
         further = queries in kept and (
             agrees(1, queries, quantum, 0, 5.0),
@@ -303,28 +233,29 @@ def _agreeing_queries(
     return tuple(kept) if far_probe is None else _agreeing_far(far_probe, kept, apart)
 
 
-def _agreeing_far(probe: AttentionProbe, counts: list[int], apart: bool) -> tuple[int, ...]:
-    """Return those of the query counts at which attention agrees over a context of thousands, too."""
-    shortest, longest = FAR_LENGTHS
-    reference = probe.output(1, REFERENCE, shortest, 0, 1.0, apart)
+def _agreement(probe: AttentionProbe, length: int, apart: bool) -> Callable[..., bool]:
+    """Return whether attention at a batch, queries, length, place and scale has the bits of the reference."""
+    reference = probe.output(1, REFERENCE, length, 0, 1.0, apart)
 
     def agrees(batch: int, queries: int, length: int, place: int, scale: float) -> bool:
         shared = min(queries, REFERENCE)
-        return torch.equal(
-            probe.output(batch, queries, length, place, scale, apart)[:shared], reference[:shared]
-        )
+        got = probe.output(batch, queries, length, place, scale, apart)
+        return torch.equal(got[:shared], reference[:shared])
 
+    return agrees
+
+
+def _agreeing_far(probe: AttentionProbe, counts: list[int], apart: bool) -> tuple[int, ...]:
+    """Return those of the query counts at which attention agrees over a context of thousands, too."""
+    shortest, longest = FAR_LENGTHS
+    agrees = _agreement(probe, shortest, apart)
     if not agrees(1, REFERENCE, longest, 0, 7.0):
         return ()
-    return tuple(
-        queries
-        for queries in counts
-        if agrees(1, queries, longest, 0, 3.0) and agrees(probe.cache.rows, queries, shortest, 2, 0.0)
-    )
+    rows = probe.cache.rows
+    return tuple(n for n in counts if agrees(1, n, longest, 0, 3.0) and agrees(rows, n, shortest, 2, 0.0))
 
 
 def _confirmed_buckets(decoder: Decoder, shapes: InvariantShapes, run: RunLayers) -> tuple[int, ...]:
-    """Return the query buckets at which two whole layers of the decoder agree, too."""
     trial = _Trial(decoder, shapes, run)
     alone = trial.states(1, REFERENCE, 0)
     kept = []
@@ -336,17 +267,12 @@ def _confirmed_buckets(decoder: Decoder, shapes: InvariantShapes, run: RunLayers
 
 
 class _Trial:
-    """Passes of the first two layers of a decoder over a small cache of random values.
-
-    Where layers have heads of several shapes, of the first layers up to one of each.
-    """
+    """Passes of a decoder's first layers, two and one of each shape of heads, over a small random cache."""
 
     def __init__(self, decoder: Decoder, shapes: InvariantShapes, run: RunLayers) -> None:
         spec = decoder.spec
-        depth = max(
-            min(2, spec.layers), *(spec.windows.index(window) + 1 for window in spec.windows_by_heads)
-        )
-        self.spec = spec.first(depth)
+        firsts = (spec.windows.index(window) + 1 for window in spec.windows_by_heads)
+        self.spec = spec.first(max(min(2, spec.layers), *firsts))
         self.run, self.shapes = run, shapes
         random = torch.Generator().manual_seed(1)
         self.cache = KVCache(self.spec, 2, 256, device=decoder.device, dtype=decoder.dtype)
@@ -367,14 +293,11 @@ class _Trial:
         hidden = self.hidden[:queries].flip(0).repeat(batch, 1, 1)
         hidden[place] = self.hidden[:queries]
         length = self.shapes.length(TRIAL_START + queries)
-        span, layers = self.shapes.span, self.spec.layers
-        shape = PassShape(
-            0, batch, queries, queries, length, span, self.shapes.apart, Plan.full(layers), 0, layers
-        )
-        starts = [TRIAL_START - 7 * abs(row - place) for row in range(batch)]
-        context = build_context(
-            self.spec, self.tables, self.cache, shape, torch.tensor(starts, device=hidden.device)
-        )
+        span, apart, layers = self.shapes.span, self.shapes.apart, self.spec.layers
+        shape = PassShape(0, batch, queries, queries, length, span, apart, Plan.full(layers), 0, layers)
+        firsts = [TRIAL_START - 7 * abs(row - place) for row in range(batch)]
+        starts = torch.tensor(firsts, device=hidden.device)
+        context = build_context(self.spec, self.tables, self.cache, shape, starts)
         if self.inputs is not None:
             inputs = self.inputs[:queries].repeat(batch, 1, 1)
             context = replace(context, layer_inputs=inputs)

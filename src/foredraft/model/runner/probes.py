@@ -1,9 +1,8 @@
 """Cancelling probes: inputs whose exact results are near zero, so that the bits show the order of additions.
 
-Contract: two kernels that add the same terms in different orders differ in a last bit of float32. Rounding to
-bfloat16 hides that in all but one of ten thousand values, so a comparison on ordinary inputs passes, and a
-long text diverges all the same. A probe sums terms and their negatives at shuffled places: the result *is*
-the rounding error, in full precision.
+Two kernels that add the same terms in different orders differ in a last bit of float32. Rounding to bfloat16
+hides that in all but one of ten thousand values, and a long text diverges all the same. A probe sums terms
+and their negatives at shuffled places: the result *is* the rounding error, in full precision.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from foredraft.model.attention import masked_attention
+from foredraft.model.attention import causal_masks, masked_attention
 from foredraft.model.cache import KVCache
-from foredraft.model.forward_context import causal_masks
 from foredraft.model.layers import Product
 from foredraft.model.spec import ModelSpec
 
@@ -26,23 +24,15 @@ AMPLITUDE = (
 
 
 class ProductProbe:
-    """A product on a cancelling weight and cancelling rows. It keeps no weight besides the product's own.
-
-    Args:
-        make: Makes the product of a weight [M, K].
-        shape: (M, K).
-        rows: The rows of x, at most.
-        like: A tensor of the device and dtype.
-        random: The source of values.
-    """
+    """A product on a cancelling weight and cancelling rows. It keeps no weight besides the product's own."""
 
     def __init__(
         self,
-        make: Callable[[Tensor], Product],
-        shape: tuple[int, int],
+        make: Callable[[Tensor], Product],  # makes the product of a weight [M, K]
+        shape: tuple[int, int],  # (M, K)
         rows: int,
-        like: Tensor,
-        random: torch.Generator,
+        like: Tensor,  # a tensor of the device and dtype
+        random: torch.Generator,  # the source of values
     ) -> None:
         outputs, columns = shape
         half = columns // 2
@@ -51,7 +41,7 @@ class ProductProbe:
         weight, x = weight.to(like.dtype), x.to(like.dtype)
         both = torch.zeros(weight.shape[0], columns, dtype=like.dtype)
         both[:, order] = torch.cat([weight, -weight], 1)
-        self.rows = torch.zeros(rows, columns, dtype=like.dtype)
+        self.rows = torch.zeros(rows, columns, dtype=like.dtype)  # the rows of x, at most
         self.rows[:, order] = torch.cat([x, x], 1)
         self.rows = self.rows.to(like.device)
         whole = both.to(like.device).repeat(-(-outputs // both.shape[0]), 1)[:outputs]
@@ -69,33 +59,22 @@ class AttentionProbe:
     """Attention of one row whose scores are rounding errors, and so is half of its output.
 
     Every query cancels against every key. Keys come in equal pairs whose values are opposite in the first
-    half of the channels, so the weighted sum of that half cancels; the other half shows the scores.
-
-    Args:
-        spec: The model.
-        context: Positions before the first query.
-        queries: The queries, at most.
-        like: A tensor of the device and dtype.
-        random: The source of values.
-        blocked: Store keys in the layout of the C kernels.
-        rows: The rows of a batch, at most.
-        positions: The attended positions, at most.
-        window: The probed heads are those of layers with this window.
+    half of the channels; the other half shows the scores.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        context: int,
-        queries: int,
-        like: Tensor,
-        random: torch.Generator,
-        blocked: bool = False,
-        rows: int = 8,
-        positions: int = 4096,
-        window: int | None = None,
+        context: int,  # positions before the first query
+        queries: int,  # the queries, at most
+        like: Tensor,  # a tensor of the device and dtype
+        random: torch.Generator,  # the source of values
+        blocked: bool = False,  # store keys in the layout of the C kernels
+        rows: int = 8,  # the rows of a batch, at most
+        positions: int = 4096,  # the attended positions, at most
+        window: int | None = None,  # the probed heads are those of layers with this window
     ) -> None:
-        self.spec = spec = spec.plain_layer(window)
+        self.spec = spec = spec.plain_layer(window)  # the model
         self.context, self.queries = context, queries
         heads, dim, half = spec.kv_heads, spec.head_dim, spec.head_dim // 2
         stored = context + queries
@@ -120,16 +99,7 @@ class AttentionProbe:
         )
 
     def output(self, batch: int, queries: int, length: int, place: int, scale: float, apart: bool) -> Tensor:
-        """Return the attention output of the probed row by PyTorch operators, [T, Hk, G, D].
-
-        Args:
-            batch: B.
-            queries: T.
-            length: L, the attended length.
-            place: The row of the batch that is probed.
-            scale: The magnitude of the garbage past the row's context.
-            apart: Attend row by row.
-        """
+        """Return the attention output of the probed row by PyTorch operators, [T, Hk, G, D]."""
         self.fill(batch, length, place, scale)
         k, v = self.cache.read(0, 0, batch, length)
         q, groups = self.queries_of(batch, queries, place), self.spec.groups

@@ -1,14 +1,8 @@
-"""The runner: the one `forward` that every pass of a decoder goes through.
+"""The runner: the one `forward` that every pass of a decoder goes through, to one of two back ends.
 
-    the engine, a drafter, a measurement
-        -> Runner: forward, prefill, draft        arguments, checked -> a Pass, or DraftInputs
-        -> Backend: run, draft, head              C kernels, or PyTorch's operators: one for each decoder
-              PyTorch: PassShape + PassInputs     -> ForwardContext -> Decoder.run; or a CUDA graph of it
-
-Contract: `forward` gives a column the same bits whatever else is in the batch and in the pass, unless
-`invariant` or `deterministic` is off; the self-check at loading finds the shapes for that
-(docs/losslessness.md). It writes keys and values at absolute positions and leaves `cache.lengths` alone.
-Callers see no padding: neither of queries, nor of rows, nor of the attended length.
+`forward` gives a column the same bits whatever else is in the batch and in the pass, unless `invariant` or
+`deterministic` is off (docs/losslessness.md). It writes keys and values at absolute positions and leaves
+`cache.lengths` alone. Callers see no padding: neither of queries, nor of rows, nor of the attended length.
 """
 
 from __future__ import annotations
@@ -20,86 +14,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder
-from foredraft.model.forward_context import rope_tables
-from foredraft.model.plan import Plan
-from foredraft.model.runner.backend import Backend
-from foredraft.model.runner.fused import DraftInputs, FusedDraft
+from foredraft.model.layer_geometry import Plan
+from foredraft.model.memory import dtype_name, upload
 from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.runner.native import NativeBackend
-from foredraft.model.runner.passes import Forward, Leaves, Pass, Resume
+from foredraft.model.runner.passes import Backend, DraftInputs, Forward, FusedDraft, Leaves, Pass, Resume
 from foredraft.model.runner.torch_backend import CHUNK, TorchBackend
-from foredraft.model.transfers import dtype_name, upload
 
 MAX_QUERIES = 64  # columns per row of a verifying pass where any shape is allowed
 
 
 def next_chunk(position: int, stop: int, chunk: int) -> int:
-    """Return where the prefill pass from `position` ends: at the next multiple of `chunk`, or at `stop`.
-
-    The load of the batch never changes it: the bits of a prompt's keys depend on how the prompt is cut.
-    """
+    """Return where the prefill pass from `position` ends, at any load: a multiple of `chunk`, or `stop`."""
     return min((position // chunk + 1) * chunk, stop)
 
 
 class Runner:
-    """Runs the passes of one decoder, over caches that it makes.
-
-    Args:
-        decoder: The weights.
-        deterministic: Keep passes to batch-invariant shapes.
-        probed: The result of `probe_shapes` for this decoder; None probes now.
-        shapes: The batch-invariant shapes of another decoder with layers of the same sizes; None finds them.
-        compile: Run the parts of each layer through torch.compile.
-
-    Attributes:
-        backend: Runs the passes.
-        compiled: Whether the parts of each layer run through torch.compile.
-        max_queries: The columns per row that one verifying pass takes, at most.
-        chunk: Positions of a prefill pass.
-        forwarded: Real columns that were computed so far, of all passes.
-    """
-
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder,  # the weights
         *,
-        deterministic: bool = True,
-        probed: InvariantShapes | None = None,
-        shapes: InvariantShapes | None = None,
-        compile: bool = False,
+        deterministic: bool = True,  # keep passes to batch-invariant shapes
+        probed: InvariantShapes | None = None,  # of `probe_shapes`; None probes now
+        shapes: InvariantShapes | None = None,  # of a decoder with layers of the same sizes
+        compile: bool = False,  # run the parts of each layer through torch.compile
     ) -> None:
         self.decoder, self.compiled = decoder, compile
-        self.backend: Backend = NativeBackend.of(decoder) or TorchBackend(
-            decoder, deterministic, probed, shapes, compile
-        )
+        by_kernels = NativeBackend.of(decoder)
+        self.backend: Backend = by_kernels or TorchBackend(decoder, deterministic, probed, shapes, compile)
         self.max_queries = max(self.shapes.query_buckets, default=MAX_QUERIES)
-        self.chunk = CHUNK
-        self.forwarded = 0
+        self.chunk = CHUNK  # positions of a prefill pass
+        self.forwarded = 0  # real columns that were computed so far, of all passes
         self._full = Plan.full(decoder.spec.layers)
         self._positions = 0  # of the rotary tables
         self.reserve_positions(2 * CHUNK)
 
     @property
     def shapes(self) -> InvariantShapes:
-        """The shapes of its passes."""
         return self.backend.shapes
 
     @property
     def by_kernels(self) -> bool:
-        """Whether the C kernels run its passes."""
         return self.backend.native
 
     @property
     def choices(self) -> str:
-        """The ways in which this decoder runs on this machine, for the log."""
         decoder = self.decoder
         return "; ".join([f"{dtype_name(decoder.dtype)} on {decoder.device}", *self.backend.choices])
 
     @property
     def takes_leaves(self) -> bool:
-        """Whether a pass may have leaves: further tokens in the place of one of its columns."""
         return self.backend.takes_leaves
 
     def uncaptured(self) -> AbstractContextManager[None]:
@@ -107,17 +74,11 @@ class Runner:
         return self.backend.uncaptured()
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
-        """Return a zeroed cache for `rows` sequences of at most `positions` tokens."""
         decoder = self.decoder
         cache = KVCache(
-            decoder.spec,
-            rows,
-            positions,
-            device=decoder.device,
-            dtype=decoder.dtype,
-            slack=CHUNK,
-            blocked=self.by_kernels,
-        )
+            decoder.spec, rows, positions,
+            device=decoder.device, dtype=decoder.dtype, slack=CHUNK, blocked=self.by_kernels,
+        )  # fmt: skip
         self.reserve_positions(cache.stored)
         return cache
 
@@ -134,38 +95,15 @@ class Runner:
         plan: Plan | None = None,
         stop: int | None = None,
         resume: Resume | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         at: Tensor | None = None,
         want_logits: bool = True,
         invariant: bool = True,
         leaves: Leaves | None = None,
     ) -> Forward:
-        """Run one pass: column t of row b is position starts[b] + t of the cache row first_row + b.
-
-        Args:
-            cache: A cache of `new_cache`.
-            tokens: Token ids, [B, T].
-            starts: The position of each row's first column, [B].
-            first_row: The cache row of row 0.
-            idle: Rows that touch no sequence, [B]; None: no row is idle.
-            counts: The leading columns of each row that are real, [B]; the others are padding, and their
-                results mean nothing. None: all are real.
-            plan: The sub-layers that run; None runs all.
-            stop: The layer after the last; None runs all.
-            resume: States that a drafter has already computed.
-            taps: The depths whose entering states are returned.
-            at: The column of each row whose logits are wanted, [B]; None wants all.
-            want_logits: Compute logits, where the pass runs to the last layer.
-            invariant: Keep to batch-invariant shapes. False allows any shape; draft passes use it.
-            leaves: Columns behind the `counts` of each row that share the place of another one; only where
-                `takes_leaves`.
-
-        Raises:
-            ValueError: Every row is idle, or the pass is too wide, or the columns do not fit into the cache,
-                or this back end takes no leaves.
-        """
+        """Run one pass: column t of row b is position starts[b] + t of the cache row first_row + b."""
         if leaves is not None and not self.takes_leaves:
-            raise ValueError("passes of PyTorch's operators take no leaves")
+            raise ValueError("passes of PyTorch's operators take no leaves of token trees")
         idle = idle or [False] * len(starts)
         active = [b for b, dummy in enumerate(idle) if not dummy]
         if not active:
@@ -175,22 +113,12 @@ class Runner:
         real = [0 if dummy else count for count, dummy in zip(real, idle, strict=True)]
         self.forwarded += sum(real) + sum(map(len, leaves or ()))
         depth = self.decoder.spec.layers if stop is None else stop
+        starts = [cache.scratch if dummy else start for start, dummy in zip(starts, idle, strict=True)]
         pass_ = Pass(
-            cache=cache,
-            tokens=tokens if tokens.device == self.decoder.device else tokens.to(self.decoder.device),
-            starts=[cache.scratch if dummy else start for start, dummy in zip(starts, idle, strict=True)],
-            first_row=first_row,
-            active=active,
-            real=[range(count) for count in real],
-            plan=plan or self._full,
-            start=0,
-            stop=depth,
-            taps=tuple(taps),
-            head=want_logits and depth == self.decoder.spec.layers,
-            at=at,
-            invariant=invariant,
-            leaves=leaves,
-        )
+            cache, tokens.to(self.decoder.device), starts, first_row, active, real=[*map(range, real)],
+            plan=plan or self._full, start=0, stop=depth, aux_layers=tuple(aux_layers),
+            head=want_logits and depth == self.decoder.spec.layers, at=at, invariant=invariant, leaves=leaves,
+        )  # fmt: skip
         if resume is not None:
             self._resume(pass_, resume)
         return self.backend.run(pass_)
@@ -203,66 +131,27 @@ class Runner:
         tokens: list[int],
         start: int,
         *,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         plan: Plan | None = None,
         stop: int | None = None,
     ) -> Forward:
-        """Run one chunk of a prompt, without logits.
-
-        The shape of the pass depends on the chunk's place in the prompt, never on the load: a chunk lies
-        between two multiples of `chunk`, and is padded to a bucket that only prefill uses.
-
-        Args:
-            cache: A cache of `new_cache`.
-            row: The cache row.
-            tokens: Token ids of the chunk.
-            start: The position of the first.
-            taps: The depths whose entering states are returned.
-            plan: The sub-layers that run; None runs all.
-            stop: The layer after the last; None runs all.
-
-        Raises:
-            ValueError: The chunk is empty or crosses a multiple of `chunk`.
-        """
+        """Run one chunk of a prompt, without logits; only its place in the prompt decides its shape."""
         if not tokens or start // CHUNK != (start + len(tokens) - 1) // CHUNK:
-            raise ValueError(
-                f"a prefill chunk of {len(tokens)} tokens at {start} must lie between multiples of {CHUNK}"
-            )
+            chunk = f"a prefill chunk of {len(tokens)} tokens at {start}"
+            raise ValueError(f"{chunk} must lie between multiples of {CHUNK}")
         self.forwarded += len(tokens)
+        depth, real = self.decoder.spec.layers if stop is None else stop, [range(len(tokens))]
         pass_ = Pass(
-            cache=cache,
-            tokens=upload([tokens], self.decoder.device),
-            starts=[start],
-            first_row=row,
-            active=[0],
-            real=[range(len(tokens))],
-            plan=plan or self._full,
-            start=0,
-            stop=self.decoder.spec.layers if stop is None else stop,
-            taps=tuple(taps),
-            head=False,
-            prefill=True,
-        )
+            cache, upload([tokens], self.decoder.device), [start], row, active=[0], real=real, prefill=True,
+            plan=plan or self._full, start=0, stop=depth, aux_layers=tuple(aux_layers), head=False,
+        )  # fmt: skip
         return self.backend.run(pass_)
 
     @torch.inference_mode()
     def draft(
-        self, cache: CacheLayers, inputs: DraftInputs, *, plan: Plan | None = None, tap: int | None = None
+        self, cache: CacheLayers, inputs: DraftInputs, *, plan: Plan | None = None, exit: int | None = None
     ) -> FusedDraft | None:
-        """Run a fused draft: all draft steps of the batch in one call of the C kernels, or one CUDA graph.
-
-        Args:
-            cache: A cache of `new_cache`; row b of the draft is its row b.
-            inputs: What each row reads and drafts.
-            plan: The sub-layers that run; None runs all.
-            tap: The depth whose entering states are returned, 1 or more.
-
-        Returns:
-            The draft; None where the back end cannot fuse it, and the caller takes the steps one by one.
-
-        Raises:
-            ValueError: The draft does not fit into the cache, or a row drafts that reads no token.
-        """
+        """Run a fused draft: all draft steps of the batch in one call of the C kernels, or one CUDA graph."""
         if not self.backend.fuses:
             return None
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
@@ -270,10 +159,9 @@ class Runner:
             raise ValueError("a row that drafts has to read a token first")
         last = max(starts[row] + len(tokens[row]) + lengths[row] - 1 for row in active)
         if last > cache.scratch:
-            raise ValueError(
-                f"a draft up to position {last} overruns a cache row of {cache.positions} positions"
-            )
-        draft = self.backend.draft(cache, inputs, plan or self._full, tap)
+            row = f"a cache row of {cache.positions} positions"
+            raise ValueError(f"a draft up to position {last} overruns {row}")
+        draft = self.backend.draft(cache, inputs, plan or self._full, exit)
         if draft is not None:
             self.forwarded += sum(len(tokens[row]) + lengths[row] - 1 for row in active)
         return draft
@@ -285,8 +173,8 @@ class Runner:
 
     def _resume(self, pass_: Pass, resume: Resume) -> None:
         """Let a pass begin at layer `resume.depth`, from states that are known or computed here."""
-        if any(tap < resume.depth for tap in pass_.taps):
-            raise ValueError(f"taps {pass_.taps} below the resumed depth {resume.depth} are not computed")
+        if any(layer < resume.depth for layer in pass_.aux_layers):
+            raise ValueError(f"layers {pass_.aux_layers} below the resumed depth {resume.depth} do not run")
         below = pass_.below(resume)
         pass_.start, pass_.hidden = resume.depth, resume.hidden
         if below is None:
@@ -298,7 +186,6 @@ class Runner:
         pass_.hidden = torch.where(known[:, :, None], resume.hidden, states)
 
     def reserve_positions(self, positions: int) -> None:
-        """Extend the rotary tables to at least so many positions."""
         if self._positions < positions:
             decoder = self.decoder
             tables = rope_tables(decoder.spec, positions, decoder.device, decoder.dtype)

@@ -1,8 +1,8 @@
 """The result of probing for batch-invariant shapes, kept in the user's cache between runs.
 
-Contract: the result of probing depends on shapes, machine and code alone, and the cache key holds all of
-these. The confirmation on the model's own layers also depends on their weights; it is short, and runs at
-every load. A result without such shapes is not kept.
+It depends on shapes, machine and code alone, and the cache key holds all of these. The confirmation on the
+model's own layers depends on their weights, too, and runs at every load. A result without such shapes is not
+kept.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from foredraft import user_cache
-from foredraft.kernels.machine import describe_cpu
-from foredraft.model import attention, attention_choice, forward_context, layer_inputs, layers
+from foredraft.kernels.compilation import describe_cpu
+from foredraft.model import attention, layers
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner import invariant_shapes, packed, probes
+from foredraft.model.runner import compiled, invariant_shapes, probes
+from foredraft.model.runner.compiled import packs
 from foredraft.model.runner.invariant_shapes import InvariantShapes
-from foredraft.model.runner.packed import packs
 
 KIND = "shapes"  # of the user's cache
 # the probing code, and the code that it probes
-CODE = (attention, attention_choice, forward_context, invariant_shapes, layer_inputs, layers, packed, probes)
+CODE = (attention, attention, invariant_shapes, layers, layers, compiled, probes)
 # prefixes of the variables by which the libraries below PyTorch choose their kernels
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 
@@ -34,13 +34,6 @@ VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_",
 def cached_shapes(
     outline: Decoder, device: torch.device, probe: Callable[[Decoder, torch.device], InvariantShapes]
 ) -> InvariantShapes:
-    """Return the shapes that `probe` finds, from the cache where it holds them.
-
-    Args:
-        outline: The decoder, with or without weights.
-        device: The device that it is to run on.
-        probe: `probe_shapes`, as a rule.
-    """
     key = _cache_key(outline, device)
     if (cached := _parsed(user_cache.read(KIND, key))) is not None:
         return cached
@@ -51,7 +44,6 @@ def cached_shapes(
 
 
 def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
-    """Return everything that could change the result of probing."""
     backends: Any = torch.backends
     return {
         "model": repr(outline.spec),
@@ -73,17 +65,15 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
         "environment": sorted(
             f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES)
         ),
-        "code": [_hash_of(module.__file__) for module in CODE],
+        "code": [hashlib.sha256(Path(str(each.__file__)).read_bytes()).hexdigest() for each in CODE],
     }
 
 
 def _float32_precision() -> list[str]:
     """Return how PyTorch rounds in float32 products; the older setting cannot be read beside newer ones."""
     backends: Any = torch.backends
-    newer = [
-        getattr(place, "fp32_precision", "")
-        for place in (backends, backends.cuda.matmul, backends.mkldnn.matmul)
-    ]
+    places = backends, backends.cuda.matmul, backends.mkldnn.matmul
+    newer = [getattr(place, "fp32_precision", "") for place in places]
     try:
         return [torch.get_float32_matmul_precision(), *newer]
     except RuntimeError:
@@ -93,17 +83,9 @@ def _float32_precision() -> list[str]:
 def _gpu(device: torch.device) -> list[str]:
     properties = torch.cuda.get_device_properties(device)
     cudnn: Any = torch.backends.cudnn
-    return [
-        properties.name,
-        f"{properties.major}.{properties.minor}",
-        str(properties.multi_processor_count),
-        str(torch.version.cuda),
-        str(cudnn.version()),
-    ]
-
-
-def _hash_of(file: str | None) -> str:
-    return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    capability = f"{properties.major}.{properties.minor}"
+    versions = torch.version.cuda, cudnn.version()
+    return [properties.name, capability, *map(str, (properties.multi_processor_count, *versions))]
 
 
 def _parsed(document: Any) -> InvariantShapes | None:
@@ -116,7 +98,6 @@ def _parsed(document: Any) -> InvariantShapes | None:
 
 
 def _plausible(found: InvariantShapes) -> bool:
-    """Return whether probing can find these shapes."""
     numbers = (*found.query_buckets, found.row_low, found.row_high, found.length_quantum, found.row_step)
     return (
         all(type(number) is int for number in numbers)

@@ -1,75 +1,180 @@
-"""The back end of PyTorch's operators: passes at batch-invariant shapes, ragged, or replayed as CUDA graphs.
+"""The back end of PyTorch's operators: passes at batch-invariant shapes, ragged, or replayed as CUDA graphs;
+drafts.
 
-Contract: `_compute` is the device side of a pass, as a function of a `PassShape` and of `PassInputs`, and
-reads no other value of the pass. So a pass can be captured once per shape and replayed on other inputs
-(`graphs`). The host reads no device value.
+It is the draft of the single steps, by the same noise. Every row takes as many steps as the longest draft;
+what it computes past its own is no part of the result. The host reads no device value.
+
+A ragged pass gathers the real columns of a batch, where the rows that it saves are worth more than the moves
+in each layer. Attention still sees the query bucket of every row, so a real column has the bits of the padded
+pass. `_compute` is a function of a `PassShape` and of `PassInputs` alone, so a pass can be captured once per
+shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.model.attention import PassInputs, PassShape, at_columns, build_context
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, RunLayers
-from foredraft.model.forward_context import PassInputs, PassShape, at_columns, build_context
-from foredraft.model.plan import Plan
+from foredraft.model.layer_geometry import Plan
+from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
-from foredraft.model.runner.captured_draft import draft_shape, draft_steps, step_inputs
-from foredraft.model.runner.compiled import compiled_parts
-from foredraft.model.runner.fused import DraftInputs, FusedDraft
+from foredraft.model.runner.compiled import compiled_parts, unpacked_because
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.runner.invariant_shapes import ANY_SHAPE, InvariantShapes, find_shapes
-from foredraft.model.runner.packed import unpacked_because
-from foredraft.model.runner.passes import Forward, Pass
-from foredraft.model.runner.ragged import RaggedRule
-from foredraft.model.transfers import upload
+from foredraft.model.runner.passes import DraftInputs, DraftSampler, DrawnToken, Forward, FusedDraft, Pass
+from foredraft.model.spec import ModelSpec
 
-__all__ = ["CHUNK", "TorchBackend"]
+FIRST: Final = 2  # columns of the first step: after a draft that was accepted whole, it reads two tokens
+# Bytes of a sampled draft's distributions, which a graph keeps; to compute larger ones takes long anyway.
+MOST_BYTES: Final = 2**23
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The key of all drafts that run the same operators on the same shapes."""
+
+    first: PassShape  # the shape of the first step
+    later: PassShape  # the shape of the others, of one column
+    steps: int  # K
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The values in which drafts of one shape differ."""
+
+    tokens: Tensor  # the tokens that each row reads first, [B, T] int64, padded on the right
+    starts: Tensor  # the position of the first, [B] int64
+    last: Tensor  # the column of the last, [B] int64
+    lengths: Tensor  # the tokens that each row drafts, [B] int64
+    draws: DraftSampler  # draws the tokens
+
+
+def draft_shape(
+    spec: ModelSpec,
+    shapes: InvariantShapes,
+    cache: CacheLayers,
+    inputs: DraftInputs,
+    plan: Plan,
+    exit: int | None,
+    length_of: Callable[[int], int],
+) -> DraftShape | None:
+    """Return the shape of a draft; None where its steps have to be single."""
+    batch, steps = len(inputs.lengths), max(inputs.lengths)
+    if inputs.draws is None or inputs.allowed is not None:
+        return None
+    if inputs.draws.dense and batch * steps * spec.vocab_size * torch.float32.itemsize > MOST_BYTES:
+        return None
+    width = max(FIRST, *map(len, inputs.tokens))
+    first, later = shapes.queries(width, batch), shapes.queries(1, batch)
+    # The last column of any row, padding and the steps past its own draft included.
+    reach = max(first, width + steps - 2 + later)
+    if max(inputs.starts[row] for row in inputs.active) + reach > cache.scratch or reach > cache.slack:
+        return None
+    last = max(inputs.starts[row] + max(width, len(inputs.tokens[row]) + steps - 1) for row in inputs.active)
+    aux_layers = () if exit is None else (exit,)
+    whole = PassShape(
+        0, batch, width, first, length_of(last), shapes.span, shapes.apart,
+        plan, 0, spec.layers, aux_layers, head=True,
+    )  # fmt: skip
+    return DraftShape(whole, replace(whole, columns=1, queries=later), steps)
+
+
+def step_inputs(
+    inputs: DraftInputs, shape: DraftShape, cache: CacheLayers, device: torch.device
+) -> StepInputs:
+    assert inputs.draws is not None
+    width, batch = shape.first.columns, len(inputs.tokens)
+    padded = [[*own, *[own[-1]] * (width - len(own))] for own in inputs.tokens]
+    rows = zip(inputs.starts, inputs.lengths, strict=True)
+    starts = [start if length else cache.scratch for start, length in rows]
+    last = [len(own) - 1 for own in inputs.tokens]
+    flat = upload([*(id for own in padded for id in own), *starts, *last, *inputs.lengths], device)
+    tokens, first, read, lengths = torch.split(flat, [batch * width, batch, batch, batch])
+    return StepInputs(tokens.view(batch, width), first, read, lengths, inputs.draws)
+
+
+def draft_steps(
+    compute: Callable[[PassShape, PassInputs], Forward], shape: DraftShape, inputs: StepInputs
+) -> FusedDraft:
+    tokens, starts = inputs.tokens, inputs.starts
+    rows = torch.arange(len(tokens), device=tokens.device)
+    at: Tensor | None = inputs.last
+    drawn, states = list[DrawnToken](), list[Tensor]()
+    drafted = tokens[:, :0]  # [B, j]
+    for step in range(shape.steps):
+        forward = compute(shape.later if step else shape.first, PassInputs(starts, tokens, at=at))
+        assert forward.logits is not None
+        states += [own if at is None else own[rows, at][:, None] for own in forward.aux_states.values()]
+        starts = starts + (1 if at is None else at + 1)
+        at = None
+        drawn.append(inputs.draws(forward.logits, drafted))
+        tokens = drawn[-1].token
+        drafted = torch.cat([drafted, tokens], 1)
+    wanted = torch.arange(shape.steps, device=tokens.device) < inputs.lengths[:, None]  # [B, K]
+    finite = torch.cat([each.drawable for each in drawn], 1) & wanted
+    entering = torch.cat(states, 1).where(wanted[..., None], 0.0) if states else None
+    return FusedDraft(drafted * wanted, finite, probs=None, states=entering, drawn=tuple(drawn))
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRule:
+    free_rows: int  # products of up to so many rows cost about the same
+    min_saved: int  # the rows beyond `free_rows` that a ragged pass must save
+
+    @classmethod
+    def of(cls, spec: ModelSpec, device: torch.device) -> RaggedRule:
+        free_rows, moves = COSTS[device.type]
+        heads = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
+        weights = spec.hidden_size * (heads + 3 * spec.intermediate_size)  # of the products of a layer
+        return cls(free_rows, moves // weights + 1)
+
+    def pays(self, padded: int, real: int) -> bool:
+        return padded - max(real, self.free_rows) >= self.min_saved
+
+    def __str__(self) -> str:
+        return f"ragged passes where they save {self.min_saved} rows beyond {self.free_rows}"
+
+
+# By device: the free rows, and the cost of a layer's moves in multiply-adds of its products. CPU: timed on
+# one core with bfloat16 dot products, where the moves take 14 µs and a multiply-add 4 ps; doubled, because
+# products use all cores and moves do not. CUDA: computed, not timed: three launches of 5 µs on a device of
+# 350e12 multiply-adds per second that is bound by memory below some 256 rows.
+COSTS = {"cpu": (8, 2**23), "cuda": (256, 2**32)}
+
 
 CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
 PREFILL_BUCKETS = (8, 16, 32, 64, 128, CHUNK)  # columns that a prefill pass is padded to
 
 
 class TorchBackend:
-    """Runs the passes of one decoder by PyTorch's operators.
-
-    Args:
-        decoder: The weights.
-        deterministic: Keep passes to batch-invariant shapes.
-        probed: The result of `probe_shapes` for this decoder; None probes now.
-        shapes: The shapes of another decoder with layers of the same sizes; None finds them.
-        compile: Run the parts of each layer through torch.compile.
-
-    Attributes:
-        shapes: The shapes of its passes.
-        gathers: Whether passes gather the real columns of a ragged batch; None: where it pays (`ragged`).
-        graphs: The captured CUDA graphs; None: passes are not captured.
-    """
-
     native = False
-    takes_leaves = False  # a leaf's key, in a further place behind a mask, would be summed in another order
+    takes_leaves = False  # with a tree mask, a leaf's key in a further place would be summed in another order
 
     def __init__(
         self,
-        decoder: Decoder,
-        deterministic: bool,
-        probed: InvariantShapes | None,
-        shapes: InvariantShapes | None,
-        compile: bool,
+        decoder: Decoder,  # the weights
+        deterministic: bool,  # keep passes to batch-invariant shapes
+        probed: InvariantShapes | None,  # the result of `probe_shapes` for this decoder; None probes now
+        shapes: InvariantShapes | None,  # of a decoder with layers of the same sizes; None finds them
+        compile: bool,  # run the parts of each layer through torch.compile
     ) -> None:
         self.decoder, self.compiled = decoder, compile
         self._run: RunLayers = partial(decoder.run, parts=compiled_parts()) if compile else decoder.run
         if shapes is None:
             shapes = find_shapes(decoder, probed, self._run) if deterministic else ANY_SHAPE
         self.shapes, self._prefill_shapes = shapes, shapes.for_prefill(PREFILL_BUCKETS)
-        self.gathers: bool | None = None
+        self.gathers: bool | None = None  # None: where it pays
+        # the captured CUDA graphs; None: passes are not captured
         self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if decoder.device.type == "cuda" else None
         self._ragged_rule = RaggedRule.of(decoder.spec, decoder.device)
         self._tables: Mapping[Rope, Tensor] = {}
@@ -107,7 +212,7 @@ class TorchBackend:
         graphs = graphs if real is None else None
         shape = PassShape(
             pass_.first_row, batch, columns, queries, length, shapes.span, shapes.apart,
-            pass_.plan, pass_.start, pass_.stop, pass_.taps, pass_.head,
+            pass_.plan, pass_.start, pass_.stop, pass_.aux_layers, pass_.head,
         )  # fmt: skip
         device, starts = self.decoder.device, [min(start, cache.scratch) for start in pass_.starts]
         inputs = PassInputs(
@@ -122,14 +227,14 @@ class TorchBackend:
         return self._replayed(graphs, cache, shape, inputs)
 
     def draft(
-        self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, tap: int | None
+        self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, exit: int | None
     ) -> FusedDraft | None:
         graphs = self.graphs
-        if graphs is None or inputs.words is not None:
+        if graphs is None or inputs.draft_vocab is not None:
             return None
-        shapes = ANY_SHAPE if tap is None else self.shapes
+        shapes = ANY_SHAPE if exit is None else self.shapes
         length_of = partial(_length, shapes, cache, coarse=True)
-        shape = draft_shape(self.decoder.spec, shapes, cache, inputs, plan, tap, length_of)
+        shape = draft_shape(self.decoder.spec, shapes, cache, inputs, plan, exit, length_of)
         if shape is None:
             return None
         compute = partial(draft_steps, partial(self._compute, cache), shape)
@@ -148,11 +253,7 @@ class TorchBackend:
             self.graphs = graphs
 
     def _replayed(self, graphs: Graphs, cache: CacheLayers, shape: PassShape, inputs: PassInputs) -> Forward:
-        """Compute a pass by a graph of its layers over all queries.
-
-        So passes of different columns share a graph. The head runs outside it: logits of a vocabulary are a
-        hundred times the states that they are made of, and each graph would keep its own.
-        """
+        """Compute a pass by a graph of its layers; the head, whose logits are large, runs outside it."""
         padding = shape.queries - shape.columns
         layers = replace(inputs, tokens=_padded(inputs.tokens, padding), at=None)
         if inputs.hidden is not None:
@@ -161,8 +262,8 @@ class TorchBackend:
         compute = partial(self._compute, cache, whole)
         forward = graphs.run(compute, layers, owner=cache, key=whole, alive=self._tables)
         states = _asked(forward.hidden, shape, None)
-        taps = {depth: _asked(tap, shape, None) for depth, tap in forward.taps.items()}
-        return Forward(self._logits(states, shape, inputs.at) if shape.head else None, states, taps)
+        aux_states = {depth: _asked(own, shape, None) for depth, own in forward.aux_states.items()}
+        return Forward(self._logits(states, shape, inputs.at) if shape.head else None, states, aux_states)
 
     def _logits(self, states: Tensor, shape: PassShape, at: Tensor | None) -> Tensor:
         """Return the logits of all columns [B, T, V], or of the column `at` [B] of each row, [B, 1, V]."""
@@ -180,26 +281,25 @@ class TorchBackend:
         return pass_.real_columns(queries)
 
     def _compute(self, cache: CacheLayers, shape: PassShape, inputs: PassInputs) -> Forward:
-        """Compute a pass on the device."""
         real = inputs.real
         context = build_context(self.decoder.spec, self._tables, cache, shape, inputs.starts, real)
         if self.decoder.inputs is not None:
             of_tokens = self.decoder.layer_inputs(_tokens(shape, inputs), shape.span)
             context = replace(context, layer_inputs=of_tokens)
-        hidden, taps, start = self._entering(shape, inputs), dict[int, Tensor](), shape.start
-        for depth in sorted({*shape.taps, shape.stop}):
+        hidden, aux_states, start = self._entering(shape, inputs), dict[int, Tensor](), shape.start
+        for depth in sorted({*shape.aux_layers, shape.stop}):
             hidden = self._run(hidden, context, start, depth)
             start = depth
-            if depth in shape.taps:
-                taps[depth] = _asked(hidden, shape, real)
+            if depth in shape.aux_layers:
+                aux_states[depth] = _asked(hidden, shape, real)
         states = _asked(hidden, shape, real)
         if not shape.head:
-            return Forward(None, states, taps)
+            return Forward(None, states, aux_states)
         if real is not None and inputs.at is None:
             logits = _asked(self.decoder.head(hidden, shape.span), shape, real)
         else:
             logits = self._logits(states, shape, inputs.at)
-        return Forward(logits, states, taps)
+        return Forward(logits, states, aux_states)
 
     def _entering(self, shape: PassShape, inputs: PassInputs) -> Tensor:
         """Return the states that enter the first layer: [B, T', D], or [N, D] of a ragged pass."""
@@ -223,7 +323,6 @@ def _length(shapes: InvariantShapes, cache: CacheLayers, positions: int, *, coar
 
 
 def _tokens(shape: PassShape, inputs: PassInputs) -> Tensor:
-    """Return the tokens of the computed columns: [B, T'], or [N] of a ragged pass."""
     tokens = _padded(inputs.tokens, shape.queries - shape.columns)
     assert tokens is not None
     return tokens if inputs.real is None else tokens.flatten()[inputs.real]

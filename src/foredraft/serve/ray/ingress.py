@@ -1,8 +1,7 @@
 """The ingress: takes the requests of clients, and passes each on to the replica that its prompt prefers.
 
-It knows no rule of the API: a replica answers, and its bytes go to the client as they come. The ingress
-answers by itself only where a replica died, or where too much waits, in the shape that the client expects. A
-request that was being answered is not sent again: a request that kills its replica must not kill the next.
+A replica answers, and its bytes go to the client as they come. The ingress answers only where a replica died
+or too much waits. It sends no request again: one that kills its replica must not kill the next.
 """
 
 from __future__ import annotations
@@ -26,21 +25,15 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from foredraft.serve.affinity import prompt_key
-from foredraft.serve.answers import answer, opened
-from foredraft.serve.bodies import MORE_BODIES, Bodies, BoundedBodies
+from foredraft.serve.bodies import MORE_BODIES, SHAPES, Bodies, BoundedBodies, KnownOrigins, answer, opened
 from foredraft.serve.completions import CompletionReply
-from foredraft.serve.keys import Keys
+from foredraft.serve.limits import Keys
 from foredraft.serve.metrics import labelled
-from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.problems import Problem, busy
-from foredraft.serve.ray.http_messages import HttpCall, HttpHead
+from foredraft.serve.ray.router import HttpCall, HttpHead
 from foredraft.serve.replies import Event, Reply
 from foredraft.serve.settings import Settings
-from foredraft.serve.shapes import SHAPES
-from foredraft.serve.sockets import Socket
-from foredraft.serve.streaming import plain_text, server_sent
-
-__all__ = ["Ingress"]
+from foredraft.serve.streaming import Socket, plain_text, server_sent
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +43,7 @@ METRICS_SECONDS = 5.0  # that a replica has for its metrics
 
 
 class Ingress:
-    """The ingress of an application.
-
-    Args:
-        replicas: A handle of the replicas.
-        settings: Of their apps.
-        prefix_characters: As `affinity.prompt_key` takes it.
-    """
+    """The ingress of an application."""
 
     def __init__(self, replicas: DeploymentHandle[Any], settings: Settings, prefix_characters: int) -> None:
         self._replicas, self._settings, self._characters = replicas, settings, prefix_characters
@@ -81,7 +68,6 @@ class Ingress:
         )
 
     async def _forward(self, request: Request) -> Response:
-        """Return the response of a replica."""
         body, path = await request.body(), "/" + request.path_params["path"]
         query, headers = request.scope["query_string"], request.headers.raw
         address, key = _address(request), self._key(request, body)
@@ -93,7 +79,7 @@ class Ingress:
             kind = dict(head.headers).get(b"content-type", b"")
             if kind.startswith((b"text/event-stream", b"text/plain")):
                 plain = kind.startswith(b"text/plain")
-                return _Stream(head, parts, _ending(SHAPES.get(path, CompletionReply), plain=plain))
+                return _ReplicaStream(head, parts, _ending(SHAPES.get(path, CompletionReply), plain=plain))
             return _with(head, Response(b"".join([part async for part in _bytes(parts)])))
         except Problem as problem:
             return answer(problem, path)
@@ -110,15 +96,7 @@ class Ingress:
     async def _answers(
         self, call: HttpCall, *, alone: bool = False
     ) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Yield what a replica sends; leaving early ends its work.
-
-        Args:
-            call: For the replica.
-            alone: The request that this task serves has further calls at the same time.
-
-        Raises:
-            Problem: The replica died, or failed, or there is no room.
-        """
+        """Yield what a replica sends; leaving early ends its work."""
         # Ray's router knows a waiting call by the id of the request that it belongs to, and all calls of one
         # WebSocket belong to one. In a context of its own, each call has an id of its own.
         answers = Context().run(self._calls.remote, call) if alone else self._calls.remote(call)
@@ -167,19 +145,14 @@ class Ingress:
         ).serve()  # replicas keep records
 
 
-class _Stream(StreamingResponse):
-    """A stream of a replica. Where the replica fails, the stream says so, and ends as its client expects.
-
-    Args:
-        head: Of the response.
-        parts: Of its body; they end with the response.
-        ending: Returns what ends a stream that failed, after a number of events.
-    """
+class _ReplicaStream(StreamingResponse):
+    """A stream of a replica. Where the replica fails, the stream says so, and ends as its client expects."""
 
     def __init__(
         self,
-        head: HttpHead,
-        parts: AsyncGenerator[HttpHead | bytes, None],
+        head: HttpHead,  # of the response
+        parts: AsyncGenerator[HttpHead | bytes, None],  # of its body; they end with the response
+        # returns what ends a stream that failed, after a number of events
         ending: Callable[[Problem, int], AsyncIterator[bytes]],
     ) -> None:
         super().__init__(self._body())
@@ -234,11 +207,7 @@ async def _bytes(parts: AsyncIterator[HttpHead | bytes]) -> AsyncIterator[bytes]
 
 
 async def _chunks(parts: AsyncIterator[HttpHead | bytes]) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the objects of a stream of events.
-
-    Raises:
-        Problem: The request was refused.
-    """
+    """Yield the objects of a stream of events."""
     head = await anext(parts)
     assert isinstance(head, HttpHead)
     rest = b""

@@ -15,8 +15,6 @@ from foredraft.serve.ray.replica import Replica
 from foredraft.serve.ray.router import PrefixRouter
 from foredraft.serve.settings import Settings
 
-__all__ = ["Options", "app"]
-
 # Options of the server that Ray has in its place, with the remedies.
 LISTENS = "Ray listens: give it http_options, or serve start"
 READS = "Ray's streams do not wait for their readers, so leave it out"
@@ -27,38 +25,27 @@ INGRESS_REQUESTS = 1000  # that one ingress passes on at a time
 
 
 class Options(BaseModel):
-    """Options of an application: of its replicas, of the model in each, and of the server in each.
-
-    Attributes:
-        model: A folder or a hub id that every machine can read; None is the demo models.
-        draft: The draft model, if any.
-        load: Further arguments of `foredraft.load`, such as {"policy": "fixed"}.
-        server: Options of the server, as `foredraft.serve.settings.Settings` names them. Ray has the host,
-            the port, and what waits for readers.
-        max_batch: Rows of the batch of a replica.
-        replicas: Replicas; with `max_replicas`, at least so many.
-        max_replicas: Ray adds replicas up to this number while more than `max_batch` requests a replica run
-            or wait, and takes them away again. None keeps the number.
-        cpus: Cores of a replica.
-        gpus: GPUs of a replica.
-        surge_percent: In a rolling restart, how many replicas are started before as many old ones stop, as a
-            share of all. 0 needs no room for more: some of the old ones stop first.
-        ingresses: Processes that take requests and pass them on.
-        prefix_characters: Requests whose prompts agree in so many characters go to the same replica.
-    """
+    """Options of an application: of its replicas, of the model in each, and of the server in each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    model: str | None = None
-    draft: str | None = None
-    load: dict[str, Any] = {}
+    model: str | None = None  # a folder or a hub id that every machine can read; None is the demo models
+    draft: str | None = None  # the draft model, if any
+    load: dict[str, Any] = {}  # further arguments of `foredraft.load`, such as {"policy": "fixed"}
+    # options of the server, as `foredraft.serve.settings.Settings` names them. Ray has the host, the port,
+    # and what waits for readers
     server: dict[str, Any] = {}
-    max_batch: int = Field(default=8, ge=1)
-    replicas: int = Field(default=1, ge=1)
+    max_batch: int = Field(default=8, ge=1)  # rows of the batch of a replica
+    replicas: int = Field(default=1, ge=1)  # replicas; with `max_replicas`, at least so many
+    # Ray adds replicas up to this number while more than `max_batch` requests a replica run or wait, and
+    # takes them away again. None keeps the number
     max_replicas: int | None = Field(default=None, ge=1)
-    cpus: float = Field(default=1, ge=0)
-    gpus: float = Field(default=0, ge=0)
+    cpus: float = Field(default=1, ge=0)  # cores of a replica
+    gpus: float = Field(default=0, ge=0)  # GPUs of a replica
+    # in a rolling restart, how many replicas are started before as many old ones stop, as a share of all. 0
+    # needs no room for more: some of the old ones stop first
     surge_percent: int = Field(default=0, ge=0, le=100)
-    ingresses: int = Field(default=1, ge=1)
+    ingresses: int = Field(default=1, ge=1)  # processes that take requests and pass them on
+    # requests whose prompts agree in so many characters go to the same replica
     prefix_characters: int = Field(default=1024, ge=1)
 
     @model_validator(mode="after")
@@ -70,9 +57,6 @@ class Options(BaseModel):
 
 def app(options: Options) -> serve.Application:
     """Return the application; `serve run foredraft.serve.ray:app replicas=2` calls it, too.
-
-    Raises:
-        ConfigError: An option of the server is unknown, or is Ray's, or `load` has one of the application.
 
     Examples:
         >>> from ray import serve

@@ -10,24 +10,16 @@ from ray import serve
 from starlette.types import Message, Receive, Send
 
 import foredraft
-from foredraft.model.freed import freeze_what_is_loaded
+from foredraft.model.memory import freeze_what_is_loaded
 from foredraft.serve.app import create_app
 from foredraft.serve.logs import to_stderr
-from foredraft.serve.ray.http_messages import HttpCall, HttpHead
+from foredraft.serve.ray.router import HttpCall, HttpHead
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App
 
-__all__ = ["Replica"]
-
 
 class Replica:
-    """One model and the app around it. Ray counts a replica as ready once it is made.
-
-    Args:
-        model: As `foredraft.load` takes it.
-        load: The other arguments of `foredraft.load`.
-        settings: Of the app.
-    """
+    """One model and the app around it. Ray counts a replica as ready once it is made."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, model: str | None, load: dict[str, Any], settings: Settings
@@ -58,11 +50,7 @@ class Replica:
         return name, self._state.metrics.text(self._state.ready().update_gauges).decode()
 
     async def answer(self, call: HttpCall) -> AsyncIterator[HttpHead | bytes]:
-        """Yield the head and the parts of the body of a response; a cancelled call ends its request.
-
-        Raises:
-            RuntimeError: The response broke off.
-        """
+        """Yield the head and the parts of the body of a response; a cancelled call ends its request."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
 
         async def run() -> None:

@@ -1,18 +1,41 @@
-"""The request router: the rule of `affinity`, for Ray Serve.
+"""The request router of Ray Serve, by the rule of `affinity`, and the HTTP messages that the ingress sends to
+replicas.
 
-Each process that has a handle of the replicas has its own router. All routers know the same replicas, so they
-agree about the replica of a key without a word between them.
+All routers know the same replicas, so they agree about the replica of a key without a word between them.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from foredraft.serve.affinity import digest, ranked
-from foredraft.serve.ray.http_messages import HttpCall
 
-__all__ = ["PrefixRouter"]
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """An HTTP request."""
+
+    method: str  # GET, POST, ..
+    path: str  # of the URL
+    query: bytes  # of the URL
+    headers: Headers  # as ASGI has them
+    body: bytes  # whole
+    address: str = ""  # of the client, as Ray's proxy sees it; "" where it is not known
+    key: int | None = None  # of `affinity.prompt_key`
+
+
+@dataclass(frozen=True, slots=True)
+class HttpHead:
+    """The beginning of a response."""
+
+    status: int  # of HTTP
+    headers: Headers  # as ASGI has them
+
 
 TRIED = 4  # replicas that a request tries before it waits; each that is full costs a message
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from foredraft.serve.schemas.checking import broken
-from foredraft.serve.schemas.fitting import Fitted, fit
+from foredraft.serve.schemas.fitting import Fitted, broken, fit
 
 __all__ = ["Fitted", "broken", "fit"]

@@ -1,34 +1,266 @@
-"""Fitting: a JSON schema -> the schema that a grammar can hold, and the keywords that it cannot.
+"""Fitting: a JSON schema -> the schema that a grammar can hold, and the keywords that it cannot; their
+checks.
 
-The library of grammars judges: a schema that it takes stays as it is. In one that it refuses, each schema of
-the tree is tried by itself, from the leaves on, and a keyword that it refuses there is left out. What is no
-valid schema is refused with the place of the fault.
+The library of grammars judges. In a schema that it refuses, each schema of the tree is tried by itself,
+from the leaves on, and a keyword that it refuses is left out. Schemas and values come from strangers, so
+a check looks at a bounded number of keywords, runs no regular expression, and fetches nothing
+(https://json-schema.org/draft/2020-12/json-schema-core#section-10, and the drafts 4 to 2019-09).
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeAlias
 
-from foredraft.constraints.compiling import check_grammar
-from foredraft.constraints.kept import Kept
+from foredraft.constraints.banned import LRUCache
+from foredraft.constraints.grammar import check_grammar
 from foredraft.errors import RequestError, shortened
-from foredraft.serve.schemas.checking import fault
-from foredraft.serve.schemas.closing import closed
-from foredraft.serve.schemas.tree import (
-    ANNOTATIONS,
-    DEFINITIONS,
-    Path,
-    Schema,
-    changed,
-    schemas_in,
-    shown,
-    target,
+
+Schema: TypeAlias = dict[str, Any]
+Path: TypeAlias = tuple[str | int, ...]  # keys and indices from the root
+
+ONE = frozenset(
+    "items additionalItems additionalProperties contains not if then else propertyNames unevaluatedItems"
+    " unevaluatedProperties".split()
+)
+SEVERAL = frozenset("allOf anyOf oneOf prefixItems items".split())
+NAMED = frozenset("properties patternProperties $defs definitions dependentSchemas".split())
+DEFINITIONS = ("$defs", "definitions")
+# Keywords that say nothing about a value.
+ANNOTATIONS = frozenset(
+    "title description default examples deprecated readOnly writeOnly contentEncoding contentMediaType"
+    " contentSchema $comment $schema $id id $anchor $vocabulary $dynamicAnchor $recursiveAnchor".split()
 )
 
-__all__ = ["Fitted", "fit"]
+
+def schemas_in(keyword: str, value: Any) -> Iterator[tuple[Path, Schema]]:
+    """Yield the schemas that the value of a keyword holds directly, with their paths from the keyword on."""
+    if isinstance(value, dict):
+        if keyword in NAMED:
+            yield from (((keyword, name), each) for name, each in value.items() if isinstance(each, dict))
+        elif keyword in ONE:
+            yield (keyword,), value
+    elif isinstance(value, list) and keyword in SEVERAL:
+        yield from (((keyword, place), each) for place, each in enumerate(value) if isinstance(each, dict))
+
+
+def changed(keyword: str, value: Any, path: Path, change: Callable[[Schema, Path], Any]) -> Any:
+    """Return the value of a keyword with each schema that it holds directly changed."""
+    if isinstance(value, dict) and keyword in NAMED:
+        return {
+            name: change(each, (*path, keyword, name)) if isinstance(each, dict) else each
+            for name, each in value.items()
+        }
+    if isinstance(value, dict) and keyword in ONE:
+        return change(value, (*path, keyword))
+    if isinstance(value, list) and keyword in SEVERAL:
+        return [
+            change(each, (*path, keyword, place)) if isinstance(each, dict) else each
+            for place, each in enumerate(value)
+        ]
+    return value
+
+
+def target(root: Schema, reference: str) -> Any:
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(key)] if key.isdecimal() else _nothing(reference)
+        elif isinstance(found, dict):
+            found = found[key]
+        else:
+            _nothing(reference)
+    return found
+
+
+def _nothing(reference: str) -> Any:
+    raise LookupError(reference)
+
+
+def shown(path: Path) -> str:
+    return ".".join(map(str, path)) or "the schema"
+
+
+MOST = 5_000  # keywords that a check looks at: some 0.1 s
+MOST_TOLD = 20  # faults of one value
+MOST_SHOWN = 200  # characters of a fault
+
+Keyword: TypeAlias = Callable[[Any, Any, Any, Any], Iterator[Any] | None]
+
+
+class _TooMuch(Exception):
+    """A check has looked at too many keywords."""
+
+
+class _Work(threading.local):
+    """How many further keywords the check of this thread may look at."""
+
+    left = MOST
+
+
+_work = _Work()
+
+
+def fault(schema: Schema) -> str | None:
+    """Return why a schema is no JSON schema of any draft, with the place; None where it is one."""
+    from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator  # type: ignore[import-untyped]
+    from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
+
+    faults = []
+    for draft in dict.fromkeys((_draft(schema), Draft202012Validator, Draft7Validator, Draft4Validator)):
+        try:
+            draft.check_schema(schema, format_checker=None)  # a pattern need not be one of Python's
+        except SchemaError as error:
+            faults.append(f"{shown(tuple(error.absolute_path))}: {error.message[:MOST_SHOWN]}")
+        else:
+            return None
+    return faults[0]
+
+
+def broken(schema: Schema, text: str) -> list[str]:
+    """Return the places of the keywords that a text of JSON breaks; [] where it is none, as when cut."""
+    from referencing import Registry
+
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    _work.left = MOST
+    found: list[str] = []
+    try:
+        draft = _draft(schema)
+        checked = _without_patterns(schema, (), further=not _has_patterns(schema))
+        validator = _bounded(draft)(checked, registry=Registry(), format_checker=draft.FORMAT_CHECKER)
+        for error in validator.iter_errors(value):
+            found.append(shown(tuple(error.absolute_schema_path)))
+            if len(found) == MOST_TOLD:
+                break
+    except Exception:  # too much work, a reference to elsewhere, or what else a stranger's schema leads to
+        return found
+    return found
+
+
+def _draft(schema: Schema) -> Any:
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+
+    return validator_for(schema, default=Draft202012Validator)
+
+
+@cache
+def _bounded(draft: Any) -> Any:
+    from jsonschema.validators import extend
+
+    keywords = {name: _counted(check) for name, check in draft.VALIDATORS.items()}
+    return extend(draft, keywords | {"uniqueItems": _counted(_unique)})
+
+
+def _counted(check: Keyword) -> Keyword:
+    """Return the check of a keyword that counts as work."""
+
+    def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any] | None:
+        _work.left -= 1
+        if _work.left < 0:
+            raise _TooMuch
+        return check(validator, value, instance, schema)
+
+    return counted
+
+
+def _unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """Yield an error where two items are the same; the library's own check may take quadratic time."""
+    from jsonschema.exceptions import ValidationError
+
+    if value and isinstance(instance, list):
+        items = {json.dumps(each, sort_keys=True) for each in instance}
+        if len(items) < len(instance):
+            yield ValidationError("two items are the same")
+
+
+def _has_patterns(node: Schema) -> bool:
+    """Return whether a schema names properties by regular expressions anywhere."""
+    return "patternProperties" in node or any(
+        _has_patterns(each) for keyword, value in node.items() for _, each in schemas_in(keyword, value)
+    )
+
+
+def _without_patterns(node: Schema, path: Path, *, further: bool) -> Schema:
+    """Return a schema without regular expressions, and without what would choose another validator."""
+    left_out = {"$schema", "pattern", "patternProperties"}
+    if not further:
+        left_out |= {"additionalProperties", "unevaluatedProperties"}
+    return {
+        keyword: changed(keyword, value, path, lambda each, at: _without_patterns(each, at, further=further))
+        for keyword, value in node.items()
+        if keyword not in left_out
+    }
+
+
+TOGETHER = ("allOf", "anyOf", "oneOf")  # keywords whose schemas describe the object that the schema describes
+SOMETIMES = ("then", "else", "dependentSchemas")  # they do so for some objects
+# Keywords whose schemas look at a value, or hold for some; a closed one would find or forbid something else.
+CONDITIONS = frozenset(("not", "if", "contains", "propertyNames", *SOMETIMES))
+SPEAKS = ("additionalProperties", "patternProperties", "unevaluatedProperties")  # about further properties
+
+
+def closed(schema: Schema) -> Schema:
+    """Return a schema whose objects take the properties that it lists alone."""
+    shared = frozenset(_shared(schema, among=False))
+    return _closed(schema, (), shared, among="#" in shared)
+
+
+def _closed(node: Schema, path: Path, shared: frozenset[str], *, among: bool) -> Schema:
+    """Return a schema of the tree, closed."""
+    several, made = _gives_with_others(node), {}
+    for keyword, value in node.items():
+        inner = keyword in TOGETHER and (among or several)
+
+        def change(each: Schema, at: Path, inner: bool = inner) -> Schema:
+            return _closed(each, at, shared, among=inner or _reference(at) in shared)
+
+        made[keyword] = value if keyword in CONDITIONS else changed(keyword, value, path, change)
+    silent = all(node.get(keyword, False) is False for keyword in SPEAKS)
+    if isinstance(node.get("properties"), dict) and silent and not among and not several:
+        made["additionalProperties"] = False
+    return made
+
+
+def _shared(node: Schema, *, among: bool) -> Iterator[str]:
+    """Yield the references of schemas that are among several of one object."""
+    several = _gives_with_others(node)
+    if isinstance(node.get("$ref"), str) and (among or several):
+        yield node["$ref"]
+    for keyword, value in node.items():
+        inner = keyword in CONDITIONS or (keyword in TOGETHER and (among or several))
+        for _, each in schemas_in(keyword, value):
+            yield from _shared(each, among=inner)
+
+
+def _gives_with_others(node: Schema) -> bool:
+    """Return whether several schemas give the properties of the object that a schema describes."""
+    givers = bool(node.get("properties")) + ("$ref" in node)
+    for keyword in (*TOGETHER, *SOMETIMES):
+        giving = sum(_gives(each) for _, each in schemas_in(keyword, node.get(keyword)))
+        givers += giving if keyword == "allOf" else bool(giving)  # of the others one holds at a time
+    return givers > 1
+
+
+def _gives(node: Schema) -> bool:
+    """Return whether a schema gives properties, itself or by the schemas that it joins."""
+    if any(keyword in node for keyword in ("properties", "$ref", *SPEAKS)):
+        return True
+    return any(_gives(each) for keyword in TOGETHER for _, each in schemas_in(keyword, node.get(keyword)))
+
+
+def _reference(path: Path) -> str:
+    return "/".join(["#", *(str(part).replace("~", "~0").replace("/", "~1") for part in path)])
+
 
 SECONDS = 2.0  # that fitting may take: a schema of 100 keywords that the library lacks takes some 0.05 s
 KEPT_SCHEMAS, KEPT_CHARACTERS = 512, 2 << 20  # an agent sends the same tools with each request
@@ -46,32 +278,17 @@ BODY = ("type", "properties", "items", "required", "anyOf", "allOf", "$ref")  # 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A schema as a grammar holds it.
+    """A schema as a grammar holds it."""
 
-    Attributes:
-        whole: The schema as it was given, without keywords that demand nothing.
-        schema: What the grammar holds.
-        left_out: The places of the keywords that it does not hold.
-    """
-
-    whole: Schema
-    schema: Schema
-    left_out: tuple[str, ...] = ()
+    whole: Schema  # the schema as it was given, without keywords that demand nothing
+    schema: Schema  # what the grammar holds
+    left_out: tuple[str, ...] = ()  # the places of the keywords that it does not hold
 
 
-_fitted = Kept[tuple[str, bool], Fitted](KEPT_SCHEMAS, KEPT_CHARACTERS)
+_fitted = LRUCache[tuple[str, bool], Fitted](KEPT_SCHEMAS, KEPT_CHARACTERS)
 
 
 def fit(schema: Schema, *, close: bool) -> Fitted:
-    """Return a schema as a grammar can hold it.
-
-    Args:
-        schema: The schema.
-        close: Its objects take the properties that it lists alone.
-
-    Raises:
-        RequestError: It is no valid schema, or too large; its problem goes on after a name.
-    """
     text = json.dumps(schema)
     return _fitted.get((text, close), len(text), lambda: _fit(schema, close=close))
 
@@ -116,11 +333,7 @@ def _refusal(schema: Schema) -> str | None:
 
 
 def _check(root: Schema) -> None:
-    """Check that a schema that the library refuses is one at all.
-
-    Raises:
-        RequestError: It is none.
-    """
+    """Check that a schema that the library refuses is one at all."""
     if (found := fault(root)) is not None:
         raise RequestError(f"is no JSON schema: {found}", remedy="correct it")
     for reference in _references(root):
@@ -133,7 +346,6 @@ def _check(root: Schema) -> None:
 
 
 def _references(node: Schema) -> list[str]:
-    """Return the references of a schema to places within it."""
     own = node.get("$ref")
     found = [own] if isinstance(own, str) and (own == "#" or own.startswith("#/")) else []
     for keyword, value in node.items():
@@ -143,14 +355,10 @@ def _references(node: Schema) -> list[str]:
 
 
 class _Fitting:
-    """The fitting of one schema.
-
-    Attributes:
-        left_out: The places of the keywords that the grammar does not hold.
-    """
+    """The fitting of one schema."""
 
     def __init__(self) -> None:
-        self.left_out: list[Path] = []
+        self.left_out: list[Path] = []  # the places of the keywords that the grammar does not hold
         self._end = time.monotonic() + SECONDS
 
     def fitted(self, node: Schema, path: Path) -> Schema:
@@ -159,8 +367,8 @@ class _Fitting:
             return node
         made = {keyword: changed(keyword, value, path, self.fitted) for keyword, value in node.items()}
         for keyword in [*made]:  # each by itself
-            beside = {"type": made["type"]} if "type" in made else {}
-            if keyword in ANNOTATIONS or self._holds(beside | {keyword: made[keyword]}):
+            typed = {"type": made["type"]} if "type" in made else {}
+            if keyword in ANNOTATIONS or self._holds(typed | {keyword: made[keyword]}):
                 continue
             self.left_out.append((*path, keyword))
             value = made.pop(keyword)

@@ -2,15 +2,17 @@
 
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native.check import unserved_because
-from foredraft.model.runner.native.linear import NativeLinear, fits, pack_native
 from foredraft.model.runner.native.native_backend import NativeBackend, PairDraft
-from foredraft.model.runner.native.native_codes import (
+from foredraft.model.runner.native.products import (
     NativeCodes,
+    NativeLinear,
     NativeProduct,
     code_native,
     coded_bytes,
+    fits,
     is_native,
     pack_codes,
+    pack_native,
     pack_pieces,
 )
 

@@ -1,77 +1,66 @@
 """The self-check of the C kernels: right values, and the same bits at every shape, for one model.
 
-Contract: the source fixes the order of every sum; the check proves that the compiler kept it. It runs before
-the weights are loaded: on cancelling probes (`probes`) one product for each inner width of the model, and the
-attention of one layer at many shapes; on random codes one product for each coding of weights.
+The source fixes the order of every sum; the check proves that the compiler kept it. Before the weights are
+loaded, it runs one product for each inner width and for each format of codes, and the attention of one
+layer at many shapes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import library, unavailable_because
-from foredraft.model.quantisation.codes import SUPER, Codes, Coding, codebook_values
-from foredraft.model.runner.native.linear import WORD, fits, pack_native, suffix
-from foredraft.model.runner.native.native_codes import pack_codes
+from foredraft.model.memory import dtype_name
+from foredraft.model.quantisation.codes import SUPER, CodeFormat, Codes, codebook_values
+from foredraft.model.quantisation.scheme import rounded_to_integers
+from foredraft.model.runner.native.products import (
+    WORD,
+    fits,
+    multiplies_integers,
+    pack_codes,
+    pack_native,
+    suffix,
+)
 from foredraft.model.runner.native.structs import MAX_HEAD_DIM, CLayer, CModel, CPass, pass_struct
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 from foredraft.model.spec import ModelSpec
-from foredraft.model.transfers import dtype_name
-
-__all__ = ["unserved_because"]
-
-logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 5, 8, 9, 13, 16, 17, 64, 65, 100)  # full and partial tiles, and more than MAX_ROWS rows
 REFERENCE = 8  # rows of the product that the others are compared with
 OUTPUTS = 72  # of the probed products: two blocks and a partial one
-CODINGS = (
-    Coding(4),
-    Coding(4, zeros=True),
-    Coding(8),
-    Coding(8, float8=True),
-    Coding(4, codebook="iq4"),
-    Coding(5),
-    Coding(5, unsigned=True, offsets=True),
-    Coding(2, group=16, unsigned=True, nested=True, offsets=True),
-    Coding(3, group=16, nested=True),
-    Coding(4, unsigned=True, nested=True, offsets=True),
-    Coding(6, group=16, nested=True),
-    Coding(6, group=16, nested=True, offsets=True),
-    Coding(8, group=16, nested=True, offsets=True),
+CODE_FORMATS = (
+    CodeFormat(4),
+    CodeFormat(4, zeros=True),
+    CodeFormat(8),
+    CodeFormat(8, float8=True),
+    CodeFormat(4, codebook="iq4"),
+    CodeFormat(5),
+    CodeFormat(5, unsigned=True, offsets=True),
+    CodeFormat(2, group=16, unsigned=True, nested=True, offsets=True),
+    CodeFormat(3, group=16, nested=True),
+    CodeFormat(4, unsigned=True, nested=True, offsets=True),
+    CodeFormat(6, group=16, nested=True),
+    CodeFormat(6, group=16, nested=True, offsets=True),
+    CodeFormat(8, group=16, nested=True, offsets=True),
 )
-SHAPES = (
-    (1, 1, 0),
-    (1, 3, 0),
-    (1, 16, 0),
-    (1, 33, 0),
-    (3, 1, 1),
-    (4, 6, 2),
-    (8, 5, 7),
-)  # of probed attention: batch size, queries, place of the probed row
+# of probed attention: batch size, queries, place of the probed row
+SHAPES = ((1, 1, 0), (1, 3, 0), (1, 16, 0), (1, 33, 0), (3, 1, 1), (4, 6, 2), (8, 5, 7))
 QUERIES, CONTEXT = 33, 300  # of the reference: queries, and positions before the first of them
 LENGTH = 1024  # positions of the cache that hold the probed row or garbage
 
 
 @functools.lru_cache(maxsize=16)
 def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the C kernels do not run a model, as a clause of an error message; None where they run it.
-
-    Args:
-        spec: The model.
-        device: The device that it is to run on.
-        dtype: The dtype of its weights.
-    """
+    """Return why the C kernels do not run a model, as a clause of an error; None where they run it."""
     if device.type != "cpu":
         return f"the kernels run on CPUs, and the device is {device}"
     if dtype not in WORD:
-        return f"the kernels compute in float32 and bfloat16, not in {dtype_name(dtype)}"
+        return f"the kernels compute in float32, bfloat16 and float16, not in {dtype_name(dtype)}"
     kinds = [spec.plain_layer(window) for window in spec.windows_by_heads]
     inner = {spec.inner_of(layer) for layer in range(spec.layers)}
     inputs = {spec.layer_input_size} if spec.layer_input_size else set()
@@ -87,15 +76,13 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
         return unavailable_because()
     random, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=dtype)
     exact = all(_product_is_exact(width, like, random) for width in widths)
-    exact = exact and all(_coded_product_is_exact(coding, like, random) for coding in CODINGS)
+    exact = exact and all(_coded_product_is_exact(code_format, like, random) for code_format in CODE_FORMATS)
     if exact and all(_attention_is_exact(kind, like, random) for kind in kinds):
         return None
-    logger.warning("the kernels fail their self-check on this CPU; PyTorch's operators run instead")
     return "the kernels fail their self-check on this CPU"
 
 
 def _product_is_exact(columns: int, like: Tensor, random: torch.Generator) -> bool:
-    """Return whether products of K = columns have right values, and the same bits at every row count."""
     shape = OUTPUTS, columns
     probe = ProductProbe(lambda weight: pack_native(weight, None), shape, max(ROWS), like, random)
     if not all(probe.agrees(rows, REFERENCE) for rows in ROWS):
@@ -107,36 +94,37 @@ def _product_is_exact(columns: int, like: Tensor, random: torch.Generator) -> bo
     return bool(((got - want).abs() <= tolerance).all())
 
 
-def _coded_product_is_exact(coding: Coding, like: Tensor, random: torch.Generator) -> bool:
-    """Return whether products with codes have right values, and the same bits at every row count."""
+def _coded_product_is_exact(code_format: CodeFormat, like: Tensor, random: torch.Generator) -> bool:
     columns = 2 * SUPER
-    high = coding.lowest + 2**coding.bits
-    if coding.float8:
+    high = code_format.lowest + 2**code_format.bits
+    if code_format.float8:
         high -= 1  # the last number is NaN, and so is the last negative one
 
     def integers(first: int, stop: int, columns: int) -> Tensor:
         return torch.randint(first, stop, (OUTPUTS, columns), generator=random, dtype=torch.int8)
 
-    codes = integers(coding.lowest, high, columns)
-    if coding.codebook is not None:
-        codes = codebook_values(coding.codebook, codes - coding.lowest)
-    if coding.float8:
+    codes = integers(code_format.lowest, high, columns)
+    if code_format.codebook is not None:
+        codes = codebook_values(code_format.codebook, codes - code_format.lowest)
+    if code_format.float8:
         codes = codes.where(codes != -1, 0).view(torch.float8_e4m3fn)
-    scales, offsets = (integers(1, 64, columns // coding.group) for _ in range(2))
-    if coding.nested:
+    scales, offsets = (integers(1, 64, columns // code_format.group) for _ in range(2))
+    if code_format.nested:
         step = torch.ones(OUTPUTS, columns // SUPER, dtype=torch.float16)
-        weight = Codes(codes, scales, coding.group, coding, step, offsets, step)
+        weight = Codes(codes, scales, code_format.group, code_format, step, offsets, step)
     else:
-        weight = Codes(codes, scales.bfloat16(), coding.group, coding, offsets=offsets.bfloat16())
-    if not coding.offsets:
+        weight = Codes(codes, scales.bfloat16(), code_format.group, code_format, offsets=offsets.bfloat16())
+    if not code_format.offsets:
         weight = replace(weight, offsets=None, offset_steps=None)
     product = pack_codes(weight, like.dtype, None)
-    x = torch.randn(max(ROWS), columns, generator=random).to(like.dtype)
+    x = (torch.randn(max(ROWS), columns, generator=random) / 64).to(like.dtype)  # float16 holds the sums
     got = product(x)
     if not all(torch.equal(product(x[:rows]), got[:rows]) for rows in ROWS):
         return False
-    scaled = codes.double() * scales.double().repeat_interleave(coding.group, 1)
-    shift = offsets.double().repeat_interleave(coding.group, 1) * coding.offsets
+    scaled = codes.double() * scales.double().repeat_interleave(code_format.group, 1)
+    shift = offsets.double().repeat_interleave(code_format.group, 1) * code_format.offsets
+    if multiplies_integers(like.dtype) and not code_format.float8:
+        x = rounded_to_integers(x)
     want, size = x.double() @ (scaled - shift).T, x.double().abs() @ (scaled.abs() + shift).T
     tolerance = torch.finfo(like.dtype).eps * want.abs() + torch.finfo(torch.float32).eps * 8 * size
     return bool(((got.double() - want).abs() <= tolerance).all())
@@ -154,10 +142,7 @@ def _attention_is_exact(spec: ModelSpec, like: Tensor, random: torch.Generator) 
 
 
 def _attention(probe: AttentionProbe, batch: int, queries: int, place: int, scale: float) -> Tensor:
-    """Return the attention output of the probed row, at `place` in a batch, [T, H, D].
-
-    Positions past the row's context hold garbage of the magnitude `scale`.
-    """
+    """Return the attention [T, H, D] of the probed row at `place` in a batch, garbage behind its context."""
     spec, cache = probe.spec, probe.cache
     probe.fill(batch, LENGTH, place, scale)
     q = probe.queries_of(batch, queries, place)  # [B, Hk, T * G, D]
@@ -174,11 +159,6 @@ def _attention(probe: AttentionProbe, batch: int, queries: int, place: int, scal
     kernels = library()
     assert kernels is not None
     attend = getattr(kernels, "foredraft_attend" + suffix(q.dtype))
-    attend(
-        ctypes.byref(model),
-        ctypes.byref(pass_),
-        ctypes.c_void_p(qkv.data_ptr()),
-        ctypes.c_void_p(out.data_ptr()),
-        torch.get_num_threads(),
-    )
+    tensors = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (qkv, out))
+    attend(ctypes.byref(model), ctypes.byref(pass_), *tensors, torch.get_num_threads())
     return out.view(batch, queries, spec.heads, spec.head_dim)[place]

@@ -1,8 +1,8 @@
 """The back end of the project's own C kernels: passes, the head and fused drafts.
 
-Contract: a pass computes the real columns of a ragged batch and no padding, however few they are. A column's
-bits do not depend on the pass, because the order of no sum does (kernels.c). The weights stay in the decoder;
-`NativeBackend` holds their addresses, and the decoder, so that these stay valid.
+A pass computes the real columns of a ragged batch and no padding, and a column's bits do not depend on the
+pass, because the order of no sum does (kernels.c). The decoder holds the weights; the back end holds it and
+their addresses.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels import pool
-from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.compilation import declare, level_in_use, library
+from foredraft.kernels.vocab import pointer
+from foredraft.model.attention import at_columns
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Layer
-from foredraft.model.forward_context import at_columns
-from foredraft.model.layer_inputs import LayerInputs
-from foredraft.model.layers import Norm, Product, RowSource
-from foredraft.model.pair_inputs import PairInputs
-from foredraft.model.plan import Plan
+from foredraft.model.layer_geometry import Plan
+from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RowSource
+from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
-from foredraft.model.runner.fused import DraftInputs, FusedDraft
 from foredraft.model.runner.invariant_shapes import KERNEL_SHAPES
-from foredraft.model.runner.native.linear import CLinear, pointer, suffix
-from foredraft.model.runner.native.native_codes import NativeCodes, is_native
+from foredraft.model.runner.native.products import CLinear, NativeCodes, is_native, room_of, suffix
 from foredraft.model.runner.native.structs import (
     ACTIVATIONS,
     MAX_HEAD_DIM,
@@ -47,12 +45,9 @@ from foredraft.model.runner.native.structs import (
     norm_struct,
     pass_struct,
 )
-from foredraft.model.runner.passes import Forward, Pass
+from foredraft.model.runner.passes import DraftInputs, Forward, FusedDraft, Pass
 from foredraft.model.spec import ModelSpec
-from foredraft.model.transfers import upload
 from foredraft.workers import own_threads
-
-__all__ = ["NativeBackend", "PairDraft", "Weights"]
 
 
 class Weights(Protocol):
@@ -60,68 +55,55 @@ class Weights(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
-
     @property
     def dtype(self) -> torch.dtype: ...
-
     @property
     def embedding(self) -> Tensor | RowSource: ...
-
     @property
     def embedding_scale(self) -> float | None: ...
-
     @property
     def learned_positions(self) -> Tensor | None: ...
-
     @property
     def layers(self) -> tuple[Layer, ...]: ...
-
     @property
     def norm(self) -> Norm | None: ...  # None: nothing stands before the head
-
     @property
     def output(self) -> Product: ...
-
     @property
     def inputs(self) -> LayerInputs | None: ...
-
     @property
     def products(self) -> list[Product]: ...
 
 
+POINTER, TWO, THREE = c_void_p, (c_void_p,) * 2, (c_void_p,) * 3
+PLAN = (c_char_p, c_char_p)
+# argument types of the C functions foredraft_<name>, in their order, and whether they need work memory
+SIGNATURES: dict[str, tuple[tuple[type, ...], bool]] = {
+    "forward": ((*TWO, *TWO, c_int64, *PLAN, c_int64, c_int64, POINTER, c_int64, *THREE, c_int), True),
+    "inputs": ((*THREE, c_int64, *TWO, c_int), True),
+    "head": ((*TWO, c_int64, *TWO, c_int), False),
+    "norms": ((*THREE, c_int64, c_int64), False),
+    "draft": ((*THREE, *PLAN, c_int64, *TWO, c_int), True),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PairDraft:
-    """What a fused draft of a head takes and gives besides.
+    """What a fused draft of a head takes and gives besides."""
 
-    Attributes:
-        states: The states of the pairs that the first step reads, [N, D], row by row.
-        left: Output: the state of the pair that would follow each row's draft, [B, D].
-    """
-
-    states: Tensor
-    left: Tensor
+    states: Tensor  # the states of the pairs that the first step reads, [N, D], row by row
+    left: Tensor  # output: the state of the pair that would follow each row's draft, [B, D]
 
 
 class NativeBackend:
-    """Runs the passes of one decoder or head by the C kernels.
-
-    Attributes:
-        shapes: Any, because no sum has another order at another shape.
-    """
-
     native = True
     fuses = True
     takes_leaves = True
-    shapes = KERNEL_SHAPES
+    shapes = KERNEL_SHAPES  # any, because no sum has another order at another shape
 
     @classmethod
     def of(cls, decoder: Weights, pairs: PairInputs | None = None) -> NativeBackend | None:
-        """Return the back end of a decoder; None where one of its weights is not packed for the kernels.
-
-        Args:
-            decoder: Its weights, or those of a head.
-            pairs: How pairs enter a head; None in decoders.
-        """
+        """Return the back end of a decoder; None where one of its weights is not packed for the kernels."""
         join = [] if pairs is None or pairs.join is None else [pairs.join]
         packed = all(map(is_native, [*decoder.products, *join]))
         widest = max(map(decoder.spec.head_dim_of, decoder.spec.windows))
@@ -141,74 +123,42 @@ class NativeBackend:
         qkv = [layer.attention.qkv.shape[0] for layer in decoder.layers]
         wide = max(*qkv, *(2 * size for size in inner), spec.layer_input_size)
         narrow = max(*heads, *inner, spec.layer_input_size)
+        pairs_read = 0 if pairs is None else 2 * spec.hidden_size
+        widest = max(spec.hidden_size, pairs_read, *heads, *inner, spec.layer_input_size)
+        room = room_of(widest, decoder.dtype)
+        learned = decoder.learned_positions
         self._model = CModel(
-            spec.layers,
-            spec.hidden_size,
-            spec.heads,
-            ACTIVATIONS[spec.activation],
-            spec.gated,
-            spec.parallel_residual,
-            spec.projection_norms,
-            spec.sum_norms,
-            wide,
-            spec.attention_scale,
-            spec.attention_softcap or 0.0,
-            spec.logit_softcap or 0.0,
+            spec.layers, spec.hidden_size, spec.heads,
+            ACTIVATIONS[spec.activation], spec.gated, spec.parallel_residual,
+            spec.projection_norms, spec.sum_norms, wide, room,
+            spec.attention_scale, spec.attention_softcap or 0.0, spec.logit_softcap or 0.0,
             pointer(self._embedding),
             CLinear() if isinstance(embedding, Tensor) else linear_struct_of(embedding),
             decoder.embedding_scale or 0.0,
-            pointer(decoder.learned_positions),
-            0 if decoder.learned_positions is None else len(decoder.learned_positions) - 1,
-            norm_struct(decoder.norm),
-            linear_struct_of(decoder.output, spec.logit_scale),
+            pointer(learned), 0 if learned is None else len(learned) - 1,
+            norm_struct(decoder.norm), linear_struct_of(decoder.output, spec.logit_scale),
             self._layers,
-        )
+        )  # fmt: skip
         self._inputs = 0  # elements of the layers' inputs of a column
         if decoder.inputs is not None:
             self._add_inputs(decoder.inputs)
-        self._scratch_per_column = spec.hidden_size + wide + narrow  # elements
+        self._scratch_per_column = room + spec.hidden_size + wide + narrow  # elements
         self._pairs = pairs
         if pairs is not None:
             self._add_pairs(pairs)
         self._scratch_memory = torch.empty(0, dtype=decoder.dtype)
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
-        forward, head, draft, inputs, norms = (
-            getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}")
-            for name in ("forward", "head", "draft", "inputs", "norms")
-        )
-        self._forward = declare(
-            forward,
-            (
-                *(c_void_p,) * 4,
-                c_int64,
-                c_char_p,
-                c_char_p,
-                c_int64,
-                c_int64,
-                c_void_p,
-                c_int64,
-                *(c_void_p,) * 3,
-                c_int,
-            ),
-            allocates=True,
-        )
-        self._make_inputs = declare(
-            inputs, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int), allocates=True
-        )
-        self._head = declare(head, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
-        self._norms = declare(norms, (*(c_void_p,) * 3, c_int64, c_int64))
-        self._draft = declare(
-            draft,
-            (*(c_void_p,) * 3, c_char_p, c_char_p, c_int64, c_void_p, c_void_p, c_int),
-            allocates=True,
+        self._forward, self._make_inputs, self._head, self._norms, self._draft = (
+            declare(getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}"), types, allocates=allocates)
+            for name, (types, allocates) in SIGNATURES.items()
         )
 
     @property
     def choices(self) -> list[str]:
         head = self.decoder.output
-        few = [f"a head of {head.coding.bits} bits"] if isinstance(head, NativeCodes) else []
-        return ["C kernels, batch-invariant at any shape", *few]
+        few = [f"a head of {head.code_format.bits} bits"] if isinstance(head, NativeCodes) else []
+        return [f"C kernels of {level_in_use()}, batch-invariant at any shape", *few]
 
     def uncaptured(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -240,20 +190,20 @@ class NativeBackend:
             tokens = None
             x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
             x = x.clone() if real is None else x[real]
-        depths = sorted(depth for depth in pass_.taps if depth < pass_.stop)
+        depths = sorted(depth for depth in pass_.aux_layers if depth < pass_.stop)
         logits, states = self.forward(
             tokens, x, pass_.cache, groups, pass_.plan, pass_.start, pass_.stop,
-            head=pass_.head and pass_.at is None, inputs=inputs, taps=depths,
+            head=pass_.head and pass_.at is None, inputs=inputs, aux_layers=depths,
         )  # fmt: skip
-        taps = {depth: asked(own) for depth, own in zip(depths, states, strict=True)}
-        if pass_.stop in pass_.taps:
-            taps[pass_.stop] = asked(x.clone())
+        aux_states = {depth: asked(own) for depth, own in zip(depths, states, strict=True)}
+        if pass_.stop in pass_.aux_layers:
+            aux_states[pass_.stop] = asked(x.clone())
         out = asked(x)
         if logits is not None:
             logits = asked(logits)
         elif pass_.head:
             logits = self.head(out[torch.arange(batch), pass_.at])[:, None]
-        return Forward(logits, out, taps)
+        return Forward(logits, out, aux_states)
 
     def forward(
         self,
@@ -267,75 +217,38 @@ class NativeBackend:
         *,
         head: bool = False,
         inputs: Tensor | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ) -> tuple[Tensor | None, Tensor]:
-        """Run layers [start, stop) on states, in place, and store their keys and values in the cache.
-
-        Args:
-            tokens: Token ids [N] that are embedded into `hidden` first; None: `hidden` holds the states. In
-                heads of pairs both are there.
-            hidden: States entering layer `start`, [N, D]; afterwards those entering layer `stop`.
-            cache: The cache, with keys in blocks.
-            groups: The rows and positions of the N columns.
-            plan: The sub-layers that run.
-            start: The first layer.
-            stop: The layer after the last.
-            head: Compute logits.
-            inputs: What layers take of the tokens themselves, [N, layers, I]; None in models without.
-            taps: Depths from `start` on and below `stop`, in rising order.
-
-        Returns:
-            Logits [N, V] in float32 where `head` asks for them, else None; and the states that enter the
-            layers at `taps`, [taps, N, D].
-        """
+        """Run layers [start, stop) on `hidden` [N, D], in place, and store keys and values in the cache."""
         count = len(hidden)
         if self._pairs is not None:
             inputs = torch.empty_like(hidden)  # the embeddings
         pass_ = pass_struct(cache, groups, self._rotary, pointer(inputs))
         scratch = self._scratch(count * self._scratch_per_column)
         logits = self._logits(hidden) if head else None
-        states = hidden.new_empty(len(taps), *hidden.shape)
-        result = self._forward(
-            ctypes.addressof(self._model),
-            ctypes.addressof(pass_),
-            pointer(tokens),
-            hidden.data_ptr(),
-            count,
-            bytes(plan.attention),
-            bytes(plan.mlp),
-            start,
-            stop,
-            (ctypes.c_int64 * len(taps))(*taps),
-            len(taps),
-            pointer(states),
-            scratch.data_ptr(),
-            pointer(logits),
-            own_threads(),
-        )
+        states = hidden.new_empty(len(aux_layers), *hidden.shape)
+        given = pointer(tokens), hidden.data_ptr(), count
+        layers = bytes(plan.attention), bytes(plan.mlp), start, stop
+        read = (c_int64 * len(aux_layers))(*aux_layers), len(aux_layers), pointer(states)
+        ends = scratch.data_ptr(), pointer(logits), own_threads()
+        addresses = ctypes.addressof(self._model), ctypes.addressof(pass_)
+        result = self._forward(*addresses, *given, *layers, *read, *ends)
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, hidden, cache, scratch, inputs)
         return logits, states
 
     def _layer_inputs(self, tokens: Tensor) -> Tensor:
-        """Return what layers take of tokens [N] themselves, [N, layers * I]."""
         count, hidden = len(tokens), self.decoder.spec.hidden_size
         inputs, embedded = (torch.empty(count, n, dtype=self.decoder.dtype) for n in (self._inputs, hidden))
-        scratch = self._scratch(count * (hidden + self._inputs))
-        result = self._make_inputs(
-            ctypes.addressof(self._model),
-            tokens.data_ptr(),
-            embedded.data_ptr(),
-            count,
-            inputs.data_ptr(),
-            scratch.data_ptr(),
-            own_threads(),
-        )
+        scratch = self._scratch(count * (self._model.room + hidden + self._inputs))
+        ends = inputs.data_ptr(), scratch.data_ptr(), own_threads()
+        given = tokens.data_ptr(), embedded.data_ptr(), count
+        result = self._make_inputs(ctypes.addressof(self._model), *given, *ends)
         if result == pool.LATE_THREADS:
             pool.keep(self, inputs, scratch)
         return inputs
 
     def _add_inputs(self, inputs: LayerInputs) -> None:
-        """Tell the kernels of the layers' inputs."""
         model, self._table = self._model, inputs.table.contiguous()  # kept for its address
         model.input_size, model.input_layers, model.inputs = inputs.size, inputs.layers, pointer(self._table)
         model.input_scale, model.projection_scale = inputs.scale, inputs.projection_scale
@@ -343,7 +256,6 @@ class NativeBackend:
         self._inputs = inputs.size * inputs.layers
 
     def _add_pairs(self, pairs: PairInputs) -> None:
-        """Tell the kernels of a head's pairs."""
         model, hidden = self._model, self.decoder.spec.hidden_size
         model.pairs, model.residual, model.recurs = True, pairs.normed_residual, pairs.normed_output
         model.token_norm, model.state_norm = norm_struct(pairs.token_norm), norm_struct(pairs.state_norm)
@@ -356,12 +268,12 @@ class NativeBackend:
         cache: CacheLayers,
         inputs: DraftInputs,
         plan: Plan,
-        tap: int | None,
+        exit: int | None,
         pairs: PairDraft | None = None,
     ) -> FusedDraft:
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
-        rows, steps, words = len(lengths), max(lengths), inputs.words
-        vocabulary = self.decoder.spec.vocab_size if words is None else words.vocabulary
+        rows, steps, draft_vocab = len(lengths), max(lengths), inputs.draft_vocab
+        vocabulary = self.decoder.spec.vocab_size if draft_vocab is None else draft_vocab.vocabulary
         read = [token for row in active for token in tokens[row]]
         pass_ = pass_struct(cache, _runs(starts, tokens, active), self._rotary)
         most = max(inputs.choices, default=0)
@@ -377,7 +289,7 @@ class NativeBackend:
             sampling = CSampling(*(pointer(getattr(inputs.sampling, name)) for name in SAMPLING))
             keys, probs = inputs.sampling.keys, torch.zeros(rows, steps, vocabulary)
         states = None
-        if tap is not None:
+        if exit is not None:
             hidden_size = self.decoder.spec.hidden_size
             states = torch.zeros(rows, steps, hidden_size, dtype=self.decoder.dtype)
         masks = None if inputs.allowed is None else (c_void_p * rows)(*map(pointer, inputs.allowed))
@@ -393,9 +305,9 @@ class NativeBackend:
             drawn=drawn.data_ptr(),
             finite=finite.data_ptr(),
             probs=pointer(probs),
-            tap=tap or 0,
+            exit_layer=exit or 0,
             states=pointer(states),
-            words=None if words is None else words.tokens.data_ptr(),
+            draft_vocab=None if draft_vocab is None else draft_vocab.tokens.data_ptr(),
             vocabulary=vocabulary,
             choices=active_address + 2 * numbers.itemsize * len(active),
             most=most,
@@ -408,17 +320,9 @@ class NativeBackend:
             draft.pairs, draft.left = pairs.states.data_ptr(), pairs.left.data_ptr()
             per_column += self.decoder.spec.hidden_size
         scratch = self._scratch(len(read) * per_column)
-        result = self._draft(
-            ctypes.addressof(self._model),
-            ctypes.addressof(pass_),
-            ctypes.addressof(draft),
-            bytes(plan.attention),
-            bytes(plan.mlp),
-            self.decoder.spec.layers,
-            scratch.data_ptr(),
-            logits.data_ptr(),
-            own_threads(),
-        )
+        layers = bytes(plan.attention), bytes(plan.mlp), self.decoder.spec.layers
+        ends = scratch.data_ptr(), logits.data_ptr(), own_threads()
+        result = self._draft(*map(ctypes.addressof, (self._model, pass_, draft)), *layers, *ends)
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, cache, scratch)
         return FusedDraft(drawn, finite, probs, states, further=further)
@@ -433,19 +337,13 @@ class NativeBackend:
         return hidden.new_empty(len(hidden), self.decoder.output.shape[0], dtype=torch.float32)
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits, scratch = self._logits(hidden), torch.empty_like(hidden)
-        self._head(
-            ctypes.addressof(self._model),
-            hidden.data_ptr(),
-            len(hidden),
-            logits.data_ptr(),
-            scratch.data_ptr(),
-            own_threads(),
-        )
+        logits = self._logits(hidden)
+        scratch = hidden.new_empty(len(hidden), self._model.room + hidden.shape[1])
+        ends = logits.data_ptr(), scratch.data_ptr(), own_threads()
+        self._head(ctypes.addressof(self._model), hidden.data_ptr(), len(hidden), *ends)
         return logits
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the final norm of states [N, D]."""
         out = torch.empty_like(hidden)
         norm = ctypes.addressof(self._model) + CModel.norm.offset
         self._norms(norm, hidden.data_ptr(), out.data_ptr(), *hidden.shape)
@@ -483,7 +381,6 @@ class NativeBackend:
 
 
 def _groups(pass_: Pass) -> Groups:
-    """Return the runs of a pass in the order of its real columns; each leaf is a run of its own."""
     groups = list[tuple[int, int, int, int]]()
     for b, (start, columns) in enumerate(zip(pass_.starts, pass_.real, strict=True)):
         row, first = pass_.first_row + b, start + columns.start
@@ -494,5 +391,4 @@ def _groups(pass_: Pass) -> Groups:
 
 
 def _runs(starts: Sequence[int], tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> Groups:
-    """Return the runs of the first step of a draft."""
     return [(row, starts[row], len(tokens[row]), starts[row]) for row in rows]

@@ -9,27 +9,10 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 from itertools import accumulate
 from typing import TypeAlias
 
+from foredraft.kernels.vocab import pointer
 from foredraft.model.cache import CacheLayers
 from foredraft.model.layers import LayerNorm, Norm, Product, RowSource
-from foredraft.model.runner.native.linear import CLinear, pointer
-from foredraft.model.runner.native.native_codes import is_native
-
-__all__ = [
-    "ACTIVATIONS",
-    "MAX_HEAD_DIM",
-    "NORMS",
-    "PRODUCTS",
-    "SAMPLING",
-    "CDraft",
-    "CLayer",
-    "CModel",
-    "CPass",
-    "CSampling",
-    "Groups",
-    "linear_struct_of",
-    "norm_struct",
-    "pass_struct",
-]
+from foredraft.model.runner.native.products import CLinear, is_native
 
 MAX_HEAD_DIM = 512  # the head dimension that buffers in kernels.c have room for
 # runs of columns: (cache row, first position, number of columns, where the first one's key and value lie)
@@ -38,17 +21,13 @@ Groups: TypeAlias = Sequence[tuple[int, int, int, int]]
 
 class CNorm(ctypes.Structure):
     _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
+        *((name, c_void_p) for name in ("weight", "bias")),
         ("eps", c_float),
-        ("wide", c_int32),
-        ("centred", c_int32),
-        ("apart", c_int32),
+        *((name, c_int32) for name in ("wide", "centred", "apart")),
     )
 
 
-# the names of activations in a spec -> their numbers in kernels.c
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # of a spec -> of kernels.c
 NORMS = ("before", "after", "q", "k", "v", "mlp_before", "mlp_after", "input_after")
 PRODUCTS = ("qkv", "output", "gate_up", "down", "input_gate", "input_output")
 
@@ -66,7 +45,10 @@ class CLayer(ctypes.Structure):
 class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("layers", "hidden", "heads")),
-        *((name, c_int64) for name in ("activation", "gated", "parallel", "together", "sums", "wide")),
+        *(
+            (name, c_int64)
+            for name in ("activation", "gated", "parallel", "together", "sums", "wide", "room")
+        ),
         *((name, c_float) for name in ("scale", "softcap", "logit_softcap")),
         ("embedding", c_void_p),
         ("tied", CLinear),
@@ -114,8 +96,8 @@ class CDraft(ctypes.Structure):
         *((name, c_int64) for name in ("columns", "steps")),
         *((name, c_void_p) for name in ("slot", "length", "sampling", "keys", "allowed")),
         *((name, c_void_p) for name in ("drawn", "finite", "probs")),
-        ("tap", c_int64),
-        *((name, c_void_p) for name in ("states", "pairs", "left", "words")),
+        ("exit_layer", c_int64),
+        *((name, c_void_p) for name in ("states", "pairs", "left", "draft_vocab")),
         ("vocabulary", c_int64),
         ("choices", c_void_p),
         ("most", c_int64),
@@ -126,14 +108,6 @@ class CDraft(ctypes.Structure):
 def pass_struct(
     cache: CacheLayers, groups: Groups, rotary: Sequence[int], inputs: int | None = None
 ) -> CPass:
-    """Return the C struct of a pass.
-
-    Args:
-        cache: The cache, with keys in blocks.
-        groups: The rows and positions of the columns, in the order of the columns.
-        rotary: The addresses of the rotary tables.
-        inputs: The address of the layers' inputs; None in models without.
-    """
     assert cache.blocked, "the kernels read keys in blocks"
     rows, starts, counts, slots = zip(*groups, strict=True)
     numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows, *slots))
@@ -154,7 +128,6 @@ def pass_struct(
 
 
 def norm_struct(norm: Norm | None) -> CNorm:
-    """Return the C struct of a norm; that of None is empty."""
     if norm is None:
         return CNorm()
     if isinstance(norm, LayerNorm):

@@ -1,0 +1,58 @@
+"""Replies of the server to a text that no model wrote, streamed in pieces and whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.stats import Stats
+from foredraft.decode.thinking import ThinkingMarkers
+from foredraft.llm.output import Output, Piece
+from foredraft.model.chat import ChatTemplate
+from foredraft.serve.replies import Event, Reply, Sample
+from foredraft.serve.requests import Job
+from foredraft.serve.token_texts import TokenTexts
+from foredraft.serve.tools import Tool, Tools
+
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "%s"}}\n</tool_call>'
+
+
+def read_tool() -> Tools | None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "read"}})
+    return Tools.of([tool], None, None, ChatTemplate({"default": ""}))
+
+
+class Written:
+    def __init__(self, text: str, size: int, reason: str = "eos", *, calls: bool = True) -> None:
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        output = Output(
+            text=text, token_ids=[1] * len(parts), origins=["target"] * len(parts), finish_reason=reason, seed=0,
+            sample=0, prompt_tokens=1, stats=Stats(), pieces=parts,
+        )  # fmt: skip
+
+        async def pieces(heartbeat: float | None = None) -> AsyncIterator[list[tuple[int, Piece]]]:
+            for index, part in enumerate(parts):
+                yield [(0, Piece(part, [1], ["target"], parts=[(index, part)]))]
+            yield []
+            yield [(0, Piece("", [], [], parts=[], output=output))]
+
+        tools = read_tool() if calls else None
+        thinking = ThinkingMarkers("<think>", "</think>")
+        job = Job([[5]], SamplingParams(), n=1, tools=tools, thinking=thinking)
+        self._generation: Any = SimpleNamespace(job=job, prompt_tokens=1, pieces=pieces)
+
+    def streamed(self, shape: type[Reply]) -> tuple[list[Event], Sample]:
+        reply = shape("id", "demo", {}, self._generation, TokenTexts(None, 0))
+
+        async def collect() -> list[Event]:
+            return [event async for event in reply.events(None) if event is not None]
+
+        return asyncio.run(collect()), reply.samples[0]
+
+    def whole(self, shape: type[Reply]) -> tuple[Event, Sample]:
+        reply = shape("id", "demo", {}, self._generation, TokenTexts(None, 0))
+        asyncio.run(reply.finish())
+        return reply.whole(), reply.samples[0]
