@@ -33,8 +33,9 @@ def written(sequences: list[Sequence]) -> int:
     return sum(turn.sibling for sequence in sequences for turn in sequence.rounds)
 
 
-def test_a_policy_that_compares_costs_takes_siblings() -> None:
+def test_a_policy_that_compares_costs_takes_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows cost next to nothing; and texts that may have none say what they would."""
+    monkeypatch.setattr(Auto, "took", lambda policy, seconds: None)  # a slow moment would correct the costs
     engine = make_engine(identity.TARGET, identity.DRAFT, Auto(4, flat(0.1, drafters=STEPPERS)), rows=8)
     sequences = [identity.greedy(prompt, "draft-model") for prompt in identity.PROMPTS * 4]
     assert run(engine, sequences) == [identity.reference(s.prompt) for s in sequences]
