@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shlex
@@ -67,7 +66,6 @@ def serve(
             loaded.append(load_for(None, model.get("model"), reserved=kept, **options, progress=bars.show))
         finally:
             bars.clear()
-        gc.set_threshold(700)  # texts of cancelled requests wait in cycles
         return loaded[0]
 
     finished = run(load, settings, _greet)

@@ -224,13 +224,14 @@ class Engine:
         tokens = torch.cat([pending, draft.tokens], 1) if draft.tokens.shape[1] else pending
         width = tokens.shape[1]
         lengths = inputs.budgets if draft.host_lengths is None else draft.host_lengths
-        read = sorted({d for s in inputs.sequences for n in s.drafters for d in self.drafters[n].aux_layers})
+        drafters = {name for sequence in inputs.sequences for name in sequence.drafters}
+        aux_layers = sorted({layer for name in drafters for layer in self.drafters[name].aux_layers})
         resume, leaves = draft.resume, None
         if draft.siblings is not None:
             leaves = draft.siblings.leaves(width)
             tokens = torch.cat([tokens, draft.siblings.tokens.clamp_min(0)], 1)
             resume = resume and resume.fit(tokens.shape[1])
-        if resume is not None and any(layer < resume.depth for layer in read):
+        if resume is not None and any(layer < resume.depth for layer in aux_layers):
             resume = None  # another row's drafter wants states that a resumed pass does not compute
         return self.target.forward(
             self.cache,
@@ -239,7 +240,7 @@ class Engine:
             idle=inputs.idle,
             counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)],
             resume=resume,
-            aux_layers=read,
+            aux_layers=aux_layers,
             leaves=leaves,
         )
 
@@ -376,14 +377,14 @@ class Engine:
         scored = sequence.params.prompt_logprobs is not None
         if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
             return
-        reading = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
+        readers = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
         sequence.prefix = self.prefix_cache.restore(
             sequence.prefix,
             sequence.prompt[:-1],
             self._prompt_caches(sequence),
             sequence.row,
             self.target.chunk,
-            needed=[self.cache, *(cache for drafter in reading for cache in drafter.caches)],
+            needed=[self.cache, *(cache for drafter in readers for cache in drafter.caches)],
         )
         sequence.cached = sequence.prefix.end
 
