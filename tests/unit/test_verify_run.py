@@ -260,7 +260,7 @@ def test_a_draft_temperature_changes_q_alone_if_coupled(llm: LLM, monkeypatch: p
     params = SamplingParams(max_new_tokens=12, seed=4, ignore_eos=True, acceptance="coupled")
 
     def traced(temperature: float) -> tuple[list[int], list[list[int]], list[float]]:
-        engine_of(llm).draft_temperature = temperature
+        monkeypatch.setattr(engine_of(llm), "draft_temperature", temperature)
         [output] = llm.generate([PROMPTS[3]], params, trace=True)
         assert output.trace is not None
         drafts = [each.draft for each in output.trace]
