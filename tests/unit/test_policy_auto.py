@@ -371,9 +371,9 @@ def test_a_batch_of_good_rows_gains(step: float) -> None:
 def test_bad_rows_of_a_batch_are_hardly_slowed_down(step: float, bad: int, taught: bool) -> None:
     """taught: earlier requests gained, so the pooled acceptance is high. All eight texts are read."""
     policy, table = Auto(LONGEST, flat(step)), flat(step)
-    for turn in range(2 * taught):
+    for turn in range(3 * taught):
         simulate(policy, table, eight(0, turn))
-    for turn in range(3):
+    for turn in range(4):
         assert simulate(policy, table, eight(bad, turn)).speedup >= 0.955
 
 
