@@ -38,7 +38,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"logit_bias": {"9" * 5000: 1}}, ""), (TEXT, {"regex": "[a-"}, ""), (TEXT, {"logprobs": 21}, ""),
     (TEXT, {"echo": True, "truncate_prompt": "left"}, ""), (TEXT, {"response_format": {"type": "xml"}}, ""),
     (TEXT, {"response_format": {"type": "json_schema"}}, ""),
-    (TEXT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}}, ""),
+    (TEXT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}}, "the answer is strict"),
     (TEXT, {"drafter": "oracle"}, ""), (TEXT, {"tools": [{"type": "function"}]}, ""), (TEXT, {"guided_json": {"not": {}}}, ""),
     (TEXT, {"prompt": ""}, ""), (TEXT, {"prompt": []}, ""), (TEXT, {"prompt": [[]]}, ""), (TEXT, {"prompt": ["x", ""]}, ""),
     (TEXT, {"prompt": [["a"]]}, "prompt.0.0: Input should be a valid integer"),
