@@ -55,6 +55,7 @@ from foredraft.decode.sequence import State
 from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.lookup import repeated
+from foredraft.llm.requests import Submission
 from foredraft.model.memory import synchronise
 from foredraft.model.runner import DraftInputs, FusedDraft
 from foredraft.profiling.profile import measure_profile
@@ -160,7 +161,7 @@ class Running:
         self.engine.policy = contender.policy()
         own = replace(params, drafter=contender.drafter)
         requests = self.llm.requests
-        self.sequences = [s for ids in prompts for s in requests.sequences(ids, own)]
+        self.sequences = [s for ids in prompts for s in requests.sequences(Submission(ids, own))]
         self.seconds = 0.0
         for sequence in self.sequences:
             self.engine.submit(sequence)

@@ -12,6 +12,7 @@ from foredraft import LLM
 from foredraft.decode.engine import Engine
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Sequence, State
+from foredraft.llm.requests import Submission
 from foredraft.model.cache import KVCache
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
@@ -34,7 +35,9 @@ def llm() -> LLM:
 
 def sequences(llm: LLM, n: int = 1, **options: Any) -> list[Sequence]:
     params = llm.params(**{"max_new_tokens": 16, "ignore_eos": True, **options})
-    return [each for ids in llm.encode(PROMPTS) for each in llm.requests.sequences(ids, params, n)]
+    return [
+        each for ids in llm.encode(PROMPTS) for each in llm.requests.sequences(Submission(ids, params, n))
+    ]
 
 
 def finish(engine: Engine, given: list[Sequence], dice: random.Random) -> int:

@@ -13,6 +13,7 @@ import foredraft
 from foredraft import LLM, Output, SamplingParams
 from foredraft.decode.constraint import fault_of
 from foredraft.decode.text_buffer import TextBuffer
+from foredraft.llm.requests import Submission
 from foredraft.llm.service import Service, StreamEvent
 from foredraft.model.tokenizer import Detokenizer, Tokenizer
 from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
@@ -52,7 +53,7 @@ def test_a_panic_ends_its_own_text_soon(llm: LLM, stops: dict[str, Any], drafter
     check(wanted[0])
     assert (len(wanted[0].token_ids) <= 12) is bool(stops), "a stop string is looked for in every round"
     service = Service(llm, events.extend)
-    handles = [service.submit("x", each) for each in params]
+    handles = [service.submit(Submission("x", each)) for each in params]
     end = time.monotonic() + 20
     while not all(handle.over for handle in handles):
         assert service.alive and time.monotonic() < end

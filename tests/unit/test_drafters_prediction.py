@@ -15,6 +15,7 @@ from foredraft import demo
 from foredraft.cli import main
 from foredraft.drafters.lookup import LONGEST, Alignment
 from foredraft.errors import RequestError
+from foredraft.llm.requests import Submission
 
 tokens = st.lists(st.integers(0, 3), max_size=20)
 
@@ -97,7 +98,7 @@ def test_a_right_prediction_is_accepted_and_no_prediction_changes_the_text(llm: 
 
 
 def test_a_prediction_is_no_longer_than_a_text_can_be(llm: foredraft.LLM) -> None:
-    [sequence] = llm.requests.sequences(llm.encode("x")[0], llm.params(prediction=[5] * 9999))
+    [sequence] = llm.requests.sequences(Submission(llm.encode("x")[0], llm.params(prediction=[5] * 9999)))
     assert len(sequence.prediction) == llm.max_length
 
 

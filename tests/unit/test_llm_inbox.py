@@ -13,6 +13,7 @@ from foredraft import SamplingParams
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
 from foredraft.llm.driver import Inbox
+from foredraft.llm.requests import Submission
 from tests.support import checkpoints
 from tests.support.loaded import engine_of
 
@@ -109,7 +110,7 @@ def test_a_thread_that_leaves_hands_on_its_turn(llm: foredraft.LLM, monkeypatch:
 
 
 def sequence_of(llm: foredraft.LLM) -> Sequence:
-    [sequence] = llm.requests.sequences([5, 6], PARAMS)
+    [sequence] = llm.requests.sequences(Submission([5, 6], PARAMS))
     return sequence
 
 

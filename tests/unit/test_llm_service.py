@@ -12,6 +12,7 @@ import pytest
 import foredraft
 from foredraft import LLM, RequestError, SamplingParams
 from foredraft.llm.output import TextStreamer
+from foredraft.llm.requests import Submission
 from foredraft.llm.service import Service, StreamEvent
 from tests.support.loaded import engine_of
 
@@ -53,7 +54,7 @@ def running(llm: LLM) -> Iterator[Running]:
 
 def test_a_cancelled_request_is_published_with_what_it_has(running: Running) -> None:
     long = GREEDY.replace(max_new_tokens=900, ignore_eos=True)
-    handle = running.service.submit("x", long, n=4, owner="long")
+    handle = running.service.submit(Submission("x", long, n=4), owner="long")
     while running.events.empty():
         time.sleep(0.001)
     running.service.cancel(handle)
@@ -74,7 +75,7 @@ def test_a_text_that_cannot_be_shown_harms_no_other(
     bad = llm.encode("bad")[0]
     monkeypatch.setattr(TextStreamer, "next", broken)
     for owner, prompt in (("bad", "bad"), ("good", "def f(x):\n"), ("later", "class A:\n")):
-        running.service.submit(prompt, GREEDY, owner=owner)
+        running.service.submit(Submission(prompt, GREEDY), owner=owner)
     found = running.outputs(3)
     assert found["bad", 0].finish_reason == "error" and "planted" in found["bad", 0].error
     assert found["good", 0].finish_reason == found["later", 0].finish_reason == "length"
@@ -84,8 +85,8 @@ def test_a_text_that_cannot_be_shown_harms_no_other(
 
 def test_a_stopped_service_takes_nothing(llm: LLM) -> None:
     found = Running(llm)
-    found.service.submit("x", GREEDY.replace(max_new_tokens=900, ignore_eos=True), owner="long")
+    found.service.submit(Submission("x", GREEDY.replace(max_new_tokens=900, ignore_eos=True)), owner="long")
     found.service.stop()
     assert found.outputs(1)["long", 0].finish_reason == "cancelled"
     with pytest.raises(RequestError, match="closed"):
-        found.service.submit("x", GREEDY)
+        found.service.submit(Submission("x", GREEDY))

@@ -23,13 +23,12 @@ from foredraft.constraints.banned import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
-from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.drafters.suffix import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.loaded import Loaded, RequestPolicies
 from foredraft.llm.output import Output, Piece, Stream
-from foredraft.llm.requests import SAMPLING_OPTIONS, Prompts, Requests, with_keywords
+from foredraft.llm.requests import SAMPLING_OPTIONS, Prompts, Requests, Submission, with_keywords
 from foredraft.model.chat import Message
 from foredraft.model.memory import dtype_name
 from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
@@ -217,7 +216,7 @@ class LLM:
             )
         sequences: list[Sequence] = []
         for ids, own in zip(encoded, each, strict=True):
-            sequences += requests.sequences(ids, own, n, truncate, show_special, trace)
+            sequences += requests.sequences(Submission(ids, own, n, truncate, show_special, trace))
 
         def outputs() -> list[Output] | None:
             if any(s.state is not State.FINISHED for s in reversed(sequences)):
@@ -263,41 +262,11 @@ class LLM:
         own = with_keywords(params, self.default_params, options)
         if isinstance(own, list):
             raise RequestError("stream takes one SamplingParams, not a list", remedy="give one")
-        (sequence,), output = self._sequences(
-            prompt, own, n=1, truncate=truncate, show_special=show_special, trace=trace
-        )
-        return Stream(self._open_driver(), sequence, output)
-
-    def _sequences(
-        self,
-        prompt: str | Seq[int],
-        params: SamplingParams,
-        *,
-        n: int,
-        truncate: Literal["left"] | None,
-        show_special: bool,
-        trace: bool,
-        client: str = "",
-        salts: tuple[str, ...] = (),
-        text_salts: tuple[str, ...] = (),
-        thinking: ThinkingMarkers | None = None,
-    ) -> tuple[list[Sequence], Callable[[Sequence], Output]]:
-        """Return the sequences of a stream, not yet submitted, and what makes their outputs.
-
-        Requests of the library itself are all of one client, without salts, and their thinking is text.
-        """
         driver, requests = self._open_driver(), self.requests
         driver.check_process()
-        requests.drafters(params)  # refuses an unknown one before any work
-        encoded = requests.encode(prompt)
-        if len(encoded) != 1:
-            raise RequestError(
-                f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
-            )
-        sequences = requests.sequences(
-            encoded[0], params, n, truncate, show_special, trace, client, salts, text_salts, thinking
-        )
-        return sequences, requests.output
+        asked = requests.encoded(Submission(prompt, own, 1, truncate, show_special, trace))
+        [sequence] = requests.sequences(asked)
+        return Stream(driver, sequence, requests.output)
 
     def save_texts(self, file: str | Path | None = None) -> int:
         """Save the texts that drafter "suffix" keeps, and return how many there are.

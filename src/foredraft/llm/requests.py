@@ -6,7 +6,7 @@ import operator
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 from foredraft.constraints import ConstraintFactory
@@ -57,6 +57,22 @@ Prompts: TypeAlias = str | Seq[str] | Seq[int] | Seq[Seq[int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Submission:
+    """What a request asks: a prompt, its parameters, and how its samples run and are shown."""
+
+    prompt: str | Seq[int]
+    params: SamplingParams
+    n: int = 1  # samples
+    truncate: Literal["left"] | None = None
+    show_special: bool = False
+    trace: bool = False
+    client: str = ""  # has a share of the rows
+    salts: tuple[str, ...] = ()  # only prompts of the same salts find each other in the prefix cache
+    text_salts: tuple[str, ...] = ()  # and texts of the same salts in drafter "suffix"
+    thinking: ThinkingMarkers | None = None  # stop strings and grammars hold behind them; None: it is text
+
+
+@dataclass(frozen=True, slots=True)
 class Requests:
     """Checks requests to one model and makes sequences of them; makes outputs of finished sequences."""
 
@@ -92,34 +108,30 @@ class Requests:
         check_unicode(text, "the prompt")
         return self.loaded.tokenizer.encode(text)
 
-    def sequences(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        n: int = 1,
-        truncate: Literal["left"] | None = None,
-        show_special: bool = False,
-        trace: bool = False,
-        client: str = "",
-        salts: tuple[str, ...] = (),
-        text_salts: tuple[str, ...] = (),
-        thinking: ThinkingMarkers | None = None,
-    ) -> list[Sequence]:
-        """Return the `n` sequences of one prompt; arguments as `LLM.generate`, but for the last four.
+    def encoded(self, asked: Submission) -> Submission:
+        """Return a submission whose prompt may be text with the ids of that one prompt."""
+        self.drafters(asked.params)  # refuses an unknown one before any work
+        encoded = self.encode(asked.prompt)
+        if len(encoded) != 1:
+            raise RequestError(
+                f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
+            )
+        return replace(asked, prompt=encoded[0])
 
-        `client` has a share of the rows. Only prompts of the same `salts` find each other in the prefix
-        cache, and texts of the same `text_salts` in drafter "suffix". Stop strings and grammars hold behind
-        `thinking`.
-        """
-        self._check_prompt(prompt, truncate)
-        self._check_params(params, n)
-        prompt = self.truncated(prompt, params.max_new_tokens, truncate)
+    def sequences(self, asked: Submission) -> list[Sequence]:
+        """Return the sequences of a submission whose prompt is token ids; they are not yet submitted."""
+        assert not isinstance(asked.prompt, str)
+        prompt = list(asked.prompt)
+        params, thinking = asked.params, asked.thinking
+        self._check_prompt(prompt, asked.truncate)
+        self._check_params(params, asked.n)
+        prompt = self.truncated(prompt, params.max_new_tokens, asked.truncate)
         drafters = self.drafters(params)
         if params.max_new_tokens == 0:
             drafters = ()  # so that no drafter reads the prompt
         seed = secrets.randbits(53) if params.seed is None else params.seed
-        ids = [next(self.ids) for _ in range(n)]
-        constraint = self._constraint(prompt, params, show_special, thinking)
+        ids = [next(self.ids) for _ in range(asked.n)]
+        constraint = self._constraint(prompt, params, asked.show_special, thinking)
         prediction = self._prediction(params.prediction)
         strings = tuple(params.stop)
         size = sum(len(string.encode()) for string in strings)
@@ -127,26 +139,15 @@ class Requests:
         prompt_scores: list[Score | None] = [None]  # the first token has no context to be scored by
         return [
             Sequence(
-                id,
-                prompt,
-                params,
-                seed,
-                sample,
-                frozenset(self.loaded.spec.eos_token_ids),
-                drafters,
-                constraint(),
-                group=ids[0] if n > 1 else None,
-                client=client,
-                text_scope=Prefix.salted(*text_salts).digest,
-                prefix=Prefix.salted(*salts),
-                text_buffer=self._text_buffer(prompt, params, stops, show_special, thinking),
-                prediction=prediction,
-                policy=self.policy(params),
-                traced=trace,
+                id, prompt, params, seed, sample, frozenset(self.loaded.spec.eos_token_ids), drafters,
+                constraint(), ids[0] if asked.n > 1 else None, asked.client,
+                text_scope=Prefix.salted(*asked.text_salts).digest, prefix=Prefix.salted(*asked.salts),
+                text_buffer=self._text_buffer(prompt, params, stops, asked.show_special, thinking),
+                prediction=prediction, policy=self.policy(params), traced=asked.trace,
                 prompt_scores=prompt_scores,
             )
             for sample, id in enumerate(ids)
-        ]
+        ]  # fmt: skip
 
     def _check_prompt(self, prompt: list[int], truncate: object) -> None:
         size = self.loaded.spec.vocab_size

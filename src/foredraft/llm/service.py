@@ -9,16 +9,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Stats
-from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.llm import LLM
 from foredraft.llm.driver import Request, closed
 from foredraft.llm.output import Output, Piece, TextStreamer
+from foredraft.llm.requests import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -71,28 +69,13 @@ class Service:
         """Whether the thread lives; it ends by `stop`, or by a defect."""
         return self._thread.is_alive()
 
-    def submit(
-        self,
-        prompt: Seq[int] | str,
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        truncate: Literal["left"] | None = None,
-        show_special: bool = False,
-        trace: bool = False,
-        owner: Any = None,
-        client: str = "",
-        salts: tuple[str, ...] = (),
-        text_salts: tuple[str, ...] = (),
-        thinking: ThinkingMarkers | None = None,
-    ) -> RequestHandle:
-        """Start `n` samples; arguments as `Requests.sequences`, and `owner`, which the handle has."""
+    def submit(self, asked: Submission, *, owner: Any = None) -> RequestHandle:
+        """Start the samples of a submission; the handle has `owner`."""
         if self._stopped:
             raise closed()
-        sequences, output = self._llm._sequences(
-            prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace, client=client,
-            salts=salts, text_salts=text_salts, thinking=thinking,
-        )  # fmt: skip
+        self._driver.check_process()
+        requests = self._llm.requests
+        sequences, output = requests.sequences(requests.encoded(asked)), requests.output
         handle = RequestHandle([TextStreamer(sequence, output) for sequence in sequences], owner)
         self._new.append(handle)
         self._driver.inbox.submit(sequences)

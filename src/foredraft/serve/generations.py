@@ -17,6 +17,7 @@ import anyio.to_thread
 
 from foredraft.llm import LLM
 from foredraft.llm.output import Piece
+from foredraft.llm.requests import Submission
 from foredraft.llm.service import RequestHandle, Service, StreamEvent
 from foredraft.serve.limits import Limits, Permit, Tenant
 from foredraft.serve.logs import current
@@ -152,11 +153,11 @@ class Generations:
     def _submit(self, generation: Generation, tenant: Tenant) -> None:
         job = generation.job
         for index, prompt in enumerate(job.prompts):
-            handle = self._service.submit(
-                prompt, job.params, n=job.n, truncate=job.truncate, show_special=job.show_special,
-                trace=job.provenance, thinking=job.thinking, owner=(generation, index * job.n),
-                client=tenant.client, salts=tenant.salts, text_salts=tenant.text_salts,
+            asked = Submission(
+                prompt, job.params, job.n, job.truncate, job.show_special, job.provenance,
+                tenant.client, tenant.salts, tenant.text_salts, job.thinking,
             )  # fmt: skip
+            handle = self._service.submit(asked, owner=(generation, index * job.n))
             generation.handles.append(handle)
             generation.prompt_tokens += handle.prompt_tokens
             if generation.ended:
