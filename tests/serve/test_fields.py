@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from foredraft.llm import LLM
-from foredraft.serve.problems import DEPENDENT, FOREIGN, SERVERS
-from foredraft.serve.requests import Body, ChatRequest, CompletionRequest
+from foredraft.serve.fields import DEPENDENT, FOREIGN, Body
+from foredraft.serve.requests import ChatRequest, CompletionRequest
 from tests.serve.routes import CHAT, MESSAGE, MESSAGES, NEEDED, PROMPT, TEXT, post, whole_and_streamed
 from tests.support.serving import Served
 
@@ -118,12 +118,6 @@ def test_fields_of_other_servers_are_taken_where_they_are_off(served: Served, pa
     dependent = dict.fromkeys(DEPENDENT, 1)
     assert choice(served, path, **off, **dependent)[0] == choice(served, path)[0]
     assert choice(served, path, **dict.fromkeys(FOREIGN))[0] == choice(served, path)[0]
-
-
-def test_every_foreign_field_names_servers_that_know_it() -> None:
-    for name, foreign in FOREIGN.items():
-        assert foreign.servers and {*foreign.servers.split()} <= {*SERVERS}, name
-        assert None in foreign.off and foreign.instead, name
 
 
 # The fields of public servers' requests that change the text, as their request models have them.

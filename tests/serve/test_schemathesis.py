@@ -17,7 +17,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from foredraft.serve.problems import FORMS
+from foredraft.serve.fields import FORMS
 from tests.support.serving import Served, load_chat, serving
 
 CHECKS = [

@@ -11,9 +11,10 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.stats import Stats
 from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.llm.output import Output, Piece
+from foredraft.llm.requests import Submission
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.replies import Event, Reply, Sample
-from foredraft.serve.requests import Job
+from foredraft.serve.requests import ChatRequest, Job
 from foredraft.serve.token_texts import TokenTexts
 from foredraft.serve.tools import Tool, Tools
 
@@ -33,15 +34,16 @@ class Written:
             sample=0, prompt_tokens=1, stats=Stats(), pieces=parts,
         )  # fmt: skip
 
-        async def pieces(heartbeat: float | None = None) -> AsyncIterator[list[tuple[int, Piece]]]:
+        async def pieces(heartbeat: float | None = None) -> AsyncIterator[dict[int, list[Piece]]]:
             for index, part in enumerate(parts):
-                yield [(0, Piece(part, [1], ["target"], parts=[(index, part)]))]
-            yield []
-            yield [(0, Piece("", [], [], parts=[], output=output))]
+                yield {0: [Piece(part, [1], ["target"], parts=[(index, part)])]}
+            yield {}
+            yield {0: [Piece("", [], [], parts=[], output=output)]}
 
         tools = read_tool() if calls else None
         thinking = ThinkingMarkers("<think>", "</think>")
-        job = Job([[5]], SamplingParams(), n=1, tools=tools, thinking=thinking)
+        request = ChatRequest.read({"messages": []})
+        job = Job(request, [Submission([5], SamplingParams(), thinking=thinking)], tools)
         self._generation: Any = SimpleNamespace(job=job, prompt_tokens=1, pieces=pieces)
 
     def streamed(self, shape: type[Reply]) -> tuple[list[Event], Sample]:

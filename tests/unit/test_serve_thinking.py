@@ -12,7 +12,8 @@ from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.blocks import template_variables, thinking_after
-from foredraft.serve.responses import ResponseReply
+from foredraft.serve.requests import ChatRequest
+from foredraft.serve.responses import ResponsesRequest
 from tests.support.checkpoints import tiny_tokenizer
 
 # What templates of published models say of reasoning.
@@ -107,5 +108,6 @@ def test_a_template_gets_the_variables_that_it_reads(
 
 def test_the_effort_of_a_response_is_that_of_its_chat() -> None:
     body = {"model": "demo", "input": "hi", "reasoning": {"effort": "none", "summary": "auto"}}
-    assert ResponseReply.read(body).reasoning_effort == "none"  # type: ignore[union-attr]
-    assert ResponseReply.read({"model": "demo", "input": "hi"}).reasoning_effort is None  # type: ignore[union-attr]
+    for given, effort in ((body, "none"), ({"model": "demo", "input": "hi"}, None)):
+        chat = ResponsesRequest.chat_of(given)
+        assert isinstance(chat, ChatRequest) and chat.reasoning_effort == effort

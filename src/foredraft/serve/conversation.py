@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from foredraft.errors import shortened
+from foredraft.errors import RequestError, shortened
+from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.problems import Problem
 from foredraft.serve.tool_calls import HERMES
 
@@ -73,6 +74,31 @@ def text_of(content: object, name: str, param: str) -> str:
             )  # fmt: skip
         texts.append(part["text"])
     return "".join(texts)
+
+
+def begun_reply(message: Mapping[str, Any], *, adds_prompt: bool) -> str:
+    """Return the text of a last message that the reply continues; a prompt for another one excludes that."""
+    if message.get("role") != "assistant" or message.get("content") is None or message.get("tool_calls"):
+        problem = "continue_final_message needs a last message of the assistant that is text"
+        raise Problem(400, problem, param="continue_final_message")
+    if adds_prompt:
+        problem = "continue_final_message and add_generation_prompt exclude each other"
+        raise Problem(400, problem, param="add_generation_prompt")
+    return text_of(message["content"], "the last message", "messages")
+
+
+def chat_text(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> str:
+    """Return messages as their template renders them, in the first form of the conversation that it takes."""
+    chat, refusal = tokenizer.chat, None
+    if chat is not None and "tool_calls" not in chat.source(with_tools="tools" in variables):
+        messages = spelled_out(messages)
+    for form in fitted(messages):
+        try:
+            return tokenizer.chat_text(form, **variables)
+        except RequestError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
 def spelled_out(messages: Messages) -> Messages:

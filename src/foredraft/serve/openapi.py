@@ -10,76 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
 from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
 from foredraft.pages.origins import ORIGINS, stylesheet
+from foredraft.serve import reply_types
 from foredraft.serve.bodies import SHAPES
 from foredraft.serve.problems import Error
-from foredraft.serve.replies import Reply
 from foredraft.serve.state import Model
-from foredraft.serve.tokens import COUNTERS, DetokenizeRequest, Text, TokenizeRequest, TokenizerInfo, Tokens
+from foredraft.serve.tokens import READERS
 
 
-class Health(TypedDict, closed=True):
-    status: Literal["ok"]
-
-
-class Version(TypedDict, closed=True):
-    version: str
-
-
-class ModelCard(TypedDict, closed=True):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(TypedDict, closed=True):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class DrafterTraits(TypedDict, closed=True):
-    lossless: bool
-
-
-class Capabilities(TypedDict, closed=True):
-    """What the model and the server can do."""
-
-    model: str
-    max_model_len: int
-    max_batch: int
-    deterministic: bool
-    weights: str | None
-    lora: list[str]
-    drafters: dict[str, DrafterTraits]
-    default_drafter: str | None
-    policy: str
-    policies: list[str]
-    chat: bool
-    tools: bool
-    prediction: bool
-    constraints: list[str]
-    streams: list[str]
-
-
-def card(model: Model, name: str) -> ModelCard:
+def card(model: Model, name: str) -> dict[str, Any]:
     return {
         "id": name, "object": "model", "created": 0, "owned_by": "foredraft",
         "max_model_len": model.llm.max_length,
     }  # fmt: skip
 
 
-def capabilities(model: Model) -> Capabilities:
+def capabilities(model: Model) -> dict[str, Any]:
     llm = model.llm
     return {
         "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
@@ -94,11 +48,9 @@ def capabilities(model: Model) -> Capabilities:
 
 
 PAGE_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml",
+}  # fmt: skip
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'",
@@ -109,17 +61,19 @@ HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the routes of the page: `/`, and `/page/NAME` for its files."""
-    for name, content in _files().items():
-        _add(
-            app,
-            "/" if name == "index.html" else f"/page/{name}",
-            content,
-            PAGE_TYPES[name.rpartition(".")[2]],
-        )
+    """Add the page as `/`, and as `/page/NAME` its files and those that it shares with the trace page."""
+    static = files("foredraft.serve") / "static"
+    contents = {file.name: file.read_bytes() for file in static.iterdir() if file.is_file()}
+    contents["rounds.js"] = (files("foredraft.pages") / "rounds.js").read_bytes()
+    contents["tokens.css"] = stylesheet().encode()
+    meanings = {name: origin.meaning for name, origin in ORIGINS.items()}
+    contents["origins.js"] = f"export const ORIGINS = {json.dumps(meanings)};\n".encode()
+    for name, content in contents.items():
+        path = "/" if name == "index.html" else f"/page/{name}"
+        _add_file(app, path, content, PAGE_TYPES[name.rpartition(".")[2]])
 
 
-def _add(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {**HEADERS, "ETag": tag}
 
@@ -130,20 +84,6 @@ def _add(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
         return Response(content, headers=headers, media_type=media_type)
 
     app.router.add_route(path, answer, methods=["GET"])
-
-
-def _files() -> dict[str, bytes]:
-    """Return all files by name: those of the page, and what it shares with the trace page."""
-    contents = {
-        file.name: file.read_bytes()
-        for file in (files("foredraft.serve") / "static").iterdir()
-        if file.is_file()
-    }
-    contents["rounds.js"] = (files("foredraft.pages") / "rounds.js").read_bytes()
-    contents["tokens.css"] = stylesheet().encode()
-    meanings = {name: origin.meaning for name, origin in ORIGINS.items()}
-    contents["origins.js"] = f"export const ORIGINS = {json.dumps(meanings)};\n".encode()
-    return contents
 
 
 # Why a route refuses a request, by status.
@@ -162,29 +102,27 @@ RUNS = READS | {
 }
 
 
-def _text_header(description: str) -> dict[str, Any]:
-    return {"description": description, "schema": {"type": "string"}}
+def _header(description: str, **more: bool) -> dict[str, Any]:
+    return {"description": description, "schema": {"type": "string"}, **more}
 
 
-REQUEST_ID = _text_header("The request's id.") | {"required": True}
 LISTED = {
-    "x-ignored-fields": _text_header(
+    "x-ignored-fields": _header(
         "Names of unknown fields and of variables that no template reads, which were ignored."
     )
 }
 NOTES = LISTED | {
-    "x-ignored-tools": _text_header("Tools that are no functions, which the model does not see."),
-    "x-unenforced-keywords": _text_header(
-        "Places of keywords of schemas that the text is not constrained by."
-    ),
+    "x-ignored-tools": _header("Tools that are no functions, which the model does not see."),
+    "x-unenforced-keywords": _header("Places of keywords of schemas that the text is not constrained by."),
 }
-BROKEN = {"x-broken-keywords": _text_header("Those of them that a call breaks, in a whole reply.")}
+BROKEN = {"x-broken-keywords": _header("Those of them that a call breaks, in a whole reply.")}
+REQUEST_ID = _header("The request's id.", required=True)
 SCHEME = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-
-EITHER = ("bearer", "x-api-key")
+BEARER, EITHER = ("bearer",), ("bearer", "x-api-key")
+TYPES: dict[str, Any] = {}  # all types that descriptions refer to, by name
 
 
 def _described(
@@ -196,13 +134,20 @@ def _described(
     text: bool = False,
     errors: tuple[Any, ...] = (Error,),
     headers: dict[str, Any] | None = None,
-    schemes: tuple[str, ...] = ("bearer",),
+    schemes: tuple[str, ...] = BEARER,
 ) -> dict[str, Any]:
     """Return the description of a route; with `text`, a stream ends in [DONE] and may be plain text."""
     plain: dict[str, Any] = {"schema": {"type": "string"}}
-    content = {"text/plain": plain} if reply is str else {"application/json": {"schema": _reference(reply)}}
-    if event is not None:
-        content["text/event-stream"] = {"itemSchema": _item(event, last="[DONE]" if text else None)}
+    content: dict[str, Any] = (
+        {"text/plain": plain} if reply is str else {"application/json": {"schema": _reference(reply)}}
+    )
+    if event is not None:  # a stream, whose data have a type unless they are the last ones
+        typed = {"contentMediaType": "application/json", "contentSchema": _reference(event)}
+        data = {"type": "string", "anyOf": [typed, *([{"const": "[DONE]"}] if text else [])]}
+        fields = {"event": {"type": "string"}, "data": data}
+        content["text/event-stream"] = {
+            "itemSchema": {"type": "object", "required": ["data"], "properties": fields}
+        }
     if text:
         content["text/plain"] = plain
     done = {"description": "The reply.", "content": content, "headers": headers or {}}
@@ -212,60 +157,46 @@ def _described(
     }
     made: dict[str, Any] = {"responses": {"200": done, **refused}}
     if body is not None:
-        made["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _reference(body)}},
-        }
+        read = {"application/json": {"schema": _reference(body)}}
+        made["requestBody"] = {"required": True, "content": read}
     if schemes:
         made["security"] = [{scheme: []} for scheme in schemes]
     return made
 
 
-def _item(event: Any, last: str | None) -> dict[str, Any]:
-    """Return the schema of an event whose data has a type, unless they are `last`."""
-    typed = {"contentMediaType": "application/json", "contentSchema": _reference(event)}
-    data = {"type": "string", "anyOf": [typed, *([] if last is None else [{"const": last}])]}
-    return {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
-
-
 def _reference(type_: Any) -> dict[str, str]:
+    TYPES[type_.__name__] = type_
     return {"$ref": f"#/components/schemas/{type_.__name__}"}
 
 
-def _shape(shape: type[Reply]) -> dict[str, Any]:
-    ids = ["x-request-id", *(["request-id"] if shape.own_headers else [])]
-    return _described(
-        shape.types[0], RUNS, body=shape.request, event=shape.types[1], text=bool(shape.done),
-        errors=shape.errors, headers=NOTES | BROKEN | dict.fromkeys(ids, REQUEST_ID),
-        schemes=EITHER if shape.own_headers else ("bearer",),
-    )  # fmt: skip
-
-
 ROUTES = {
-    "/health": _described(Health, STATE, schemes=()),
-    "/ready": _described(Health, STATE, schemes=()),
+    "/health": _described(reply_types.Health, STATE, schemes=()),
+    "/ready": _described(reply_types.Health, STATE, schemes=()),
     "/metrics": _described(str, OPEN | {401: KEYED[401]}),
-    "/version": _described(Version, OPEN, schemes=()),
-    "/v1/models": _described(ModelList, KEYED, schemes=EITHER),
-    "/v1/models/{name}": _described(ModelCard, NAMED, schemes=EITHER),
-    "/v1/capabilities": _described(Capabilities, KEYED, schemes=EITHER),
-    "/tokenize": _described(Tokens, READS, body=TokenizeRequest, headers=LISTED),
-    "/detokenize": _described(Text, READS, body=DetokenizeRequest, headers=LISTED),
-    "/tokenizer_info": _described(TokenizerInfo, KEYED | {400: "The model has no tokenizer."}),
-    **{path: _shape(shape) for path, shape in SHAPES.items()},
+    "/version": _described(reply_types.Version, OPEN, schemes=()),
+    "/v1/models": _described(reply_types.ModelList, KEYED, schemes=EITHER),
+    "/v1/models/{name}": _described(reply_types.ModelCard, NAMED, schemes=EITHER),
+    "/v1/capabilities": _described(reply_types.Capabilities, KEYED, schemes=EITHER),
+    "/tokenizer_info": _described(
+        reply_types.TokenizerInfo, KEYED | {400: "The model has no tokenizer."}
+    ),
     **{
         path: _described(
-            each.type, READS, body=each.request, errors=each.errors, headers=NOTES, schemes=EITHER
+            each.type, READS, body=each.request, errors=each.errors,
+            headers=NOTES if each.either else LISTED, schemes=EITHER if each.either else BEARER,
         )
-        for path, each in COUNTERS.items()
+        for path, each in READERS.items()
     },
-}
-TYPES = (
-    Capabilities, Error, Health, ModelCard, ModelList, Text, TokenizerInfo, Tokens, Version, TokenizeRequest,
-    DetokenizeRequest,
-    *(each for shape in SHAPES.values() for each in (shape.request, *shape.types, *shape.errors)),
-    *(each for counter in COUNTERS.values() for each in (counter.request, counter.type)),
-)  # fmt: skip
+    **{
+        path: _described(
+            each.types[0], RUNS, body=each.request, event=each.types[1], text=bool(each.done),
+            errors=each.errors, schemes=EITHER if each.own_headers else BEARER,
+            headers=NOTES | BROKEN | {"x-request-id": REQUEST_ID}
+            | ({"request-id": REQUEST_ID} if each.own_headers else {}),
+        )
+        for path, each in SHAPES.items()
+    },
+}  # fmt: skip
 
 
 def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
@@ -276,8 +207,7 @@ def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
             operation |= ROUTES[path]
             if not keys:
                 operation.pop("security", None)
-    adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]]
-    adapters = [(each, "validation", TypeAdapter(each)) for each in TYPES]
+    adapters: list[Any] = [(each, "validation", TypeAdapter(each)) for each in TYPES.values()]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
     made["components"] = {"schemas": schemas["$defs"]} | ({"securitySchemes": SCHEME} if keys else {})
     return made

@@ -1,6 +1,6 @@
 """Replies: what has come of a request's samples -> events of a stream, or a whole reply.
 
-A whole reply is built of the same parts as a stream: each sample comes in one piece then.
+A whole reply is built of the same parts as a stream: all pieces of a sample come at once then.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import logging
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
 from foredraft.llm.output import Output, Piece
 from foredraft.serve.blocks import BlockEvent, ContentBlocks
+from foredraft.serve.fields import Body
 from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Error, LengthFields, Problem, check_output
-from foredraft.serve.requests import Body, ChatRequest, CompletionRequest
+from foredraft.serve.problems import Error, LengthFields, Problem
 from foredraft.serve.scored_text import ScoredText, ShownToken
 from foredraft.serve.token_texts import TokenTexts
 
@@ -40,11 +41,13 @@ class Sample:
         self._characters: list[int] = []  # that each token completes, as long as the thinking may go on
 
     def take(self, pieces: list[Piece]) -> list[BlockEvent]:
-        self.output = pieces[-1].output
+        output = self.output = pieces[-1].output
+        ended, cut = output is not None, output is not None and output.finish_reason == "length"
         self.tokens += sum(len(piece.token_ids) for piece in pieces)
-        self._note(pieces)
-        ended = self.output is not None
-        cut = self.output is not None and self.output.finish_reason == "length"
+        if self._thought is None:
+            self._characters += [0] * (self.tokens - len(self._characters))
+            for index, text in (part for piece in pieces for part in piece.parts or ()):
+                self._characters[index] += len(text)
         if self._scored is None:
             return self.blocks.read("".join(piece.text or "" for piece in pieces), ended=ended, cut=cut)
         steps = self.blocks.read(self._scored.add(pieces), ended=ended, cut=cut)
@@ -52,11 +55,12 @@ class Sample:
         self.told += self.shown
         return steps
 
-    def _note(self, pieces: list[Piece]) -> None:
-        if self._thought is None:
-            self._characters += [0] * (self.tokens - len(self._characters))
-            for index, text in (part for piece in pieces for part in piece.parts or ()):
-                self._characters[index] += len(text)
+    def ended(self) -> Output:
+        """Return the output of a sample that has ended; raise Problem if it failed."""
+        assert self.output is not None
+        if self.output.finish_reason == "error":
+            raise Problem(500, f"the request failed: {self.output.error}", code="generation_failed")
+        return self.output
 
     @property
     def reasoning_tokens(self) -> int:
@@ -88,21 +92,16 @@ class Reply(ABC):
     ) -> None:
         self.id, self.model, self.body, self.texts = id, model, body, texts
         self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
-        self.created = int(time.time())
+        self.created, job, one = int(time.time()), generation.job, generation.job.one
         self.samples = [
-            Sample(index, ContentBlocks(self.job.tools, self.job.thinking), self._scored_text())
-            for index in range(self.job.samples)
-        ]
-
-    def _scored_text(self) -> ScoredText | None:
-        if self.job.params.logprobs is None:
-            return None
-        return ScoredText(self.texts, hides=not self.job.show_special, counts=self.job.echo)
-
-    @classmethod
-    @abstractmethod
-    def read(cls, body: dict[str, Any]) -> ChatRequest | CompletionRequest:
-        """Return the request of a body."""
+            Sample(
+                index, ContentBlocks(job.tools, one.thinking),
+                None if one.params.logprobs is None
+                else ScoredText(texts, hides=not one.show_special, counts=bool(job.request.echo)),
+            )
+            for index in range(job.samples)
+        ]  # fmt: skip
+        self._come: dict[int, list[Piece]] = defaultdict(list)  # of a whole reply, by sample
 
     @staticmethod
     @abstractmethod
@@ -130,15 +129,18 @@ class Reply(ABC):
         async for taken in self.generation.pieces(heartbeat):
             if not taken:
                 yield self.heartbeat()
-            by_sample: dict[int, list[Piece]] = {}
-            for index, piece in taken:
-                by_sample.setdefault(index, []).append(piece)
-            for index, pieces in by_sample.items():
+            for index, pieces in taken.items():
                 for event in self.part(self.samples[index], pieces):
                     yield event
         for event in self.end():
             yield event
         self.broken()
+
+    async def finish(self) -> None:
+        """Wait until all samples have ended, for `whole`."""
+        async for taken in self.generation.pieces():
+            for index, pieces in taken.items():
+                self._come[index] += pieces
 
     def broken(self) -> list[str]:
         """Return what the calls break of their schemas, of what no grammar holds; the log has it, too."""
@@ -166,31 +168,9 @@ class Reply(ABC):
         """Return the event of a silence; None is a comment."""
         return None
 
-    async def finish(self) -> None:
-        """Wait until all samples have ended, for `whole`."""
-        async for taken in self.generation.pieces():
-            for index, piece in taken:
-                self.samples[index].output = self.samples[index].output or piece.output
-
     @abstractmethod
     def whole(self) -> Event:
         """Return the whole reply."""
-
-    def in_one_piece(self, sample: Sample) -> tuple[Output, list[Piece]]:
-        """Take a sample that has ended as one piece; return its output and the piece."""
-        output = sample.output
-        assert output is not None
-        check_output(output)
-        pieces = [
-            Piece(
-                output.text, output.token_ids, output.origins,
-                parts=None if output.pieces is None else list(enumerate(output.pieces)),
-                logprobs=output.logprobs, prompt_logprobs=output.prompt_logprobs, trace=output.trace,
-                output=output,
-            )
-        ]  # fmt: skip
-        sample.take(pieces)
-        return output, pieces
 
 
 class BlockReply(Reply):
@@ -213,12 +193,13 @@ class BlockReply(Reply):
         for step in sample.take(pieces):
             yield from self.step(step)
         if sample.output is not None:
-            check_output(sample.output)
+            sample.ended()
             for step in sample.blocks.close():
                 yield from self.step(step)
 
     def whole(self) -> Event:
-        self.in_one_piece(self.sample)
+        self.sample.take(self._come[0])
+        self.sample.ended()
         self.sample.blocks.close()
         return self.state()
 

@@ -12,44 +12,11 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol, cast
-
-from typing_extensions import TypedDict
+from typing import Any, Protocol
 
 from foredraft.decode.scores import Score
-from foredraft.decode.stats import RoundTrace
 from foredraft.llm.output import Piece
 from foredraft.serve.blocks import BlockEvent
-
-
-class Origin(TypedDict, closed=True):
-    """The source of a token."""
-
-    token_id: int
-    origin: Literal["drafter", "target", "bonus"]
-    text: str | None
-
-
-class Round(TypedDict, closed=True):
-    """A round of a sample, as `RoundTrace`, with the texts of its tokens."""
-
-    start: int
-    drafter: str | None
-    budget: int
-    draft: list[int]
-    p: list[float]
-    q: list[float]
-    accepted: int
-    next_token: int
-    next_p: float
-    emitted: int
-    discarded: bool
-    rollback: float | None
-    legal: list[int] | None
-    after_sibling: int | None
-    draft_texts: list[str]
-    next_text: str
-    after_text: str | None
 
 
 class Provenance:
@@ -57,33 +24,28 @@ class Provenance:
 
     def __init__(self, shown: Callable[[int], str]) -> None:
         self._shown = shown
-        self._entries: list[Origin] = []
+        self._entries: list[dict[str, Any]] = []
         self._sent = 0
 
-    def add(self, pieces: Iterable[Piece]) -> tuple[list[Origin], list[Round]]:
+    def add(self, pieces: Iterable[Piece]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the entries that have become complete with further pieces, and their rounds."""
         final, rounds = self._sent, []
         for piece in pieces:
             for token, origin in zip(piece.token_ids, piece.origins, strict=True):
                 text = None if piece.parts is None else ""
-                self._entries.append({"token_id": token, "origin": cast(Any, origin), "text": text})
+                self._entries.append({"token_id": token, "origin": origin, "text": text})
             for index, text in piece.parts or ():
                 self._entries[index]["text"] = (self._entries[index]["text"] or "") + text
                 final = index  # the last token with text may get more
             if piece.parts is None or piece.output is not None:
                 final = len(self._entries)
-            rounds += [self._round(trace) for trace in piece.trace or ()]
+            for trace in piece.trace or ():  # those of its tokens that were rejected are in no other field
+                after = None if trace.after_sibling is None else self._shown(trace.after_sibling)
+                drafted, next_ = [self._shown(token) for token in trace.draft], self._shown(trace.next_token)
+                texts = {"draft_texts": drafted, "next_text": next_, "after_text": after}
+                rounds.append(asdict(trace) | texts)
         entries, self._sent = self._entries[self._sent : final], final
         return entries, rounds
-
-    def _round(self, trace: RoundTrace) -> Round:
-        """Return a round with the texts of its tokens; those that were rejected are in no other field."""
-        draft_texts = [self._shown(token) for token in trace.draft]
-        after = None if trace.after_sibling is None else self._shown(trace.after_sibling)
-        texts = {
-            "draft_texts": draft_texts, "next_text": self._shown(trace.next_token), "after_text": after,
-        }  # fmt: skip
-        return cast(Round, asdict(trace) | texts)
 
 
 @dataclass(frozen=True, slots=True)

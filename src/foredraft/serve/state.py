@@ -22,9 +22,9 @@ from foredraft.serve.limits import Client, Keys, Limits
 from foredraft.serve.logs import RequestRecord, current, log_access
 from foredraft.serve.metrics import Metrics, Tracing, requested
 from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
-from foredraft.serve.problems import Problem, as_problems, busy, named_as_given
+from foredraft.serve.problems import Problem, busy
 from foredraft.serve.replies import Reply
-from foredraft.serve.requests import Job
+from foredraft.serve.requests import Job, as_problems
 from foredraft.serve.settings import Settings
 from foredraft.serve.token_texts import TokenTexts
 
@@ -146,7 +146,8 @@ class App:
         end = time.monotonic() + self.settings.drain_seconds
         while self.model is not None and self.model.generations.live:
             if time.monotonic() > end:
-                self.model.generations.fail_all(busy("the server is shutting down", seconds=5))
+                for generation in list(self.model.generations.live):
+                    generation.fail(busy("the server is shutting down", seconds=5))
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -169,27 +170,26 @@ class App:
         record = current()
         record.operation = shape.operation
         model = self.ready()
-        request = await offloaded(record.size, shape.read, body)
+        request = await offloaded(record.size, shape.request.chat_of, body)
         record.model = model.names[0]
         if self.tracing is not None:
             record.requested = requested(request)
-        count = (request.n or 1) * request.prompts
+        count = (request.n or 1) * len(request.sent)
         if self.draining:
             self.metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
         client = Client.of(key, record.address)
         permit = model.limits.take(count, client.name)
         try:
-            with as_problems(shape.lengths, body):
+            with as_problems(request, shape.lengths, body):
                 job = await in_thread(record.size, Job.of, request, model.llm, model.names)
-                if job.ignored_tools:
+                if request.ignored_tools:
                     says = "the model does not see the tools that are no functions: %s"
-                    logger.warning(says, ", ".join(job.ignored_tools))
+                    logger.warning(says, ", ".join(request.ignored_tools))
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
                 tenant = client.tenant(self.settings, request.cache_salt)
-                with named_as_given(job.form):
-                    generation = await model.generations.start(job, permit, tenant)
+                generation = await model.generations.start(job, permit, tenant)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 self.metrics.cancelled.inc()

@@ -10,8 +10,7 @@ import codecs
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-
-from typing_extensions import TypedDict
+from typing import Any
 
 from foredraft.decode.scores import Score
 from foredraft.model.byte_codec import ByteCodec
@@ -20,39 +19,6 @@ from foredraft.serve.scored_text import ShownToken
 
 LEAST = -9999.0  # in place of minus infinity, which is no JSON
 PRINTABLE = range(0x20, 0x7F)  # bytes that OpenAI's spelling of a part of a character shows as they are
-
-
-class TokenScore(TypedDict, closed=True):
-    token: str
-    logprob: float | None
-    bytes: list[int]
-
-
-class ScoredToken(TypedDict, closed=True):
-    token: str
-    logprob: float | None
-    bytes: list[int]
-    top_logprobs: list[TokenScore]
-
-
-class ChatLogprobs(TypedDict, closed=True):
-    content: list[ScoredToken]
-    refusal: None
-
-
-class CompletionLogprobs(TypedDict, closed=True):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None]
-    text_offset: list[int]
-
-
-class PromptScore(TypedDict, closed=True):
-    """A token at a place of a prompt, in vLLM's shape; its rank is known among the likeliest tokens alone."""
-
-    logprob: float | None
-    rank: int | None
-    decoded_token: str
 
 
 class TokenTexts:
@@ -111,13 +77,13 @@ class TokenTexts:
             data[first] = data[first][1:]
         return data
 
-    def chat_logprobs(self, tokens: Iterable[ShownToken]) -> list[ScoredToken]:
+    def chat_logprobs(self, tokens: Iterable[ShownToken]) -> list[dict[str, Any]]:
         return [self._scored(token) for token in tokens]
 
-    def _scored(self, token: ShownToken) -> ScoredToken:
+    def _scored(self, token: ShownToken) -> dict[str, Any]:
         score = token.score
 
-        def entry(id: int, logprob: float) -> TokenScore:
+        def entry(id: int, logprob: float) -> dict[str, Any]:
             own = id == score.token_id
             text, data = (token.text, token.data) if own else (self.name(id), self.data(id))
             return {"token": text, "logprob": _number(logprob), "bytes": list(data)}
@@ -125,17 +91,17 @@ class TokenTexts:
         top = [entry(*each) for each in score.top]
         return {**entry(score.token_id, score.logprob), "top_logprobs": top}
 
-    def prompt_scores(self, scores: Iterable[Score | None], top: int) -> list[dict[str, PromptScore] | None]:
+    def prompt_scores(self, scores: Iterable[Score | None], top: int) -> list[dict[str, Any] | None]:
         """Return the scores of a prompt's tokens in vLLM's shape, by token id."""
-        return [None if score is None else self._prompt_score(score, top) for score in scores]
 
-    def _prompt_score(self, score: Score, top: int) -> dict[str, PromptScore]:
-        ranked: list[tuple[int, float, int | None]]
-        ranked = [(id, logprob, rank) for rank, (id, logprob) in enumerate(score.top[:top], start=1)]
-        return {
-            str(id): {"logprob": _number(logprob), "rank": rank, "decoded_token": self.name(id)}
-            for id, logprob, rank in [(score.token_id, score.logprob, None), *ranked]
-        }
+        def ranked(score: Score) -> dict[str, Any]:
+            first = [(None, (score.token_id, score.logprob)), *enumerate(score.top[:top], start=1)]
+            return {
+                str(id): {"logprob": _number(logprob), "rank": rank, "decoded_token": self.name(id)}
+                for rank, (id, logprob) in first
+            }
+
+        return [None if score is None else ranked(score) for score in scores]
 
 
 class Offsets:
@@ -150,15 +116,12 @@ class Offsets:
 
     def prompt(
         self, ids: list[int], sent: str | None, scores: Iterable[Score | None], top: int
-    ) -> CompletionLogprobs:
+    ) -> dict[str, list[Any]]:
         """Return the scores of a prompt that the text begins with; its first token has none."""
         tokens = []
         for id, data, score in zip(ids, self._texts.echoed_tokens(ids, sent), scores, strict=False):
-            known = (
-                Score(id, math.nan, math.nan, [], [])
-                if score is None
-                else replace(score, top=score.top[:top])
-            )
+            unknown = Score(id, math.nan, math.nan, [], [])
+            known = unknown if score is None else replace(score, top=score.top[:top])
             text = spelled(data) if self._texts.has_text else self._texts.name(id)
             tokens.append(ShownToken(known, text, data))
         found = self.logprobs(tokens)
@@ -168,11 +131,10 @@ class Offsets:
         self._offset = end
         return found
 
-    def logprobs(self, tokens: Iterable[ShownToken]) -> CompletionLogprobs:
+    def logprobs(self, tokens: Iterable[ShownToken]) -> dict[str, list[Any]]:
         """Return the scores of the next tokens as completions have them: each with its own among the top."""
-        found: CompletionLogprobs = {
-            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
-        }  # fmt: skip
+        found: dict[str, list[Any]]
+        found = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         for token in tokens:
             score, text = token.score, spelled(token.data) if token.data else token.text
             top = {

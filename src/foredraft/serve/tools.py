@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foredraft.constraints.grammar import WHITE_SPACE
+from foredraft.constraints.grammar import WHITE_SPACE, check_grammar
 from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.conversation import Messages
@@ -163,6 +163,32 @@ class Tools:
         else:
             rest = messages
         return [{"role": "system", "content": text}, *rest], {}
+
+    def constrain(self, options: dict[str, Any], field: str | None) -> None:
+        """Put the grammar of calls into the options; an answer without calls keeps its own schema.
+
+        Args:
+            options: Those of the library.
+            field: The field that gives the form of the text, if any does.
+        """
+        for name in ("regex", "choices", "grammar"):
+            if name in options:
+                raise Problem(400, f"{field or name} cannot hold together with tools", param=field or name)
+        schema = {"type": "object"} if options.pop("json_object", False) else options.pop("json_schema", None)
+        try:
+            grammar = self.grammar(schema)
+        except RecursionError:
+            raise Problem(400, "the parameters of a tool are nested too deeply", param="tools") from None
+        if grammar is not None:
+            try:
+                check_grammar("grammar", grammar)
+            except RequestError:  # each tool by itself is good
+                says = "the tools are too many, or their schemas too large together; give fewer"
+                raise Problem(400, says, param="tools") from None
+            options["grammar"] = grammar
+        elif schema is not None:
+            field = field or "response_format"
+            raise Problem(400, f"{field} cannot hold together with this model's tools", param=field)
 
     def grammar(self, schema: Mapping[str, Any] | None) -> str | None:
         """Return the grammar of the text in llguidance's dialect; None where there is none.
