@@ -16,9 +16,9 @@ def test_metrics_of_replicas_stand_beside_each_other(vllm: bool) -> None:
     texts = {}
     for count, name in enumerate(("one", "two"), 1):
         metrics = Metrics(vllm=vllm)
-        metrics.running.set(count)
+        metrics.by_name["requests_running"].set(count)
         metrics.refused("queue full")
-        metrics.first_token.observe(0.3)
+        metrics.by_name["time_to_first_token_seconds"].observe(0.3)
         texts[name] = metrics.text(lambda: None).decode()
     found = list(text_string_to_metric_families(labelled(texts).decode()))
     assert len({family.name for family in found}) == len(found)

@@ -21,7 +21,7 @@ from foredraft.llm.service import RequestHandle, Service, StreamEvent
 from foredraft.serve.limits import Limits, Permit, Tenant
 from foredraft.serve.logs import current
 from foredraft.serve.metrics import Metrics
-from foredraft.serve.offload import Compilations, check_patterns, has_patterns
+from foredraft.serve.offload import COMPILING, Turns, compiled, has_patterns
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Job
 from foredraft.serve.settings import Settings
@@ -72,10 +72,10 @@ class Generation:
         if was_read and (prompt := sample // self.job.one.n) not in self._read_prompts:
             self._read_prompts.add(prompt)
             record.prompt_tokens += handle.prompt_tokens
-            metrics.prompt_tokens.inc(handle.prompt_tokens)
+            metrics.count("prompt_tokens", handle.prompt_tokens)
         if piece.token_ids and record.first_token is None:
             record.first_token = time.monotonic()
-            metrics.first_token.observe(record.first_token - record.started)
+            metrics.by_name["time_to_first_token_seconds"].observe(record.first_token - record.started)
         if output is not None:
             metrics.finished(output)
             record.finished(output)
@@ -136,16 +136,15 @@ class Generations:
     ) -> None:
         self._loop, self._limits, self._metrics, self._settings = loop, limits, metrics, settings
         self.live: set[Generation] = set()
-        self._compilations = Compilations()
+        self._compilations = Turns(COMPILING)
         self._service = Service(llm, self._publish)
 
     async def start(self, job: Job, permit: Permit, tenant: Tenant) -> Generation:
         generation = Generation(job, permit, self._metrics, self._service, self._settings.max_unread)
         try:
             self._limits.take_tokens(permit, job.prompt_tokens * job.one.n)
-            if has_patterns(job.one.params):
-                check_patterns(job.one.params, self._settings.max_patterns)
-                await self._compilations.run(lambda: generation.submit(tenant))
+            if has_patterns(job.one.params, self._settings.max_patterns):
+                await compiled(self._compilations, lambda: generation.submit(tenant))
             else:
                 await anyio.to_thread.run_sync(generation.submit, tenant)
         except BaseException:
@@ -161,7 +160,7 @@ class Generations:
         """End a generation that its reader is done with, whether it has finished or not."""
         self.live.discard(generation)
         if generation.left and not generation.ended:
-            self._metrics.cancelled.inc()
+            self._metrics.count("requests_cancelled")
             generation.note("cancelled")
             generation.cancel()
         generation.ended = True

@@ -83,11 +83,6 @@ class RequestRecord:
             self.reason = self.reason or "generation failed"
 
     @property
-    def refusal(self) -> str | None:
-        """Return why the request was refused, by its status; None where it was not, or more is known."""
-        return None if self.reason is not None else REFUSALS.get(self.status)
-
-    @property
     def seconds_to_first_token(self) -> float | None:
         return None if self.first_token is None else self.first_token - self.started
 
@@ -95,11 +90,6 @@ class RequestRecord:
 def current() -> RequestRecord:
     """Return the record of the running request; outside of requests, a record that nothing reads."""
     return _current.get() or RequestRecord("", "")
-
-
-def current_id() -> str | None:
-    record = _current.get()
-    return None if record is None else record.id
 
 
 class Recording:
@@ -167,25 +157,21 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = dict(getattr(record, "fields", {}))
-        if (id := current_id()) is not None:
-            fields.setdefault("request_id", id)
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
+        if (request := _current.get()) is not None:
+            fields.setdefault("request_id", request.id)
+        traceback = self.formatException(record.exc_info) if record.exc_info else None
         message = record.getMessage()
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
         if self._as_json:
             head = {"time": at, "level": record.levelname.lower(), "logger": record.name, "message": message}
-            return json.dumps(head | fields, default=str)
-        traceback = fields.pop("traceback", None)
-        shown = " ".join(f"{name}={_word(value)}" for name, value in fields.items())
-        line = f"{at} {record.levelname.lower()} {' '.join(message.split())} {shown}".rstrip()
+            return json.dumps(head | fields | ({"traceback": traceback} if traceback else {}), default=str)
+        words = [at, record.levelname.lower(), *message.split()]
+        for name, value in fields.items():  # as one word: quoted where it has spaces
+            text = str(value)
+            plain = text.isprintable() and " " not in text and text
+            words.append(f"{name}={text if plain else json.dumps(text)}")
+        line = " ".join(words)
         return line if traceback is None else f"{line}\n{traceback}"
-
-
-def _word(value: Any) -> str:
-    """Return a value as one word: quoted where it has spaces."""
-    text = str(value)
-    return text if text.isprintable() and " " not in text and text else json.dumps(text)
 
 
 class Writer(logging.Handler):
@@ -238,7 +224,7 @@ class Writer(logging.Handler):
                     return
                 line, dropped = self._lines.popleft(), self.dropped
             with suppress(OSError, ValueError):  # the stream has ended, and nothing could say so
-                _write(self._stream, line)
+                self._write(line)
             with self._news:
                 self._held -= len(line)
                 if dropped and not self._lines:  # what fitted is written: say what did not
@@ -249,18 +235,17 @@ class Writer(logging.Handler):
                     self._held += len(line) + 1
                 self._news.notify_all()
 
-
-def _write(stream: TextIO, text: str) -> None:
-    """Write to the file itself: a thread stuck in a buffer of Python's would abort the end of the process."""
-    try:
-        file = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # a stream in memory
-        stream.write(text)
-        stream.flush()
-        return
-    data = text.encode("utf-8", "backslashreplace")
-    while data:
-        data = data[os.write(file, data) :]
+    def _write(self, text: str) -> None:
+        """Write to the file itself: a thread stuck in a buffer of Python's would abort the process's end."""
+        try:
+            file = self._stream.fileno()
+        except (OSError, ValueError, AttributeError):  # a stream in memory
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        data = text.encode("utf-8", "backslashreplace")
+        while data:
+            data = data[os.write(file, data) :]
 
 
 @contextmanager

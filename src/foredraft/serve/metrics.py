@@ -25,17 +25,34 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
-# Own name -> vLLM's, behind an option.
-VLLM = {
-    "requests_running": "num_requests_running", "requests_waiting": "num_requests_waiting",
-    "time_to_first_token_seconds": "time_to_first_token_seconds",
-    "time_per_output_token_seconds": "time_per_output_token_seconds",
-    "prompt_tokens": "prompt_tokens", "generation_tokens": "generation_tokens",
-    "prefix_cache_hits": "prefix_cache_hits", "drafts": "spec_decode_num_drafts",
-    "draft_tokens": "spec_decode_num_draft_tokens",
-    "accepted_tokens": "spec_decode_num_accepted_tokens",
-    "accepted_tokens_by_position": "spec_decode_num_accepted_tokens_per_pos",
-    "cache_usage": "kv_cache_usage_perc",
+VLLM = "spec_decode_num_"  # begins vLLM's names of what concerns drafts
+# Own name -> its kind, its meaning, vLLM's name, which is behind an option, and a label.
+METRICS: dict[str, tuple[Any, str, str, str]] = {
+    "requests_running": (Gauge, "Samples that have a row of the batch.", "num_requests_running", ""),
+    "requests_waiting": (Gauge, "Samples that wait for a row.", "num_requests_waiting", ""),
+    "requests_paused": (Gauge, "Samples that pause, because their reader is slow.", "", ""),
+    "cache_usage": (Gauge, "Share of the cache's positions that are in use.", "kv_cache_usage_perc", ""),
+    "time_to_first_token_seconds": (
+        Histogram, "From a request's arrival to the first token of any of its samples; one for each request.",
+        "time_to_first_token_seconds", "",
+    ),
+    "time_per_output_token_seconds": (
+        Histogram, "Of a sample's decoding, by its tokens.", "time_per_output_token_seconds", "",
+    ),
+    "prompt_tokens": (
+        Counter, "Tokens of prompts, which count once for all their samples.", "prompt_tokens", "",
+    ),
+    "prefix_cache_hits": (Counter, "Tokens of prompts that were not read again.", "prefix_cache_hits", ""),
+    "generation_tokens": (Counter, "New tokens.", "generation_tokens", ""),
+    "drafts": (Counter, "Drafts.", f"{VLLM}drafts", ""),
+    "draft_tokens": (Counter, "Drafted tokens.", f"{VLLM}draft_tokens", ""),
+    "accepted_tokens": (Counter, "Drafted tokens that were kept.", f"{VLLM}accepted_tokens", ""),
+    "accepted_tokens_by_position": (
+        Counter, "Drafted tokens that were kept, by position.", f"{VLLM}accepted_tokens_per_pos", "position",
+    ),
+    "requests_finished": (Counter, "Samples by why they ended.", "", "reason"),
+    "requests_cancelled": (Counter, "Requests that their client left or cancelled.", "", ""),
+    "requests_refused": (Counter, "Requests that were refused or dropped.", "", "reason"),
 }  # fmt: skip
 
 
@@ -44,60 +61,36 @@ class Metrics:
 
     def __init__(self, *, vllm: bool = False) -> None:
         self.registry = CollectorRegistry()
+        self.by_name: dict[str, Any] = {}
+        for name, (kind, help, theirs, label) in METRICS.items():
+            shown = f"vllm:{theirs}" if vllm and theirs else f"foredraft_{name}"
+            more = {"buckets": SECONDS} if kind is Histogram else {}
+            labels = (label,) if label else ()
+            self.by_name[name] = kind(shown, help, labels, registry=self.registry, **more)
 
-        def named(name: str) -> str:
-            return f"vllm:{VLLM[name]}" if vllm and name in VLLM else f"foredraft_{name}"
-
-        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(named(name), help, labels, registry=self.registry)
-
-        def histogram(name: str, help: str) -> Histogram:
-            return Histogram(named(name), help, registry=self.registry, buckets=SECONDS)
-
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(named(name), help, registry=self.registry)
-
-        self.running = gauge("requests_running", "Samples that have a row of the batch.")
-        self.waiting = gauge("requests_waiting", "Samples that wait for a row.")
-        self.paused = gauge("requests_paused", "Samples that pause, because their reader is slow.")
-        self.cache_usage = gauge("cache_usage", "Share of the cache's positions that are in use.")
-        self.first_token = histogram(
-            "time_to_first_token_seconds",
-            "From a request's arrival to the first token of any of its samples; one for each request.",
-        )
-        self._each = histogram("time_per_output_token_seconds", "Of a sample's decoding, by its tokens.")
-        self.prompt_tokens = counter(
-            "prompt_tokens", "Tokens of prompts, which count once for all their samples."
-        )
-        self._cached = counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
-        self._tokens = counter("generation_tokens", "New tokens.")
-        self._drafts = counter("drafts", "Drafts.")
-        self._drafted = counter("draft_tokens", "Drafted tokens.")
-        self._accepted = counter("accepted_tokens", "Drafted tokens that were kept.")
-        self._by_position = counter(
-            "accepted_tokens_by_position", "Drafted tokens that were kept, by position.", ("position",)
-        )
-        self._finished = counter("requests_finished", "Samples by why they ended.", ("reason",))
-        self.cancelled = counter("requests_cancelled", "Requests that their client left or cancelled.")
-        self._refused = counter("requests_refused", "Requests that were refused or dropped.", ("reason",))
+    def count(self, name: str, more: float = 1, *, label: object = None) -> None:
+        """Add to a counter."""
+        counter = self.by_name[name]
+        (counter if label is None else counter.labels(label)).inc(more)
 
     def refused(self, reason: str) -> None:
         """Count the running request as refused, and note why in its record."""
         current().reason = reason
-        self._refused.labels(reason).inc()
+        self.count("requests_refused", label=reason)
 
     def finished(self, output: Output) -> None:
         stats = output.stats
         if stats.tokens > 0:
-            self._each.observe(stats.seconds / stats.tokens)
-        self._cached.inc(output.cached_tokens)
-        self._tokens.inc(max(0, stats.tokens))
-        self._drafts.inc(sum(stats.drafts.values()))
-        self._drafted.inc(stats.drafted)
-        self._accepted.inc(stats.accepted)
+            self.by_name["time_per_output_token_seconds"].observe(stats.seconds / stats.tokens)
+        for name, more in (
+            ("prefix_cache_hits", output.cached_tokens), ("generation_tokens", max(0, stats.tokens)),
+            ("drafts", sum(stats.drafts.values())), ("draft_tokens", stats.drafted),
+            ("accepted_tokens", stats.accepted),
+        ):  # fmt: skip
+            self.count(name, more)
         for position, accepted in enumerate(stats.accepted_at):
-            self._by_position.labels(position).inc(accepted)
-        self._finished.labels(output.finish_reason).inc()
+            self.count("accepted_tokens_by_position", accepted, label=position)
+        self.count("requests_finished", label=output.finish_reason)
 
     def text(self, update: Callable[[], None]) -> bytes:
         update()
@@ -114,9 +107,8 @@ class _Labelled(Collector):
         families: dict[str, Metric] = {}
         for replica, text in self._texts.items():
             for family in text_string_to_metric_families(text):
-                known = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
+                new = Metric(family.name, family.documentation, family.type)
+                known = families.setdefault(family.name, new)
                 for sample in family.samples:
                     known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
         yield from families.values()
@@ -159,13 +151,23 @@ class Tracing:
 
         if not record.operation:
             return
-        seconds = time.monotonic() - record.started
+        seconds, first = time.monotonic() - record.started, record.seconds_to_first_token
+        found: dict[str, Any] = {
+            "gen_ai.operation.name": record.operation, "gen_ai.provider.name": "foredraft",
+            **record.requested, "gen_ai.response.model": record.model or None,
+            "gen_ai.response.finish_reasons": record.finish_reasons or None,
+            "gen_ai.usage.input_tokens": record.prompt_tokens, "gen_ai.usage.output_tokens": record.tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+            "gen_ai.response.time_to_first_chunk": first,
+            "http.request.method": record.method, "url.path": record.path,
+            "http.response.status_code": record.status or None, "foredraft.request_id": record.id,
+        }  # fmt: skip
         span = self._tracer.start_span(
             f"{record.operation} {record.requested.get('gen_ai.request.model', '')}".strip(),
             context=propagate.extract(record.headers), kind=SpanKind.SERVER, start_time=record.wall,
-            attributes=_attributes(record),
+            attributes={name: value for name, value in found.items() if value is not None},
         )  # fmt: skip
-        if (first := record.seconds_to_first_token) is not None:
+        if first is not None:
             span.add_event("gen_ai.first_token", timestamp=record.wall + int(first * 1e9))
         failed = record.reason if record.reason is not None or record.status < 500 else str(record.status)
         if failed is not None:
@@ -175,21 +177,6 @@ class Tracing:
 
     def stop(self) -> None:
         self._provider.shutdown()
-
-
-def _attributes(record: RequestRecord) -> dict[str, Any]:
-    first = record.seconds_to_first_token
-    found: dict[str, Any] = {
-        "gen_ai.operation.name": record.operation, "gen_ai.provider.name": "foredraft", **record.requested,
-        "gen_ai.response.model": record.model or None,
-        "gen_ai.response.finish_reasons": record.finish_reasons or None,
-        "gen_ai.usage.input_tokens": record.prompt_tokens, "gen_ai.usage.output_tokens": record.tokens,
-        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
-        "gen_ai.response.time_to_first_chunk": first,
-        "http.request.method": record.method, "url.path": record.path,
-        "http.response.status_code": record.status or None, "foredraft.request_id": record.id,
-    }  # fmt: skip
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def requested(request: ChatRequest | CompletionRequest) -> dict[str, Any]:

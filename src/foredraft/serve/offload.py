@@ -1,5 +1,4 @@
-"""Offload: what takes long for a request runs in threads beside the event loop, a few at a time, compilations
-in their own.
+"""Offload: what takes long for a request runs in threads beside the event loop, a few at a time.
 
 Parsing and checking hold the interpreter for one call each, which collections of garbage would make many
 times as long. A compilation may take seconds and cannot be broken off, so some forty of them would stop the
@@ -10,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import queue
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -29,7 +25,51 @@ LARGE = 64 << 10  # bytes; below, a thread costs more than the work
 # Large requests: each further thread would make the event loop wait longer for its turn, and tokenising takes
 # 110 bytes for each of a text.
 AT_ONCE = 2
+COMPILING = 2  # llguidance leaves the interpreter to others while it works; automata of bans do not
+WAITING = 64  # compilations that wait or run; most take a millisecond
+SECONDS = 30.0  # that a request waits for its own
 T = TypeVar("T")
+
+
+class Turns:
+    """Work in threads that takes turns.
+
+    Cancelling drops work that waits for its turn. Work that has begun ends by itself and keeps its turn until
+    then, so that clients that leave cannot make more work than those that stay.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._free = asyncio.Semaphore(at_once)
+        self.held = 0  # how many wait or run
+        self.untidy = False  # some work has ended, and its memory may be free
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        self.held += 1
+        try:
+            await self._free.acquire()
+        except BaseException:
+            self.held -= 1
+            raise
+        working = asyncio.create_task(anyio.to_thread.run_sync(function, *args))
+        working.add_done_callback(self._end)
+        return await asyncio.shield(working)
+
+    def _end(self, _: object) -> None:
+        self.held -= 1
+        self.untidy = True
+        self._free.release()
+
+
+_large: RunVar[Turns] = RunVar("foredraft-large-requests")
+
+
+def _large_turns() -> Turns:
+    """Return the turns of the large requests of this event loop."""
+    try:
+        return _large.get()
+    except LookupError:
+        _large.set(turns := Turns(AT_ONCE))
+        return turns
 
 
 async def offloaded(size: int, function: Callable[..., T], *args: object) -> T:
@@ -38,116 +78,43 @@ async def offloaded(size: int, function: Callable[..., T], *args: object) -> T:
 
 
 async def in_thread(size: int, function: Callable[..., T], *args: object) -> T:
-    """Return what a function returns, which runs in a thread; those of large requests take turns.
-
-    Cancelling drops work that waits for its turn. Work that has begun ends by itself and keeps its turn until
-    then, so that clients that leave cannot make more work than those that stay.
-    """
+    """Return what a function returns, which runs in a thread; those of large requests take turns."""
     if size <= LARGE:
         return await anyio.to_thread.run_sync(function, *args)
-    large = _Large.of_loop()
-    await large.turns.acquire()
-    working = asyncio.create_task(anyio.to_thread.run_sync(function, *args))
-    working.add_done_callback(lambda _: large.end())
-    return await asyncio.shield(working)
+    return await _large_turns().run(function, *args)
 
 
 async def tidy_up(*, after: bool = False) -> None:
-    large = _Large.of_loop()
-    if large.untidy or after:
-        large.untidy = False
+    if (turns := _large_turns()).untidy or after:
+        turns.untidy = False
         # by a limiter of its own, which no other work can fill
         await anyio.to_thread.run_sync(release_freed, limiter=anyio.CapacityLimiter(1))
 
 
-class _Large:
-    """The work of the large requests of an event loop."""
+async def compiled(turns: Turns, work: Callable[[], None]) -> None:
+    """Do work that compiles; raise Problem if too much other waits, or if it takes too long."""
+    if turns.held >= WAITING:
+        raise busy(f"{turns.held} requests wait until their constraints are compiled")
 
-    def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(AT_ONCE)  # of those that work
-        self.untidy = False  # some work has ended, and its memory may be free
-
-    @classmethod
-    def of_loop(cls) -> _Large:
+    def guarded() -> None:
         try:
-            return _large.get()
-        except LookupError:
-            _large.set(large := cls())
-            return large
+            work()
+        except Exception:
+            raise
+        except BaseException as panic:  # of a library in Rust; the event loop must not see it
+            raise Problem(500, f"a compilation failed: {type(panic).__name__}: {panic}") from None
 
-    def end(self) -> None:
-        self.turns.release()
-        self.untidy = True
-
-
-_large: RunVar[_Large] = RunVar("foredraft-large-requests")
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    on = gc.isenabled()
-    gc.disable()
     try:
-        yield
-    finally:
-        if on:
-            gc.enable()
+        await asyncio.wait_for(turns.run(guarded), SECONDS)
+    except TimeoutError:
+        raise busy(f"the constraints were not compiled within {SECONDS:.0f} s") from None
 
 
-THREADS = 2  # llguidance leaves the interpreter to others while it works; automata of bans do not
-WAITING = 64  # compilations that wait or run; most take a millisecond
-SECONDS = 30.0  # that a request waits for its own
+def has_patterns(params: SamplingParams, most: int) -> bool:
+    """Return whether a request has something to compile; raise Problem for more than so many bytes of it.
 
-Work: TypeAlias = Callable[[], None]
-
-
-class Compilations:
-    """Runs compilations in daemon threads, for which the end of the process does not wait."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Work, Future[None]]] = queue.SimpleQueue()
-        self._threads = 0
-        self.waiting = 0
-
-    async def run(self, work: Work) -> None:
-        if self.waiting >= WAITING:
-            raise busy(f"{self.waiting} requests wait until their constraints are compiled")
-        if self._threads < min(THREADS, self.waiting + 1):
-            self._threads += 1
-            threading.Thread(target=self._serve, name="foredraft-compile", daemon=True).start()
-        self.waiting += 1
-        loop, done = asyncio.get_running_loop(), Future[None]()
-        done.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._leave))
-        self._queue.put((work, done))
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(done), SECONDS)
-        except TimeoutError:
-            raise busy(f"the constraints were not compiled within {SECONDS:.0f} s") from None
-
-    def _leave(self) -> None:
-        self.waiting -= 1
-
-    def _serve(self) -> None:
-        while True:
-            work, done = self._queue.get()
-            if done.set_running_or_notify_cancel():
-                try:
-                    work()
-                except Exception as error:
-                    done.set_exception(error)
-                except BaseException as panic:  # of a library in Rust; the event loop must not see it
-                    done.set_exception(Problem(500, f"a compilation failed: {type(panic).__name__}: {panic}"))
-                else:
-                    done.set_result(None)
-            del work, done  # what it compiled is the request's own
-
-
-def has_patterns(params: SamplingParams) -> bool:
-    return bool(params.stop or params.ban or params.text_grammar)
-
-
-def check_patterns(params: SamplingParams, most: int) -> None:
-    """Check how long all that a request has to compile is, in bytes of UTF-8: it takes 350 bytes a byte."""
+    A byte of UTF-8 takes 350 bytes.
+    """
     sizes = {name: sum(len(text.encode()) for text in getattr(params, name)) for name in ("stop", "ban")}
     if params.text_grammar is not None:
         option, text = params.text_grammar
@@ -159,3 +126,15 @@ def check_patterns(params: SamplingParams, most: int) -> None:
             f"{' and '.join(names)}: {sum(sizes.values())} bytes, of {most} at most (--max-patterns)",
             param=FIELDS.get(longest, longest),
         )
+    return bool(params.stop or params.ban or params.text_grammar)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from foredraft.llm import LLM
 from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES, Bodies
 from foredraft.serve.generations import Generations
 from foredraft.serve.limits import Client, Keys, Limits
-from foredraft.serve.logs import RequestRecord, current, log_access
+from foredraft.serve.logs import REFUSALS, RequestRecord, current, log_access
 from foredraft.serve.metrics import Metrics, Tracing, requested
 from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
 from foredraft.serve.problems import Problem, busy
@@ -60,14 +61,15 @@ class Model:
 
     def update_gauges(self) -> None:
         engine = self.llm.loaded.engine
-        sequences = list(engine.rows.sequences)
+        sequences, waiting = list(engine.rows.sequences), list(engine.scheduler.waiting)
         rows = len(sequences)
-        self.metrics.running.set(rows)
-        waiting = list(engine.scheduler.waiting)
-        self.metrics.paused.set(sum(s.paused_at is not None for s in [*sequences, *waiting]))
-        self.metrics.waiting.set(max(0, self.limits.samples - rows))
-        used = sum(engine.cache.lengths[:rows])
-        self.metrics.cache_usage.set(used / max(1, engine.cache.rows * engine.cache.positions))
+        used = sum(engine.cache.lengths[:rows]) / max(1, engine.cache.rows * engine.cache.positions)
+        for name, value in (
+            ("requests_running", rows), ("requests_waiting", max(0, self.limits.samples - rows)),
+            ("requests_paused", sum(each.paused_at is not None for each in [*sequences, *waiting])),
+            ("cache_usage", used),
+        ):  # fmt: skip
+            self.metrics.by_name[name].set(value)
 
 
 class App:
@@ -104,8 +106,13 @@ class App:
                 await anyio.to_thread.run_sync(self.tracing.stop)
 
     async def _load_model(self) -> None:
+        def load() -> LLM:
+            llm = self._load()
+            llm.requests.policies.measure(llm.loaded.engine)
+            return llm
+
         try:
-            llm = await _in_a_daemon(self._load_measured)
+            llm = await _in_a_daemon(load)
             self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
         except Exception as error:
             self.failed = error
@@ -113,11 +120,6 @@ class App:
             return
         # it may print, and a stream that is not read must not stop the event loop
         await anyio.to_thread.run_sync(self.on_ready, self.model, abandon_on_cancel=True)
-
-    def _load_measured(self) -> LLM:
-        llm = self._load()
-        llm.requests.policies.measure(llm.loaded.engine)
-        return llm
 
     async def _sweep(self) -> None:
         while True:
@@ -128,8 +130,9 @@ class App:
             await tidy_up(after=after)
 
     def end(self, record: RequestRecord) -> None:
+        """Log, count and trace a request that is over."""
         self._untidy |= record.size > LARGE
-        if (reason := record.refusal) is not None:
+        if record.reason is None and (reason := REFUSALS.get(record.status)) is not None:
             record.reason = reason
             self.metrics.refused(reason)
         log_access(record)
@@ -192,7 +195,7 @@ class App:
                 generation = await model.generations.start(job, permit, tenant)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                self.metrics.cancelled.inc()
+                self.metrics.count("requests_cancelled")
             permit.free()
             raise
         return shape(record.own_id, model.names[0], body, generation, model.texts)
@@ -200,25 +203,16 @@ class App:
 
 async def _in_a_daemon(load: Loader) -> LLM:
     """Return what `load` returns, from a thread for which the end of the process does not wait."""
-    loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[LLM] = loop.create_future()
-
-    def settle(llm: LLM | None, error: BaseException | None) -> None:
-        if loaded.done():  # the wait was cancelled
-            return
-        if error is not None:
-            loaded.set_exception(error)
-        elif llm is not None:
-            loaded.set_result(llm)
+    loaded = Future[LLM]()
+    loaded.set_running_or_notify_cancel()  # what cancels the wait leaves the thread at work
 
     def run() -> None:
-        llm, failed = None, None
         try:
-            llm = load()
+            loaded.set_result(load())
+        except Exception as error:
+            loaded.set_exception(error)
         except BaseException as error:  # a panic of a library in Rust is no Exception
-            failed = error if isinstance(error, Exception) else RuntimeError(f"loading failed: {error}")
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, llm, failed)
+            loaded.set_exception(RuntimeError(f"loading failed: {error}"))
 
     threading.Thread(target=run, name="foredraft-loader", daemon=True).start()
-    return await loaded
+    return await asyncio.wrap_future(loaded)
