@@ -12,9 +12,9 @@ pytest.importorskip("fastapi")
 
 from foredraft.constraints.grammar import check_grammar
 from foredraft.errors import RequestError
+from foredraft.serve import schemas
 from foredraft.serve.problems import Problem
-from foredraft.serve.schemas import broken, fit, fitting
-from foredraft.serve.schemas.fitting import closed
+from foredraft.serve.schemas import broken, closed, fit
 from foredraft.serve.tools import fitted_schema
 
 WORD = {"type": "string"}
@@ -103,7 +103,7 @@ def test_what_is_no_schema_is_refused_with_its_place(schema: dict[str, Any], say
 
 @pytest.mark.heavy
 def test_the_work_on_a_schema_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "SECONDS", 0.1)
+    monkeypatch.setattr(schemas, "SECONDS", 0.1)
     part = {"type": "array", "uniqueItems": True, "contains": of(a=WORD)}
     many = of(**{f"p{i}": part for i in range(600)})
     began = time.process_time()

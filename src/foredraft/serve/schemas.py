@@ -1,5 +1,4 @@
-"""Fitting: a JSON schema -> the schema that a grammar can hold, and the keywords that it cannot; their
-checks.
+"""JSON schemas of requests: `fit` makes the one that a grammar can hold, and `broken` checks for the rest.
 
 The library of grammars judges. In a schema that it refuses, each schema of the tree is tried by itself,
 from the leaves on, and a keyword that it refuses is left out. Schemas and values come from strangers, so
@@ -13,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -49,38 +49,45 @@ def schemas_in(keyword: str, value: Any) -> Iterator[tuple[Path, Schema]]:
         yield from (((keyword, place), each) for place, each in enumerate(value) if isinstance(each, dict))
 
 
-def changed(keyword: str, value: Any, path: Path, change: Callable[[Schema, Path], Any]) -> Any:
-    """Return the value of a keyword with each schema that it holds directly changed."""
-    if isinstance(value, dict) and keyword in NAMED:
-        return {
-            name: change(each, (*path, keyword, name)) if isinstance(each, dict) else each
-            for name, each in value.items()
-        }
-    if isinstance(value, dict) and keyword in ONE:
-        return change(value, (*path, keyword))
-    if isinstance(value, list) and keyword in SEVERAL:
-        return [
-            change(each, (*path, keyword, place)) if isinstance(each, dict) else each
-            for place, each in enumerate(value)
-        ]
-    return value
+def _below(node: Schema) -> Iterator[Schema]:
+    """Yield the schemas that a schema holds directly."""
+    for keyword, value in node.items():
+        yield from (each for _, each in schemas_in(keyword, value))
+
+
+def _changed(
+    node: Schema,
+    path: Path,
+    change: Callable[[Schema, Path], Any],
+    keeps: Callable[[str, Any], bool] = lambda keyword, value: True,
+) -> Schema:
+    """Return a schema with those of its keywords that it keeps, and each schema that they hold changed."""
+    made: Schema = {}
+    for keyword, value in node.items():
+        if not keeps(keyword, value):
+            continue
+        for place, each in schemas_in(keyword, value):
+            new = change(each, (*path, *place))
+            if len(place) == 1:
+                value = new
+            else:
+                value = made.setdefault(keyword, copy(value))
+                value[place[-1]] = new
+        made[keyword] = value
+    return made
 
 
 def target(root: Schema, reference: str) -> Any:
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            found = found[int(key)] if key.isdecimal() else _nothing(reference)
+        if isinstance(found, list) and key.isdecimal():
+            found = found[int(key)]
         elif isinstance(found, dict):
             found = found[key]
         else:
-            _nothing(reference)
+            raise LookupError(reference)
     return found
-
-
-def _nothing(reference: str) -> Any:
-    raise LookupError(reference)
 
 
 def shown(path: Path) -> str:
@@ -135,7 +142,15 @@ def broken(schema: Schema, text: str) -> list[str]:
     found: list[str] = []
     try:
         draft = _draft(schema)
-        checked = _without_patterns(schema, (), further=not _has_patterns(schema))
+        # without regular expressions, and without what would choose another validator
+        left_out = {"$schema", "pattern", "patternProperties"}
+        if _has_patterns(schema):
+            left_out |= {"additionalProperties", "unevaluatedProperties"}
+
+        def without(node: Schema, path: Path) -> Schema:
+            return _changed(node, path, without, lambda keyword, value: keyword not in left_out)
+
+        checked = without(schema, ())
         validator = _bounded(draft)(checked, registry=Registry(), format_checker=draft.FORMAT_CHECKER)
         for error in validator.iter_errors(value):
             found.append(shown(tuple(error.absolute_schema_path)))
@@ -185,21 +200,7 @@ def _unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[
 
 def _has_patterns(node: Schema) -> bool:
     """Return whether a schema names properties by regular expressions anywhere."""
-    return "patternProperties" in node or any(
-        _has_patterns(each) for keyword, value in node.items() for _, each in schemas_in(keyword, value)
-    )
-
-
-def _without_patterns(node: Schema, path: Path, *, further: bool) -> Schema:
-    """Return a schema without regular expressions, and without what would choose another validator."""
-    left_out = {"$schema", "pattern", "patternProperties"}
-    if not further:
-        left_out |= {"additionalProperties", "unevaluatedProperties"}
-    return {
-        keyword: changed(keyword, value, path, lambda each, at: _without_patterns(each, at, further=further))
-        for keyword, value in node.items()
-        if keyword not in left_out
-    }
+    return "patternProperties" in node or any(map(_has_patterns, _below(node)))
 
 
 TOGETHER = ("allOf", "anyOf", "oneOf")  # keywords whose schemas describe the object that the schema describes
@@ -217,14 +218,16 @@ def closed(schema: Schema) -> Schema:
 
 def _closed(node: Schema, path: Path, shared: frozenset[str], *, among: bool) -> Schema:
     """Return a schema of the tree, closed."""
-    several, made = _gives_with_others(node), {}
-    for keyword, value in node.items():
+    several = _gives_with_others(node)
+
+    def change(each: Schema, at: Path) -> Schema:
+        keyword = at[len(path)]
+        if keyword in CONDITIONS:
+            return each
         inner = keyword in TOGETHER and (among or several)
+        return _closed(each, at, shared, among=inner or _reference(at) in shared)
 
-        def change(each: Schema, at: Path, inner: bool = inner) -> Schema:
-            return _closed(each, at, shared, among=inner or _reference(at) in shared)
-
-        made[keyword] = value if keyword in CONDITIONS else changed(keyword, value, path, change)
+    made = _changed(node, path, change)
     silent = all(node.get(keyword, False) is False for keyword in SPEAKS)
     if isinstance(node.get("properties"), dict) and silent and not among and not several:
         made["additionalProperties"] = False
@@ -298,14 +301,18 @@ def _fit(schema: Schema, *, close: bool) -> Fitted:
     root = closed(whole) if close else whole
     if _refusal(root) is None:
         return Fitted(whole, root)
-    _check(root)
+    if (found := fault(root)) is not None:
+        raise RequestError(f"is no JSON schema: {found}", remedy="correct it")
+    for reference in _references(root):
+        try:
+            target(root, reference)
+        except LookupError:
+            problem = f"has the $ref {shortened(reference)}, which names nothing"
+            raise RequestError(problem, remedy="correct it") from None
     fitting = _Fitting()
-    made = {
-        keyword: changed(keyword, value, (), fitting.fitted) if keyword in DEFINITIONS else value
-        for keyword, value in root.items()
-    }
-    rest = {keyword: value for keyword, value in made.items() if keyword not in DEFINITIONS}
-    made = {keyword: made[keyword] for keyword in DEFINITIONS if keyword in made} | fitting.fitted(rest, ())
+    given = {keyword: root[keyword] for keyword in DEFINITIONS if keyword in root}
+    rest = {keyword: value for keyword, value in root.items() if keyword not in DEFINITIONS}
+    made = _changed(given, (), fitting.fitted) | fitting.fitted(rest, ())
     if _refusal(made) is not None:  # each holds by itself, and not together with what references name
         made = {"type": "object"} if root.get("type") == "object" else {}
         fitting.left_out.append(())
@@ -314,13 +321,12 @@ def _fit(schema: Schema, *, close: bool) -> Fitted:
 
 def _tidied(node: Schema, path: Path) -> Schema:
     """Return a schema without keywords that demand nothing: null where no value may stand, or no demand."""
-    return {
-        keyword: changed(keyword, value, path, _tidied)
-        for keyword, value in node.items()
-        if keyword not in UNKNOWN_ANNOTATIONS
-        and (value is not None or keyword in DATA)
-        and not any(value == each and type(value) is type(each) for each in VACUOUS.get(keyword, ()))
-    }
+
+    def demands(keyword: str, value: Any) -> bool:
+        vacuous = any(value == each and type(value) is type(each) for each in VACUOUS.get(keyword, ()))
+        return keyword not in UNKNOWN_ANNOTATIONS and (value is not None or keyword in DATA) and not vacuous
+
+    return _changed(node, path, _tidied, demands)
 
 
 def _refusal(schema: Schema) -> str | None:
@@ -332,26 +338,10 @@ def _refusal(schema: Schema) -> str | None:
     return None
 
 
-def _check(root: Schema) -> None:
-    """Check that a schema that the library refuses is one at all."""
-    if (found := fault(root)) is not None:
-        raise RequestError(f"is no JSON schema: {found}", remedy="correct it")
-    for reference in _references(root):
-        try:
-            target(root, reference)
-        except LookupError:
-            raise RequestError(
-                f"has the $ref {shortened(reference)}, which names nothing", remedy="correct it"
-            ) from None
-
-
 def _references(node: Schema) -> list[str]:
     own = node.get("$ref")
     found = [own] if isinstance(own, str) and (own == "#" or own.startswith("#/")) else []
-    for keyword, value in node.items():
-        for _, each in schemas_in(keyword, value):
-            found += _references(each)
-    return found
+    return found + [each for inner in _below(node) for each in _references(inner)]
 
 
 class _Fitting:
@@ -365,7 +355,7 @@ class _Fitting:
         """Return a schema of the tree as the library takes it, whatever its references name."""
         if self._holds(node):
             return node
-        made = {keyword: changed(keyword, value, path, self.fitted) for keyword, value in node.items()}
+        made = _changed(node, path, self.fitted)
         for keyword in [*made]:  # each by itself
             typed = {"type": made["type"]} if "type" in made else {}
             if keyword in ANNOTATIONS or self._holds(typed | {keyword: made[keyword]}):
@@ -393,8 +383,8 @@ class _Fitting:
 
 def _unbound(node: Schema, path: Path) -> Schema:
     """Return a schema whose references to other places of the whole name anything."""
-    return {
-        keyword: changed(keyword, value, path, _unbound)
-        for keyword, value in node.items()
-        if keyword != "$ref" or not isinstance(value, str) or not value.startswith("#")
-    }
+
+    def keeps(keyword: str, value: Any) -> bool:
+        return keyword != "$ref" or not isinstance(value, str) or not value.startswith("#")
+
+    return _changed(node, path, _unbound, keeps)
