@@ -63,16 +63,16 @@ def read(
         events += reader.read(text[start:stop])
     events += reader.end(cut=cut)
     content, calls = "", []
-    for event in events:
-        if event[0] == "content":
-            content += event[1]
-        elif event[0] == "call":
-            calls.append([event[1].name, ""])
-        else:
-            calls[event[1].index][1] += event[2]
-    told = content, [(name, arguments) for name, arguments in calls]
-    assert told == (reader.content, [(call.name, call.arguments) for call in reader.calls])
-    return told
+    for call, more in events:
+        if call is None:
+            content += more
+            continue
+        if call.index == len(calls):
+            calls.append([call.name, ""])
+        calls[call.index][1] += more
+    told = [(name, arguments) for name, arguments in calls]
+    assert told == [(call.name, call.arguments) for call in reader.calls]
+    return content, told
 
 
 @pytest.mark.parametrize(("format", "text", "found"), CASES, ids=str)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
-from foredraft.decode.thinking import Part, ThinkingMarkers, ThinkingReader
+from foredraft.decode.thinking import ThinkingMarkers, ThinkingReader
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.tool_calls import Event, ParsedToolCall
+from foredraft.serve.tool_calls import ParsedToolCall
 from foredraft.serve.tools import Tools
 
 
@@ -44,7 +44,10 @@ def thinking_after(
     tokenizer: Tokenizer, prompt: str, begun: str | None = None, *, stops: bool = False
 ) -> ThinkingMarkers | None:
     """Return how the reply to a prompt marks its thinking; None where it has none, or none any more."""
-    form = _form(tokenizer)
+    source = "" if tokenizer.chat is None else "\n".join(tokenizer.chat.templates.values())
+    shown = (form for form in FORMS if (form.sign or form.closes) in source)
+    known = (form for form in FORMS if not form.sign and tokenizer.inner.token_to_id(form.closes) is not None)
+    form = next(shown, None) or next(known, None)
     if form is None:
         return None
     end = prompt.rstrip()
@@ -54,14 +57,6 @@ def thinking_after(
     if closed or (begun and not opened):
         return None
     return ThinkingMarkers(form.opens, form.closes, opened, stops, form.answer)
-
-
-def _form(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """Return how the model of a tokenizer writes its reasoning; None where nothing shows that it does."""
-    source = "" if tokenizer.chat is None else "\n".join(tokenizer.chat.templates.values())
-    shown = (form for form in FORMS if (form.sign or form.closes) in source)
-    known = (form for form in FORMS if not form.sign and tokenizer.inner.token_to_id(form.closes) is not None)
-    return next(shown, None) or next(known, None)
 
 
 def template_variables(
@@ -95,9 +90,6 @@ def template_variables(
     return variables, ignored
 
 
-Shown: TypeAlias = Event | Part
-
-
 @dataclass(slots=True)
 class ContentBlock:
     """A part of a reply."""
@@ -124,48 +116,41 @@ class ContentBlocks:
     """The blocks of one text. Without tools and thinking it is one block, open from the beginning."""
 
     def __init__(self, tools: Tools | None, thinking: ThinkingMarkers | None = None) -> None:
-        self._reader = None if tools is None else tools.reader()
+        self._calls = None if tools is None else tools.reader()
         self._thinking = None if thinking is None else ThinkingReader(thinking)
-        one = self._reader is None and self._thinking is None
-        self.all: list[ContentBlock] = (
-            [ContentBlock(0)] if one else []
-        )  # the blocks so far; the last one may be open
+        self.all: list[ContentBlock] = []  # the blocks so far; the last one may be open
+        if self._calls is None and self._thinking is None:
+            self.all.append(ContentBlock(0))
 
     def read(self, text: str, *, ended: bool, cut: bool = False) -> list[BlockEvent]:
-        events: list[Shown] = []
-        for part in self._parts(text, ended=ended, cut=cut):
-            if part[0] == "content" and self._reader is not None:
-                events += self._reader.read(part[1])
-            else:
-                events.append(part)
-        if ended and self._reader is not None:
-            events += self._reader.end(cut=cut)
+        parts = [("content", text)] if text else []
+        if self._thinking is not None:
+            parts = [*self._thinking.read(text), *(self._thinking.end(cut=cut) if ended else ())]
         steps: list[BlockEvent] = []
-        for event in events:
-            thinking = event[0] == "thinking"
-            call = None if event[0] == "content" or event[0] == "thinking" else event[1]
-            if not self.all or event[0] == "call" or not self._goes_on(call, thinking):
-                steps += [BlockEvent("close", block) for block in self.all[-1:]]
-                steps.append(self._open(call, thinking))
-            if event[0] != "call":
-                block, added = self.all[-1], event[-1]
-                block.text += added
-                steps.append(BlockEvent("delta", block, added))
+        for kind, shown in parts:
+            if kind == "thinking" or self._calls is None:
+                steps += self._add(None, shown, thinking=kind == "thinking")
+            else:
+                steps += [step for event in self._calls.read(shown) for step in self._add(*event)]
+        if ended and self._calls is not None:
+            steps += [step for event in self._calls.end(cut=cut) for step in self._add(*event)]
+        return steps
+
+    def _add(self, call: ParsedToolCall | None, text: str, *, thinking: bool = False) -> list[BlockEvent]:
+        """Return the steps that add a text to a call, to the thinking or to the content."""
+        last, steps = self.all[-1] if self.all else None, list[BlockEvent]()
+        if last is None or last.call is not call or last.thinking != thinking:
+            steps = [BlockEvent("close", last)] if last is not None else []
+            steps.append(self._open(call, thinking))
+        if text:
+            self.all[-1].text += text
+            steps.append(BlockEvent("delta", self.all[-1], text))
         return steps
 
     def close(self) -> list[BlockEvent]:
         """Return the steps that end the text; a text without blocks gets an empty one."""
         opened = [] if self.all else [self._open(None)]
         return [*opened, BlockEvent("close", self.all[-1])]
-
-    def _parts(self, text: str, *, ended: bool, cut: bool) -> list[Part]:
-        if self._thinking is None:
-            return [("content", text)] if text else []
-        return [*self._thinking.read(text), *(self._thinking.end(cut=cut) if ended else ())]
-
-    def _goes_on(self, call: ParsedToolCall | None, thinking: bool) -> bool:
-        last = self.all[-1]
-        return last.call is call and last.thinking == thinking
 
     @property
     def thought(self) -> int:

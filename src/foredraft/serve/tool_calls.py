@@ -49,12 +49,8 @@ class ParsedToolCall:
     id: str = field(default_factory=lambda: secrets.token_hex(ID_LENGTH)[:ID_LENGTH])  # a fresh one
 
 
-# Content; a new call; or further arguments of a call.
-Event: TypeAlias = (
-    tuple[Literal["content"], str]
-    | tuple[Literal["call"], ParsedToolCall]
-    | tuple[Literal["arguments"], ParsedToolCall, str]
-)
+# A call and what its arguments get, "" where it has just begun; None and further content.
+Event: TypeAlias = tuple[ParsedToolCall | None, str]
 
 
 class CallReader:
@@ -66,7 +62,6 @@ class CallReader:
             f'{{"name":{json.dumps(name)},"{key}":{{' for name in names for key in ("arguments", "parameters")
         ]
         self.calls: list[ParsedToolCall] = []  # found so far
-        self.content = ""  # text beside the calls so far
         self._text = ""  # not yet decided
         self._state: Literal["content", "object", "after"] = "content" if format.marked else "after"
         self._scan = _ObjectScan()
@@ -98,8 +93,7 @@ class CallReader:
         shown, self._text = self._text[:length], self._text[length:]
         if shown:
             self._follows_call = False
-            self.content += shown
-            events.append(("content", shown))
+            events.append((None, shown))
 
     def _content(self, events: list[Event], ended: bool) -> bool:
         if self._follows_call:  # white space around calls is no content
@@ -153,7 +147,8 @@ class CallReader:
         self._state, self._scan, self._call, self._sent = "object", _ObjectScan(), None, 0
 
     def _object(self, events: list[Event], ended: bool) -> bool:
-        end = self._scan.end(self._text)
+        end, begun = self._scan.end(self._text), "".join(self._text[: 4 * len(BEGINNING)].split())
+        may_be_call = self._format.marked or begun.startswith(BEGINNING) or BEGINNING.startswith(begun)
         if self._call is None:
             self._call = self._named(events, end)
         if self._call is not None:
@@ -162,14 +157,20 @@ class CallReader:
             if arguments := self._text[self._sent : stop]:
                 self._call.arguments += arguments
                 self._sent = stop
-                events.append(("arguments", self._call, arguments))
-        elif end is None and not ended and (self._format.marked or self._may_be_call()):
+                events.append((self._call, arguments))
+        elif end is None and not ended and may_be_call:
             return False
         if end is None and self._call is not None:
             return False
-        if self._call is None and end is None and self._cut and self._is_begun():
-            self._text = ""
-            return False
+        if end is None and self._cut:  # a beginning of a call is no content
+            given = "".join(self._text.split())
+            if (
+                given[:1] in ("", "{")
+                if self._format.marked
+                else any(head.startswith(given) for head in self._heads)
+            ):
+                self._text = ""
+                return False
         if self._call is None:  # no call after all
             self._text = self._before + self._text
             self._state = "content"
@@ -185,29 +186,21 @@ class CallReader:
             name, self._sent, arguments = json.loads(head[1], strict=False), head.end(), ""
         elif end is not None:
             found = parsed_object(self._text[:end])
-            name, arguments, self._sent = found.get("name"), _arguments(found), end
+            given = found.get("arguments", found.get("parameters", {}))
+            # some models write them as a string that holds JSON
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            name, self._sent = found.get("name"), end
         else:
             return None
         if not isinstance(name, str) or name not in self._names or len(self.calls) == self._most:
             return None
         call = ParsedToolCall(len(self.calls), name)
         self.calls.append(call)
-        events.append(("call", call))
+        events.append((call, ""))
         if arguments:
             call.arguments = arguments
-            events.append(("arguments", call, arguments))
+            events.append((call, arguments))
         return call
-
-    def _is_begun(self) -> bool:
-        """Return whether a text that a limit has cut is the beginning of a call."""
-        given = "".join(self._text.split())
-        if self._format.marked:
-            return given[:1] in ("", "{")
-        return any(head.startswith(given) for head in self._heads)
-
-    def _may_be_call(self) -> bool:
-        begun = "".join(self._text[: 4 * len(BEGINNING)].split())
-        return begun.startswith(BEGINNING) or BEGINNING.startswith(begun)
 
 
 class _ObjectScan:
@@ -253,9 +246,3 @@ def parsed_object(text: str) -> dict[str, object]:
 
 def is_object(text: str) -> bool:
     return _ObjectScan().end(text) == len(text)
-
-
-def _arguments(found: dict[str, object]) -> str:
-    """Return the arguments of a call as JSON; some models write them as a string that holds it."""
-    given = found.get("arguments", found.get("parameters", {}))
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
