@@ -26,32 +26,26 @@ def messages_of(given: Messages) -> Messages:
     if not given:
         raise Problem(400, "messages is empty", param="messages")
     made = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
-    _check_ids(made)
-    return made
-
-
-def _check_ids(messages: Messages) -> None:
-    """Check that no two calls of one message have one id, nor two results that follow it."""
-    results: set[object] = set()
-    for place, message in enumerate(messages):
+    results: set[str] = set()  # ids of those that follow one message
+    for place, message in enumerate(made):
         if message.get("role") == "tool":
             _check_single(message.get("tool_call_id"), results, f"messages[{place}].tool_call_id")
             continue
-        results, calls = set(), set[object]()
+        results, calls = set(), set[str]()
         for index, call in enumerate(message.get("tool_calls") or ()):
             _check_single(call.get("id"), calls, f"messages[{place}].tool_calls[{index}].id")
+    return made
 
 
-def _check_single(id: object, known: set[object], name: str) -> None:
+def _check_single(id: object, known: set[str], name: str) -> None:
+    """Check that no two calls of one message have one id, nor two results that follow it."""
     if id is None:
         return
     if not isinstance(id, str):
         raise Problem(400, f"{name} is {shortened(id)}; give a string", param="messages")
     if id in known:
-        raise Problem(
-            400, f"{name} is {shortened(id)}, as an earlier one of the same turn; give each an id of its own",
-            param="messages",
-        )  # fmt: skip
+        says = f"{name} is {shortened(id)}, as an earlier one of the same turn; give each an id of its own"
+        raise Problem(400, says, param="messages")
     known.add(id)
 
 
@@ -63,16 +57,12 @@ def text_of(content: object, name: str, param: str) -> str:
         raise Problem(400, f"{name} must be text or a list of parts", param=param)
     texts = []
     for part in content:
-        is_text = (
-            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        )
-        if not is_text:
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise Problem(
-                400, f"{name} has a part of type {shortened(kind)}, but only text is read; leave it out",
-                param=param,
-            )  # fmt: skip
-        texts.append(part["text"])
+        fields = part if isinstance(part, Mapping) else {"type": part}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            kind = shortened(fields.get("type"))
+            says = f"{name} has a part of type {kind}, but only text is read; leave it out"
+            raise Problem(400, says, param=param)
+        texts.append(fields["text"])
     return "".join(texts)
 
 
@@ -103,7 +93,19 @@ def chat_text(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any
 
 def spelled_out(messages: Messages) -> Messages:
     """Return messages whose calls and results are text, for a template that knows no calls."""
-    return [_spelled_out(message) for message in messages]
+    made: Messages = []
+    for message in messages:
+        content, calls = message.get("content"), message.get("tool_calls")
+        if message.get("role") == "tool":
+            message = {"role": "user", "content": f"<tool_response>\n{content or ''}\n</tool_response>"}
+        elif calls:
+            functions = [call["function"] for call in calls]
+            named = [{name: each[name] for name in ("name", "arguments")} for each in functions]
+            written = [HERMES.opens + json.dumps(each, ensure_ascii=False) + HERMES.closes for each in named]
+            parts = [content, *written] if content else written
+            message = {"role": message.get("role"), "content": HERMES.between.join(parts)}
+        made.append(message)
+    return made
 
 
 def fitted(messages: Messages) -> Iterator[Messages]:
@@ -139,23 +141,15 @@ def _one_call_a_turn(messages: Messages) -> Messages:
 
 def _one_message_a_turn(messages: Messages) -> Messages:
     """Return messages in which neighbours of one role are one."""
-    turns: list[Messages] = []
+    made: Messages = []
     for message in messages:
-        before = turns[-1][0] if turns else message
-        both_text = not any(
-            each.get("role") == "tool" or each.get("tool_calls") for each in (before, message)
-        )
-        if turns and both_text and message.get("role") == before.get("role"):
-            turns[-1].append(message)
+        before = made[-1] if made else {}
+        is_text = all(each.get("role") != "tool" and not each.get("tool_calls") for each in (before, message))
+        if made and is_text and message.get("role") == before.get("role"):
+            made[-1] = {**before, "content": _paragraphs(before.get("content"), message.get("content"))}
         else:
-            turns.append([message])
-    return [_joined(turn) for turn in turns]
-
-
-def _joined(turn: Messages) -> dict[str, Any]:
-    if len(turn) == 1:
-        return turn[0]
-    return {**turn[0], "content": _paragraphs(*(each.get("content") for each in turn))}
+            made.append(message)
+    return made
 
 
 def _without_system(messages: Messages) -> Messages:
@@ -170,22 +164,6 @@ def _without_system(messages: Messages) -> Messages:
 
 def _paragraphs(*texts: str | None) -> str:
     return "\n\n".join(text for text in texts if text)
-
-
-def _spelled_out(message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("role") == "tool":
-        content = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
-        return {"role": "user", "content": content}
-    if not message.get("tool_calls"):
-        return message
-    written = [
-        HERMES.opens
-        + json.dumps({"name": each["name"], "arguments": each["arguments"]}, ensure_ascii=False)
-        + HERMES.closes
-        for each in (call["function"] for call in message["tool_calls"])
-    ]
-    parts = [message["content"]] if message.get("content") else []
-    return {"role": message.get("role"), "content": HERMES.between.join([*parts, *written])}
 
 
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -215,9 +193,8 @@ def _calls(given: object, name: str) -> list[dict[str, Any]]:
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
-                raise Problem(
-                    400, f"{name}[{place}] has arguments that are no JSON", param="messages"
-                ) from None
+                says = f"{name}[{place}] has arguments that are no JSON"
+                raise Problem(400, says, param="messages") from None
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
@@ -239,53 +216,42 @@ def messages_of_items(items: list[dict[str, Any]]) -> Messages:
 
 
 def _add(messages: Messages, item: dict[str, Any]) -> None:
-    kind = str(item.get("type", "message"))
+    kind, last = str(item.get("type", "message")), messages[-1] if messages else {}
     if kind == "message":
         message = {"role": item.get("role"), "content": _texts(item.get("content"))}
-        if message["role"] == "assistant" and messages and _is_thought(messages[-1]):
-            messages[-1] |= message
+        if message["role"] == "assistant" and _is_thought(last):
+            last |= message
         else:
             messages.append(message)
     elif kind in CALLS:
+        if last.get("role") != "assistant":
+            messages.append(last := {"role": "assistant", "content": None})
         given = item.get(CALLS[kind], "{}")
         arguments = given if kind == "function_call" else json.dumps({"input": given})
         function = {"name": item.get("name"), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        _turn(messages).setdefault("tool_calls", []).append(call)
+        last.setdefault("tool_calls", []).append(call)
     elif kind in RESULTS:
         text = _texts(item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     elif kind == "reasoning":
-        if text := _reasoning(item):
+        parts = item.get("content") or item.get("summary") or []
+        given = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+        texts = [part["text"] for part in given if isinstance(part.get("text"), str)]
+        if text := "\n".join(filter(None, texts)):  # otherwise it has none that can be read
             messages.append({"role": "assistant", "content": None, REASONING: text})
     elif kind == "item_reference":
         if not str(item.get("id")).startswith(REASONING_ID):
             says = f"input refers to the item {shortened(item.get('id'))}, and this server keeps no items"
-            raise Problem(
-                400, f'{says}; send the item itself, as clients do with "store": false', param="input"
-            )
+            remedy = 'send the item itself, as clients do with "store": false'
+            raise Problem(400, f"{says}; {remedy}", param="input")
     else:
         raise Problem(400, f"input items of type {shortened(kind)} are not supported", param="input")
-
-
-def _turn(messages: Messages) -> dict[str, Any]:
-    if not messages or messages[-1].get("role") != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
 
 
 def _is_thought(message: Mapping[str, Any]) -> bool:
     """Return whether a message is reasoning that nothing has followed yet."""
     return REASONING in message and message["content"] is None and "tool_calls" not in message
-
-
-def _reasoning(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item; "" where it has none that can be read."""
-    parts = item.get("content") or item.get("summary") or []
-    texts = (
-        [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-    )
-    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _texts(content: Any) -> Any:
