@@ -82,21 +82,15 @@ class KnownOrigins:
             await answer(Problem(403, message), scope["path"])(scope, receive, send)
 
     def _stranger(self, headers: Headers) -> str | None:
-        if not self._is_known(headers):
+        """Return who may not call; None where the caller may."""
+        host, origin = headers.get("host", ""), headers.get("origin")  # browsers always send a host
+        # a name may lead here from anywhere (DNS rebinding)
+        own = [f"http://{host}", f"https://{host}"] if _is_address(host) else ["http://", "https://"]
+        if origin is not None and "*" not in self._known and origin not in (*self._known, *own):
             return "this origin"
-        host = headers.get("host", "")  # browsers always send one
         if self._local and host and not _is_address(host) and not {host, "*"} & {*self._hosts, *self._known}:
             return f"a page of {shortened(host)}"
         return None
-
-    def _is_known(self, headers: Headers) -> bool:
-        origin = headers.get("origin")
-        if origin is None:
-            return True
-        own = headers.get("host", "")
-        if not _is_address(own):  # a name may lead here from anywhere (DNS rebinding)
-            own = ""
-        return origin in (*self._known, f"http://{own}", f"https://{own}") or "*" in self._known
 
 
 def is_local(host: str) -> bool:
@@ -127,11 +121,22 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of half a surrogate p
 
 
 def json_object(data: bytes | str, most: int) -> dict[str, Any]:
+    """Return what a body of JSON holds; raise Problem where it is no object, or has too many parts."""
+
+    def finite(number: str) -> float:
+        """Return a number; one that is too large would become infinite, which no reply could repeat."""
+        if not math.isfinite(found := float(number)):
+            raise ValueError(f"{shortened(number)} is too large for a number")
+        return found
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no number of JSON")
+
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
         _check_parts(text, max(MIN_PARTS, most // BYTES_OF_TOKEN))
         with without_collection():
-            found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+            found = json.loads(text, parse_constant=refuse_constant, parse_float=finite)
         if SURROGATE.search(text):  # a whole pair is a character; half of one is no text
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeError as error:
@@ -146,7 +151,11 @@ def json_object(data: bytes | str, most: int) -> dict[str, Any]:
 
 def _check_parts(text: str, most: int) -> None:
     """Check how many lists, objects and keys a text of JSON has, and how many values, before it is parsed."""
-    parts, values = _marks(text)
+
+    def marks(text: str) -> tuple[int, int]:
+        return sum(map(text.count, "[{:")), text.count(",")
+
+    parts, values = marks(text)
     if parts <= most and values <= VALUES_OF_PART * most:  # though those in strings count, too
         return
     parts = values = 0
@@ -154,29 +163,16 @@ def _check_parts(text: str, most: int) -> None:
     text = text.replace("\\\\", "").replace('\\"', "")
     for start in range(0, len(text), PIECE):
         pieces = text[start : start + PIECE].split('"')
-        more, further = _marks("".join(pieces[inside::2]))
+        more, further = marks("".join(pieces[inside::2]))
         parts, values = parts + more, values + further
         inside ^= len(pieces) % 2 == 0
         if parts > most or values > VALUES_OF_PART * most:
             says = f"the body has more than {most} lists, objects and keys, or {VALUES_OF_PART * most} values"
-            raise Problem(
-                413, f"{says}; the server's option --max-body sets the limit", code="body_too_large"
-            )
+            raise too_large(says)
 
 
-def _marks(text: str) -> tuple[int, int]:
-    return sum(map(text.count, "[{:")), text.count(",")
-
-
-def _finite(number: str) -> float:
-    """Return a number; one that is too large would become infinite, which no reply could repeat as JSON."""
-    if not math.isfinite(found := float(number)):
-        raise ValueError(f"{shortened(number)} is too large for a number")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+def too_large(says: str) -> Problem:
+    return Problem(413, f"{says}; the server's option --max-body sets the limit", code="body_too_large")
 
 
 class Bodies:
@@ -224,8 +220,7 @@ class BoundedBodies:
             await self._app(scope, receive, send)
             return
         most = self._most()
-        says = f"the body has more than {most} bytes; the server's option --max-body sets the limit"
-        problem = Problem(413, says, code="body_too_large")
+        problem = too_large(f"the body has more than {most} bytes")
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if lengths and (not lengths[0].isdigit() or int(lengths[0]) > most):
             await answer(problem, scope["path"])(scope, receive, send)

@@ -38,8 +38,9 @@ class Keys:
         self._names: list[str] = []
         for place, line in enumerate(lines):
             *name, key = line.rsplit(maxsplit=1)
-            for spelling in _spellings(key):
-                self._digests.append(hashlib.sha256(spelling).digest())
+            # clients may write a key that is not ASCII in two ways
+            for encoding in ("utf-8", "latin-1") if max(key) < "\u0100" else ("utf-8",):
+                self._digests.append(hashlib.sha256(key.encode(encoding)).digest())
                 self._names.append(name[0].strip() if name else f"key {place}")
 
     def __bool__(self) -> bool:
@@ -47,22 +48,16 @@ class Keys:
 
     @classmethod
     def of(cls, settings: Settings) -> Keys:
-        keys: list[str] = []
-        if (variable := os.environ.get(VARIABLE)) is not None:
-            keys = [key.strip() for key in variable.split(",") if key.strip()]
-            if not keys:
-                raise ConfigError(
-                    f"the environment variable {VARIABLE} is set, but has no key",
-                    remedy="write keys into it, or unset it to ask for none",
-                )
+        variable, remedy = os.environ.get(VARIABLE), "write keys into it, or unset it to ask for none"
+        keys = [key.strip() for key in (variable or "").split(",") if key.strip()]
+        if variable is not None and not keys:
+            raise ConfigError(f"the environment variable {VARIABLE} is set, but has no key", remedy=remedy)
         if settings.api_key_file is not None:
             keys += _read(settings.api_key_file)
         for key in keys:
             if found := UNNAMED.match(key):
-                raise ConfigError(
-                    f"an API key is named {found[0].strip()!r}, as keys without a name are called",
-                    remedy="give another name",
-                )
+                says = f"an API key is named {found[0].strip()!r}, as keys without a name are called"
+                raise ConfigError(says, remedy="give another name")
         return cls(keys)
 
     def check(self, authorization: str | None, key: str | None = None) -> str:
@@ -105,14 +100,6 @@ def _read(file: Path) -> list[str]:
     return found
 
 
-def _spellings(key: str) -> list[bytes]:
-    """Return the bytes that clients may write into a header for a key: two where it is not ASCII."""
-    found = [key.encode()]
-    with suppress(UnicodeEncodeError):
-        found.append(key.encode("latin-1"))
-    return found
-
-
 HOME = 64  # bits of an IPv6 address that one subscriber has; the rest is the subscriber's own choice
 
 
@@ -139,7 +126,15 @@ class Client:
             >>> Client.of("", "2001:db8::1") == Client.of("", "2001:db8::2")
             True
         """
-        return cls(key or _home(address), key)
+        home = address
+        with suppress(ValueError):  # a socket of Unix, or a test
+            found = ipaddress.ip_address(address)
+            if isinstance(found, ipaddress.IPv6Address):
+                network = ipaddress.ip_network((int(found), HOME), strict=False)
+                found, home = found.ipv4_mapped or found, str(network)
+            if isinstance(found, ipaddress.IPv4Address):
+                home = str(found)
+        return cls(key or home, key)
 
     def tenant(self, settings: Settings, cache_salt: str | None) -> Tenant:
         """Return what the engine knows of a client; `cache_salt` is the request's own."""
@@ -149,18 +144,6 @@ class Client:
             ("" if settings.shared_prefixes else own, salt),
             ("" if settings.share_texts else own, salt),
         )
-
-
-def _home(address: str) -> str:
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:  # a socket of Unix, or a test
-        return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return str(found)
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.ip_network((int(found), HOME), strict=False))
 
 
 OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with less than their share come last
@@ -223,20 +206,17 @@ class Limits:
         return self._tokens.total
 
     def take(self, samples: int, client: str) -> Permit:
+        most, own = self._settings.max_per_key, self._samples.of(client)
         if samples <= self._most and not self._samples.fits(client, samples, self._most):
             self._metrics.refused("queue full")
             raise busy(f"{self.samples} samples run or wait, of {self._most} at most (max_queued)")
-        most = self._settings.max_per_key
         if samples > self._most or (most and samples > most):
-            raise Problem(
-                400, f"{samples} samples in one request, of {min(self._most, most or self._most)} at most"
-            )
-        own = self._samples.of(client)
+            allowed = min(self._most, most or self._most)
+            raise Problem(400, f"{samples} samples in one request, of {allowed} at most")
         if most and own + samples > most:
             self._metrics.refused("key limit")
-            raise busy(
-                f"this client has {own} samples that run or wait, of {most} at most (max_per_key)", 429
-            )
+            says = f"this client has {own} samples that run or wait, of {most} at most (max_per_key)"
+            raise busy(says, 429)
         self._samples.add(client, samples)
         return Permit(self, samples, client)
 

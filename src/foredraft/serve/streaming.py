@@ -104,41 +104,36 @@ class Socket:
     async def _read(self, message: Any) -> None:
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code", 1005))
+        id, text = None, message.get("text")
         try:
-            text = message.get("text")
-            frame = await self._frame(text)
+            if text is None:
+                raise Problem(400, "a frame must be text", code="invalid_json")
+            if len(text) > self._max_frame:
+                says = f"a frame has more than {self._max_frame} characters (--max-body)"
+                raise Problem(413, says, code="body_too_large")
+            frame = await offloaded(len(text), json_object, text, self._max_frame)
+            given = frame.pop("id", None)
+            if not isinstance(given, str) or not 0 < len(given) <= 256 or invalid_at(given) is not None:
+                raise Problem(400, "a frame needs an id: a string of 1 to 256 characters", param="id")
+            task = self._tasks.get(given)
+            if frame.get("cancel") is not True and task is not None:
+                body = Problem(409, f"request {given!r} is open already", param="id").body
+                await self._send(None, {**body, "of": given})
+                return
+            id = given
+            if frame.get("cancel") is True:
+                if task is None:
+                    raise Problem(404, f"no request {id!r} is open", param="id")
+                task.cancel()
+                return
+            if len(self._tasks) >= MAX_OPEN:
+                raise Problem(429, f"{MAX_OPEN} requests are open on this socket")
         except Problem as refused:
             forget_frames(refused)
-            await self._send(None, refused.body)
+            await self._send(id, refused.body)
             return
-        id = frame.pop("id", None)
-        if not isinstance(id, str) or not id or len(id) > 256 or invalid_at(id) is not None:
-            problem = Problem(400, "a frame needs an id: a string of 1 to 256 characters", param="id")
-            await self._send(None, problem.body)
-        elif frame.get("cancel") is True:
-            task = self._tasks.get(id)
-            if task is None:
-                await self._send(id, Problem(404, f"no request {id!r} is open", param="id").body)
-            else:
-                task.cancel()
-        elif id in self._tasks:
-            await self._send(
-                None, {**Problem(409, f"request {id!r} is open already", param="id").body, "of": id}
-            )
-        elif len(self._tasks) >= MAX_OPEN:
-            await self._send(id, Problem(429, f"{MAX_OPEN} requests are open on this socket").body)
-        else:
-            task = self._tasks[id] = asyncio.create_task(self._answer(id, frame, len(text)))
-            task.add_done_callback(lambda done: self._end(id, done))
-
-    async def _frame(self, text: str | None) -> dict[str, Any]:
-        if text is None:
-            raise Problem(400, "a frame must be text", code="invalid_json")
-        if len(text) > self._max_frame:
-            raise Problem(
-                413, f"a frame has more than {self._max_frame} characters (--max-body)", code="body_too_large"
-            )
-        return await offloaded(len(text), json_object, text, self._max_frame)
+        task = self._tasks[id] = asyncio.create_task(self._answer(id, frame, len(text)))
+        task.add_done_callback(lambda done: self._end(id, done))
 
     async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
         async def send(chunk: Event) -> None:
