@@ -15,7 +15,7 @@ from foredraft.llm.requests import Submission
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.replies import Event, Reply, Sample
 from foredraft.serve.requests import ChatRequest, Job
-from foredraft.serve.token_texts import TokenTexts
+from foredraft.serve.scored_text import TokenTexts
 from foredraft.serve.tools import Tool, Tools
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "%s"}}\n</tool_call>'

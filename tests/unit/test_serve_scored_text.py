@@ -19,8 +19,7 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve import scored_text
 from foredraft.serve.blocks import ContentBlocks
 from foredraft.serve.replies import Sample
-from foredraft.serve.scored_text import ScoredText, ShownToken
-from foredraft.serve.token_texts import Offsets, TokenTexts, spelled
+from foredraft.serve.scored_text import Offsets, ScoredText, ShownToken, TokenTexts, spelled
 from foredraft.serve.tools import Tools
 from tests.support.checkpoints import tiny_tokenizer
 from tests.support.mutation import Mutant, assert_caught, defect

@@ -16,8 +16,7 @@ from foredraft.serve.problems import Error, LengthFields, Problem
 from foredraft.serve.replies import Event, Reply, Sample
 from foredraft.serve.reply_types import Reason
 from foredraft.serve.requests import ChatRequest, CompletionRequest
-from foredraft.serve.scored_text import Provenance
-from foredraft.serve.token_texts import Offsets
+from foredraft.serve.scored_text import Offsets, Provenance
 
 # Why the library ends a text -> finish_reason of the API.
 FINISH: dict[str, Reason] = {

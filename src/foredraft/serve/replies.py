@@ -19,8 +19,7 @@ from foredraft.serve.blocks import BlockEvent, ContentBlocks
 from foredraft.serve.fields import Body
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Error, LengthFields, Problem
-from foredraft.serve.scored_text import ScoredText, ShownToken
-from foredraft.serve.token_texts import TokenTexts
+from foredraft.serve.scored_text import ScoredText, ShownToken, TokenTexts
 
 logger = logging.getLogger(__name__)
 

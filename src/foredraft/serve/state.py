@@ -26,8 +26,8 @@ from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.replies import Reply
 from foredraft.serve.requests import Job, as_problems
+from foredraft.serve.scored_text import TokenTexts
 from foredraft.serve.settings import Settings
-from foredraft.serve.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
