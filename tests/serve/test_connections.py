@@ -73,14 +73,14 @@ def test_a_low_limit_of_open_files_leaves_room_for_other_addresses() -> None:
 def test_the_soft_limit_of_open_files_is_raised() -> None:
     with soft_limit(resource.RLIMIT_NOFILE, 512):
         settings = Settings(max_connections=1000, max_connections_per_address=10)
-        found = Connections.of(settings, lambda: 0, Bodies(lambda: 0))
+        found = Connections(settings, lambda: 0, Bodies(lambda: 0))
         assert (found.most, found.most_of_address) == (1000, 10)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1000 + RESERVED_FILES
 
 
 def test_a_platform_without_limits_of_files_has_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)
-    assert Connections.of(Settings(), lambda: 0, Bodies(lambda: 0)).most == Settings().max_connections
+    assert Connections(Settings(), lambda: 0, Bodies(lambda: 0)).most == Settings().max_connections
     make_server(create_app(lambda: pytest.fail("no model is needed"), Settings()), Settings())
 
 

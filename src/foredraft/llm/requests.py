@@ -36,21 +36,18 @@ def with_keywords(
     params: SamplingParams | Seq[SamplingParams] | None, default: SamplingParams, options: SamplingKeywords
 ) -> SamplingParams | list[SamplingParams]:
     """Return the parameters with the options that were given by name in place of their own."""
+
+    def one(what: str, params: Any) -> SamplingParams:
+        if isinstance(params, SamplingParams):
+            return params.replace(**options) if options else params
+        remedy = "give a SamplingParams, or options as keywords, as in temperature=0"
+        if isinstance(params, Mapping):
+            remedy = "give its entries as keywords, as in generate(prompt, **options)"
+        raise RequestError(option=what, value=params, remedy=remedy)
+
     if isinstance(params, list | tuple):
-        return [_one(f"params[{place}]", each, options) for place, each in enumerate(params)]
-    return _one("params", default if params is None else params, options)
-
-
-def _one(what: str, params: Any, options: SamplingKeywords) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise RequestError(
-            option=what,
-            value=params,
-            remedy="give its entries as keywords, as in generate(prompt, **options)"
-            if isinstance(params, Mapping)
-            else "give a SamplingParams, or options as keywords, as in temperature=0",
-        )
-    return params.replace(**options) if options else params
+        return [one(f"params[{place}]", each) for place, each in enumerate(params)]
+    return one("params", default if params is None else params)
 
 
 Prompts: TypeAlias = str | Seq[str] | Seq[int] | Seq[Seq[int]]
@@ -122,7 +119,7 @@ class Requests:
         """Return the sequences of a submission whose prompt is token ids; they are not yet submitted."""
         assert not isinstance(asked.prompt, str)
         prompt = list(asked.prompt)
-        params, thinking = asked.params, asked.thinking
+        params = asked.params
         self._check_prompt(prompt, asked.truncate)
         self._check_params(params, asked.n)
         prompt = self.truncated(prompt, params.max_new_tokens, asked.truncate)
@@ -131,7 +128,7 @@ class Requests:
             drafters = ()  # so that no drafter reads the prompt
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self.ids) for _ in range(asked.n)]
-        constraint = self._constraint(prompt, params, asked.show_special, thinking)
+        constraint = self._constraint(prompt, asked)
         prediction = self._prediction(params.prediction)
         strings = tuple(params.stop)
         size = sum(len(string.encode()) for string in strings)
@@ -142,7 +139,7 @@ class Requests:
                 id, prompt, params, seed, sample, frozenset(self.loaded.spec.eos_token_ids), drafters,
                 constraint(), ids[0] if asked.n > 1 else None, asked.client,
                 text_scope=Prefix.salted(*asked.text_salts).digest, prefix=Prefix.salted(*asked.salts),
-                text_buffer=self._text_buffer(prompt, params, stops, asked.show_special, thinking),
+                text_buffer=self._text_buffer(prompt, asked, stops),
                 prediction=prediction, policy=self.policy(params), traced=asked.trace,
                 prompt_scores=prompt_scores,
             )
@@ -159,20 +156,15 @@ class Requests:
                     f"token id {shortened(token)} is outside the model's vocabulary of {size}",
                     remedy=f"give ids from 0 to {size - 1}",
                 )
-        self._check_media(prompt)
-        if truncate not in (None, "left"):
-            raise RequestError(option="truncate", value=truncate, remedy="give 'left' or None")
-
-    def _check_media(self, prompt: list[int]) -> None:
-        """Refuse the tokens of a multimodal checkpoint that stand for images and sounds."""
-        spec = self.loaded.spec
-        present = set(prompt) if spec.media_tokens else set()
-        for key, token in spec.media_tokens:
+        spec, present = self.loaded.spec, set(prompt) if self.loaded.spec.media_tokens else set()
+        for key, token in spec.media_tokens:  # of a multimodal checkpoint, for images and sounds
             if token in present:
                 raise RequestError(
                     f"the prompt holds token {token}, the {key} of the model, and only its text model runs",
                     remedy="give a prompt without images, videos or sounds",
                 )
+        if truncate not in (None, "left"):
+            raise RequestError(option="truncate", value=truncate, remedy="give 'left' or None")
 
     def _check_params(self, params: SamplingParams, n: int) -> None:
         """Check what depends on the model or on `n`; SamplingParams checks the rest."""
@@ -202,37 +194,30 @@ class Requests:
                 remedy=("give ", Option("n", 1)),
             )  # fmt: skip
 
-    def _constraint(
-        self, prompt: list[int], params: SamplingParams, show_special: bool, thinking: ThinkingMarkers | None
-    ) -> Callable[[], Constraint | None]:
+    def _constraint(self, prompt: list[int], asked: Submission) -> Callable[[], Constraint | None]:
         """Return a function that makes each sequence's constraint, None where the request asks for none."""
+        params = asked.params
         if self.constraints is None:
             if params.allowed_token_ids is None:
                 return lambda: None
             mask = mask_of(params.allowed_token_ids, self.loaded.spec.vocab_size)
             return lambda: AllowedTokens(mask)
-        return self.constraints.maker(prompt, params, show_special=show_special, thinking=thinking)
+        special, thinking = asked.show_special, asked.thinking
+        return self.constraints.maker(prompt, params, show_special=special, thinking=thinking)
 
-    def _text_buffer(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        stops: StopAutomaton,
-        show_special: bool,
-        thinking: ThinkingMarkers | None,
-    ) -> TextBuffer | None:
-        tokenizer = self.loaded.tokenizer
+    def _text_buffer(self, prompt: list[int], asked: Submission, stops: StopAutomaton) -> TextBuffer | None:
+        tokenizer, params, thinking = self.loaded.tokenizer, asked.params, asked.thinking
         if tokenizer is None:
             return None
         return TextBuffer(
-            lambda: tokenizer.detokenizer(after=prompt, skip_special=not show_special),
+            lambda: tokenizer.detokenizer(after=prompt, skip_special=not asked.show_special),
             stops,
-            ends={} if show_special else tokenizer.special_ids(params.stop),
+            ends={} if asked.show_special else tokenizer.special_ids(params.stop),
             silent=() if params.include_stop else params.stop_token_ids,
             include=params.include_stop,
             least=params.min_new_tokens,
             thinking=thinking,
-            marks={} if thinking is None or show_special else tokenizer.special_ids(thinking.markers),
+            marks={} if thinking is None or asked.show_special else tokenizer.special_ids(thinking.markers),
         )
 
     def truncated(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
@@ -274,13 +259,13 @@ class Requests:
 
     def _drafters(self, drafter: str, params: SamplingParams) -> tuple[str, ...]:
         """Return the drafters that a name stands for under the request's policy."""
-        policy = self.policy(params) or self.loaded.engine.policy
+        engine = self.loaded.engine
+        policy = self.policy(params) or engine.policy
         traits = PolicyTraits(policy.name, policy.uses_costs, policy.stops_by_content)
-        has_probs = {
-            name: isinstance(each, AutoregressiveDrafter)
-            for name, each in self.loaded.engine.drafters.items()
+        autoregressive = {
+            name: isinstance(each, AutoregressiveDrafter) for name, each in engine.drafters.items()
         }
-        return select_drafters(drafter, has_probs, traits)
+        return select_drafters(drafter, autoregressive, traits)
 
     def policy(self, params: SamplingParams) -> Policy | None:
         """Return the policy of a request; None is the loaded one. Raises as `RequestPolicies.of`."""

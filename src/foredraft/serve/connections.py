@@ -11,8 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -34,28 +33,21 @@ LINGER_SECONDS, MAX_THROWN = 1.0, 1 << 20
 RESERVED_FILES = 64  # descriptors that are no connections: files of models, pipes, the event loop
 
 
-@dataclass(slots=True)
 class Connections:
-    """All connections of a server, by address."""
+    """All connections of a server, by address; the process may open more files from now on, if it may.
 
-    settings: Settings  # of the server
-    most: int  # connections in all
-    most_of_address: int  # connections of one address; 0 is no limit
-    largest_frame: Callable[[], int]  # returns the most bytes of a message of a WebSocket
-    bodies: Bodies  # what messages of WebSockets count in, beside bodies
-    _addresses: dict[int, str]
-    _by_address: Counter[str]
+    Where it may not, one address gets the same part of all connections as the options give it.
+    """
 
-    @classmethod
-    def of(cls, settings: Settings, largest_frame: Callable[[], int], bodies: Bodies) -> Connections:
-        """Return the connections of a server; the process may open more files from now on, if it may.
-
-        Where it may not, one address gets the same part of all connections as the options give it.
-        """
-        wanted = settings.max_connections
-        most = max(1, _open_files(wanted + RESERVED_FILES) - RESERVED_FILES)
-        of_address = -(-settings.max_connections_per_address * most // wanted)  # rounded up: 0 is no limit
-        return cls(settings, most, of_address, largest_frame, bodies, {}, Counter())
+    def __init__(self, settings: Settings, largest_frame: Callable[[], int], bodies: Bodies) -> None:
+        self.settings, wanted = settings, settings.max_connections
+        self.largest_frame = largest_frame  # returns the most bytes of a message of a WebSocket
+        self.bodies = bodies  # what messages of WebSockets count in, beside bodies
+        self.most = max(1, _open_files(wanted + RESERVED_FILES) - RESERVED_FILES)  # in all
+        # of one address, rounded up; 0 is no limit
+        self.most_of_address = -(-settings.max_connections_per_address * self.most // wanted)
+        self._addresses: dict[int, str] = {}
+        self._by_address: Counter[str] = Counter()
 
     def enter(self, transport: Any) -> Problem | None:
         """Count a connection; return why it is refused, or None."""
@@ -142,12 +134,12 @@ class HttpConnection(_Bounded, HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport)
+        self.flow: _Flow = _Flow(transport)
         if (refused := self._all.enter(transport)) is not None:
             self._refuse(refused)
             transport.close()
             return
-        self._await_head()
+        self._start_timer("head")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
@@ -166,7 +158,7 @@ class HttpConnection(_Bounded, HttpToolsProtocol):
             part = bytes(self._unread[:SLICE])
             del self._unread[:SLICE]
             if self._timer is None and self._state == "head":
-                self._await_head()
+                self._start_timer("head")
             body, self._turned = self._body, False
             super().data_received(part)
             if self.transport.get_protocol() is not self:  # a WebSocket now
@@ -180,12 +172,12 @@ class HttpConnection(_Bounded, HttpToolsProtocol):
                 self._refuse(Problem(431, f"the {where} has more than {MAX_HEAD} bytes"))
         if self._unread and not (self._ended or self.transport.is_closing()):
             self.flow.pause_reading()
-            self._hold(True)
+            self.flow.held = True
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._state, self._framing, self._body, self._turned = "body", 0, 0, True
-        self._start_timer(self._all.settings.body_seconds, "body", "--body-seconds")
+        self._start_timer("body")
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
@@ -197,25 +189,18 @@ class HttpConnection(_Bounded, HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._hold(False)
+        self.flow.held = False
         super().on_response_complete()
         if self._unread:
             self._unset_keepalive_if_required()
             self.loop.call_soon(self._feed)
 
-    def _hold(self, held: bool) -> None:
-        assert isinstance(self.flow, _Flow)
-        self.flow.held = held
-
-    def _await_head(self) -> None:
-        self._start_timer(self._all.settings.head_seconds, "head", "--head-seconds")
-
-    def _start_timer(self, seconds: float, part: str, option: str) -> None:
+    def _start_timer(self, part: Literal["head", "body"]) -> None:
         self._stop_timer()
-        problem = Problem(
-            408, f"the {part} of the request did not come within {seconds:g} seconds ({option})"
-        )
-        self._timer = self.loop.call_later(seconds, self._refuse, problem)
+        settings = self._all.settings
+        seconds = settings.head_seconds if part == "head" else settings.body_seconds
+        says = f"the {part} of the request did not come within {seconds:g} seconds (--{part}-seconds)"
+        self._timer = self.loop.call_later(seconds, self._refuse, Problem(408, says))
 
     def _refuse(self, problem: Problem) -> None:
         """Answer in place of the app, unless it answers already, and end the connection."""
@@ -321,12 +306,8 @@ class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
         return message
 
     def _resume_reading(self) -> None:
-        if (
-            self.read_paused
-            and self.queue.empty()
-            and self.writable.is_set()
-            and not self.transport.is_closing()
-        ):
+        goes_on = self.queue.empty() and self.writable.is_set() and not self.transport.is_closing()
+        if self.read_paused and goes_on:
             self.read_paused = False
             self.transport.resume_reading()
 

@@ -72,7 +72,7 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
 def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     state: App = app.state.foredraft
     # of a WebSocket, in bytes; `Socket` bounds characters, with an error
-    connections = Connections.of(settings, lambda: 4 * state.most_body, state.bodies)
+    connections = Connections(settings, lambda: 4 * state.most_body, state.bodies)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,

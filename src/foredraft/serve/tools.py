@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from foredraft.constraints.grammar import WHITE_SPACE, check_grammar
 from foredraft.errors import RequestError, shortened
@@ -20,7 +20,7 @@ from foredraft.model.chat import ChatTemplate
 from foredraft.serve.conversation import Messages
 from foredraft.serve.problems import Problem
 from foredraft.serve.schemas import Fitted, broken, fit
-from foredraft.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader, ParsedToolCall
+from foredraft.serve.tool_calls import HERMES, LLAMA, MARKER, MISTRAL, CallFormat, CallReader, ParsedToolCall
 
 MAX_TOOLS = 128
 MAX_PLACES = 5  # of a schema that an error names
@@ -35,49 +35,43 @@ To call a function, write a JSON object with its name and its arguments between 
 </tool_call>"""
 
 
-class Function(BaseModel):
+class Function(BaseModel, extra="ignore", strict=True):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")  # OpenAI's have 64 at most, Anthropic's 128
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(BaseModel, extra="ignore", strict=True):
     """A tool; only functions are supported."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class FunctionName(BaseModel, extra="forbid", strict=True):
     name: str
 
 
-class NamedChoice(BaseModel):
+class NamedChoice(BaseModel, extra="forbid", strict=True):
     """The one function to call."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedFunctions(BaseModel):
+class AllowedFunctions(BaseModel, extra="ignore", strict=True):
     """Those of the tools that may be called, and whether one must be."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
     mode: Literal["auto", "required"]
     tools: list[NamedChoice] = Field(min_length=1)
 
 
-class AllowedChoice(BaseModel):
+class AllowedChoice(BaseModel, extra="forbid", strict=True):
     """A choice of some of the tools; the model sees the others, too."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 
@@ -120,14 +114,18 @@ class Tools:
         if isinstance(choice, AllowedChoice):
             chosen = _named(functions, choice.allowed_tools.tools)
             required = choice.allowed_tools.mode == "required"
-        described = chat.reads_tools
+        described, written = chat.reads_tools, HERMES
+        template = chat.source(with_tools=True) if described else MARKER
+        if MARKER not in template:
+            written = LLAMA if '"parameters"' in template else HERMES
+            written = MISTRAL if "[TOOL_CALLS]" in template else written
         return cls(
             functions,
             chosen,
-            {each.name: _schema(each) for each in chosen},
+            {each.name: _fitted(each) for each in chosen},
             required=required,
             parallel=parallel is not False and not isinstance(choice, NamedChoice),
-            format=_format(chat.source(with_tools=True)) if described else HERMES,
+            format=written,
             described=described,
         )
 
@@ -202,12 +200,12 @@ class Tools:
         for i, function in enumerate(self.callable):
             opens = json.dumps({"name": function.name, form.arguments: 0})[:-2]
             lines += [
-                f"tool_{i}: {_quoted(opens)} args_{i} {_quoted('}')}",
+                f"tool_{i}: {json.dumps(opens)} args_{i} {json.dumps('}')}",
                 f"args_{i}: %json {_json(self.schemas[function.name].schema)}",
             ]
-        more = f" ({_quoted(form.between)} call)*" if self.parallel else ""
-        lines.append(f"call: {_quoted(form.opens)} body {_quoted(form.closes)}")
-        lines.append(f"calls: {_quoted(form.first)} call{more} {_quoted(form.last)}")
+        more = f" ({json.dumps(form.between)} call)*" if self.parallel else ""
+        lines.append(f"call: {json.dumps(form.opens)} body {json.dumps(form.closes)}")
+        lines.append(f"calls: {json.dumps(form.first)} call{more} {json.dumps(form.last)}")
         if self.required:
             start = "calls"
         elif schema is not None:
@@ -217,8 +215,8 @@ class Tools:
             marker = form.opens.strip()
             lines += [
                 rf"FREE: /(.|\n)*/ & ~/(.|\n)*{marker}(.|\n)*/",
-                rf"marked[suffix={_quoted(marker)}]: /(.|\n)*/",
-                f"tail: {_quoted(form.opens.removeprefix(marker))} body {_quoted(form.closes)}{more}",
+                rf"marked[suffix={json.dumps(marker)}]: /(.|\n)*/",
+                f"tail: {json.dumps(form.opens.removeprefix(marker))} body {json.dumps(form.closes)}{more}",
             ]
             start = "FREE | marked tail"
         else:
@@ -236,7 +234,7 @@ def _named(functions: tuple[Function, ...], choices: list[NamedChoice]) -> tuple
     return tuple(each for each in functions if each.name in names)
 
 
-def _schema(function: Function) -> Fitted:
+def _fitted(function: Function) -> Fitted:
     given = function.parameters or NO_PARAMETERS
     return fitted_schema(f"the tool {function.name!r}", given, "tools", strict=function.strict, close=True)
 
@@ -256,19 +254,6 @@ def fitted_schema(
         says = f"{subject} is strict, but its schema has what is not supported: {places}"
         raise Problem(400, f"{says}; leave that out, or strict", param=param)
     return fitted
-
-
-def _format(template: str) -> CallFormat:
-    """Return how the model of a template that reads tools writes calls."""
-    if HERMES.opens.strip() in template:
-        return HERMES
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    return LLAMA if '"parameters"' in template else HERMES
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -30,13 +30,14 @@ from foredraft.serve.completions import CompletionReply
 from foredraft.serve.limits import Keys
 from foredraft.serve.metrics import labelled
 from foredraft.serve.problems import Problem, busy
-from foredraft.serve.ray.router import HttpCall, HttpHead
+from foredraft.serve.ray.replica import HttpCall, HttpHead
 from foredraft.serve.replies import Event, Reply
 from foredraft.serve.settings import Settings
 from foredraft.serve.streaming import Socket, plain_text, server_sent
 
 logger = logging.getLogger(__name__)
 
+Parts: TypeAlias = AsyncGenerator[HttpHead | bytes, None]  # of a response; they end with it
 METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 MAX_BODY = 8 << 20  # bytes, where no option says it; a replica knows its context and may take less
 METRICS_SECONDS = 5.0  # that a replica has for its metrics
@@ -78,8 +79,8 @@ class Ingress:
             assert isinstance(head, HttpHead)
             kind = dict(head.headers).get(b"content-type", b"")
             if kind.startswith((b"text/event-stream", b"text/plain")):
-                plain = kind.startswith(b"text/plain")
-                return _ReplicaStream(head, parts, _ending(SHAPES.get(path, CompletionReply), plain=plain))
+                shape = SHAPES.get(path, CompletionReply)
+                return _ReplicaStream(head, parts, shape, plain=kind.startswith(b"text/plain"))
             return _with(head, Response(b"".join([part async for part in _bytes(parts)])))
         except Problem as problem:
             return answer(problem, path)
@@ -93,9 +94,7 @@ class Ingress:
                 return prompt_key(fields, self._characters)
         return None
 
-    async def _answers(
-        self, call: HttpCall, *, alone: bool = False
-    ) -> AsyncGenerator[HttpHead | bytes, None]:
+    async def _answers(self, call: HttpCall, *, alone: bool = False) -> Parts:
         """Yield what a replica sends; leaving early ends its work."""
         # Ray's router knows a waiting call by the id of the request that it belongs to, and all calls of one
         # WebSocket belong to one. In a context of its own, each call has an id of its own.
@@ -148,25 +147,24 @@ class Ingress:
 class _ReplicaStream(StreamingResponse):
     """A stream of a replica. Where the replica fails, the stream says so, and ends as its client expects."""
 
-    def __init__(
-        self,
-        head: HttpHead,  # of the response
-        parts: AsyncGenerator[HttpHead | bytes, None],  # of its body; they end with the response
-        # returns what ends a stream that failed, after a number of events
-        ending: Callable[[Problem, int], AsyncIterator[bytes]],
-    ) -> None:
+    def __init__(self, head: HttpHead, parts: Parts, shape: type[Reply], *, plain: bool) -> None:
         super().__init__(self._body())
         _with(head, self)
-        self._parts, self._ending = parts, ending
+        self._parts, self._shape, self._plain = parts, shape, plain
 
     async def _body(self) -> AsyncIterator[bytes]:
-        sent = 0
+        sent, shape = 0, self._shape
         try:
             async for part in _bytes(self._parts):
                 sent += part.count(b"\n\n")
                 yield part
         except Problem as problem:
-            async for part in self._ending(problem, sent):
+            last = shape.numbered(shape.failure(problem), sent)
+
+            async def failure() -> AsyncIterator[Event]:
+                yield last
+
+            async for part in plain_text(failure()) if self._plain else server_sent(failure(), shape.done):
                 yield part
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,19 +178,6 @@ def _address(connection: HTTPConnection) -> str:
     return "" if connection.client is None else connection.client.host
 
 
-def _ending(shape: type[Reply], *, plain: bool) -> Callable[[Problem, int], AsyncIterator[bytes]]:
-    """Return the function that ends a stream of a shape, of events or of plain text."""
-
-    async def ending(problem: Problem, sent: int) -> AsyncIterator[bytes]:
-        async def failure() -> AsyncIterator[Event]:
-            yield shape.numbered(shape.failure(problem), sent)
-
-        async for part in plain_text(failure()) if plain else server_sent(failure(), shape.done):
-            yield part
-
-    return ending
-
-
 def _with(head: HttpHead, response: Response) -> Response:
     """Give a response a replica's head, but for the id of the request, which Ray's proxy adds."""
     response.status_code = head.status
@@ -200,13 +185,13 @@ def _with(head: HttpHead, response: Response) -> Response:
     return response
 
 
-async def _bytes(parts: AsyncIterator[HttpHead | bytes]) -> AsyncIterator[bytes]:
+async def _bytes(parts: Parts) -> AsyncIterator[bytes]:
     async for part in parts:
         assert isinstance(part, bytes)
         yield part
 
 
-async def _chunks(parts: AsyncIterator[HttpHead | bytes]) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(parts: Parts) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the objects of a stream of events."""
     head = await anext(parts)
     assert isinstance(head, HttpHead)
@@ -220,6 +205,5 @@ async def _chunks(parts: AsyncIterator[HttpHead | bytes]) -> AsyncGenerator[dict
         raise Problem.read(head.status, json.loads(rest))
 
 
-async def _answer_problem(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, Problem)
+async def _answer_problem(request: Request, problem: Any) -> Response:
     return answer(problem, request.url.path)

@@ -11,8 +11,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from foredraft.errors import ConfigError
 from foredraft.serve.ray.ingress import Ingress
-from foredraft.serve.ray.replica import Replica
-from foredraft.serve.ray.router import PrefixRouter
+from foredraft.serve.ray.replica import PrefixRouter, Replica
 from foredraft.serve.settings import Settings
 
 # Options of the server that Ray has in its place, with the remedies.
@@ -65,46 +64,33 @@ def app(options: Options) -> serve.Application:
     settings = _settings(options.server)
     for name in OWN:
         if name in options.load:
-            raise ConfigError(
-                "which stands in load",
-                option=name,
-                value=options.load[name],
-                remedy="give it as an option of its own",
-            )
+            remedy = "give it as an option of its own"
+            raise ConfigError("which stands in load", option=name, value=options.load[name], remedy=remedy)
     load = {"draft": options.draft, "max_batch": options.max_batch, **options.load}
+    drains = {
+        "graceful_shutdown_timeout_s": settings.drain_seconds,
+        "graceful_shutdown_wait_loop_s": min(1.0, settings.drain_seconds),
+    }
+    scale: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        scaling = AutoscalingConfig(
+            min_replicas=options.replicas, max_replicas=options.max_replicas,
+            target_ongoing_requests=options.max_batch,
+        )  # fmt: skip
+        scale = {"autoscaling_config": scaling}
+    router = RequestRouterConfig(
+        request_router_class=PrefixRouter, request_router_kwargs={"free": options.max_batch}
+    )
     replica = serve.deployment(
-        Replica,
-        max_ongoing_requests=WAITING * options.max_batch,
-        max_queued_requests=settings.max_queued,
-        max_surge_percent=options.surge_percent,
-        graceful_shutdown_timeout_s=settings.drain_seconds,
-        graceful_shutdown_wait_loop_s=min(1.0, settings.drain_seconds),
-        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
-        request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter, request_router_kwargs={"free": options.max_batch}
-        ),
-        **_scale(options),
-    )
-    ingress = serve.deployment(
-        serve.ingress()(Ingress),
-        num_replicas=options.ingresses,
-        max_ongoing_requests=INGRESS_REQUESTS,
-        max_surge_percent=100,
-        graceful_shutdown_timeout_s=settings.drain_seconds,
-        graceful_shutdown_wait_loop_s=min(1.0, settings.drain_seconds),
-        ray_actor_options={"num_cpus": 0},
-    )
-    return ingress.bind(replica.bind(options.model, load, settings), settings, options.prefix_characters)
-
-
-def _scale(options: Options) -> dict[str, Any]:
-    if options.max_replicas is None:
-        return {"num_replicas": options.replicas}
-    scaling = AutoscalingConfig(
-        min_replicas=options.replicas, max_replicas=options.max_replicas,
-        target_ongoing_requests=options.max_batch,
+        Replica, max_ongoing_requests=WAITING * options.max_batch, max_queued_requests=settings.max_queued,
+        max_surge_percent=options.surge_percent, request_router_config=router,
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus}, **drains, **scale,
     )  # fmt: skip
-    return {"autoscaling_config": scaling}
+    ingress = serve.deployment(
+        serve.ingress()(Ingress), num_replicas=options.ingresses, max_ongoing_requests=INGRESS_REQUESTS,
+        max_surge_percent=100, ray_actor_options={"num_cpus": 0}, **drains,
+    )  # fmt: skip
+    return ingress.bind(replica.bind(options.model, load, settings), settings, options.prefix_characters)
 
 
 def _settings(given: dict[str, Any]) -> Settings:
@@ -112,8 +98,7 @@ def _settings(given: dict[str, Any]) -> Settings:
         if name in NOT_HERE:
             raise ConfigError(option=name, value=given[name], remedy=NOT_HERE[name])
         if name not in Settings.__dataclass_fields__:
-            raise ConfigError(
-                "is unknown", option=name, remedy="see foredraft serve --help-all for the options of a server"
-            )
+            remedy = "see foredraft serve --help-all for the options of a server"
+            raise ConfigError("is unknown", option=name, remedy=remedy)
     files = {name: Path(given[name]) for name in ("api_key_file",) if given.get(name) is not None}
     return Settings(**given | files)

@@ -1,21 +1,82 @@
-"""The replica: the app of `foredraft serve`, called by the ingress instead of by a socket."""
+"""The replica: the app of `foredraft serve`, called by the ingress instead of by a socket; and the router.
+
+The router of Ray Serve chooses by the rule of `affinity`. All routers know the same replicas, so they agree
+about the replica of a key without a word between them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from ray import serve
-from starlette.types import Message, Receive, Send
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.types import Message
 
 import foredraft
 from foredraft.model.memory import freeze_what_is_loaded
+from foredraft.serve.affinity import digest, ranked
 from foredraft.serve.app import create_app
 from foredraft.serve.logs import to_stderr
-from foredraft.serve.ray.router import HttpCall, HttpHead
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """An HTTP request."""
+
+    method: str  # GET, POST, ..
+    path: str  # of the URL
+    query: bytes  # of the URL
+    headers: Headers  # as ASGI has them
+    body: bytes  # whole
+    address: str = ""  # of the client, as Ray's proxy sees it; "" where it is not known
+    key: int | None = None  # of `affinity.prompt_key`
+
+
+@dataclass(frozen=True, slots=True)
+class HttpHead:
+    """The beginning of a response."""
+
+    status: int  # of HTTP
+    headers: Headers  # as ASGI has them
+
+
+TRIED = 4  # replicas that a request tries before it waits; each that is full costs a message
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is not typed
+    """Prefers the replica that the key of a call has."""
+
+    def initialize_state(self, free: int) -> None:
+        """Take the option of the deployment; `free` as in `affinity.bound`."""
+        self._free = free
+        self._names: dict[str, int] = {}  # of replicas -> their digests
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas to try, in this order."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # when all are full
+        key = next((each.key for each in pending_request.args if isinstance(each, HttpCall)), None)
+        known = self._digests([replica.replica_id.unique_id for replica in candidate_replicas])
+        lengths = self.replica_queue_len_cache
+        loads = [lengths.get(replica.replica_id) or 0 for replica in candidate_replicas]
+        places = ranked(key, known, loads, self._free)
+        return [[candidate_replicas[place]] for place in places[:TRIED]]
+
+    def _digests(self, names: list[str]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        if self._names.keys() != set(names):
+            self._names = {name: digest(name) for name in names}
+        return np.array([self._names[name] for name in names], dtype=np.uint64)
 
 
 class Replica:
@@ -52,10 +113,25 @@ class Replica:
     async def answer(self, call: HttpCall) -> AsyncIterator[HttpHead | bytes]:
         """Yield the head and the parts of the body of a response; a cancelled call ends its request."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        unread: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
+            "root_path": "", "method": call.method, "path": call.path, "raw_path": call.path.encode(),
+            "query_string": call.query, "headers": call.headers, "server": None,
+            "client": (call.address, 0) if call.address else None,
+        }  # fmt: skip
+
+        async def receive() -> Message:
+            if not unread:  # a client that leaves cancels the app
+                await asyncio.Event().wait()
+            return unread.pop()
+
+        async def send(message: Message) -> None:
+            sent.put_nowait(message)
 
         async def run() -> None:
             try:
-                await self._app(_scope(call), _receive(call), _sender(sent))
+                await self._app(scope, receive, send)
             finally:
                 sent.put_nowait(None)
 
@@ -85,31 +161,3 @@ class Replica:
         """End the engine; Ray calls this once no request is left, or time is up."""
         await self._lifespan.__aexit__(None, None, None)
         self._logs.__exit__(None, None, None)
-
-
-def _scope(call: HttpCall) -> dict[str, Any]:
-    return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-        "method": call.method, "path": call.path, "raw_path": call.path.encode(), "query_string": call.query,
-        "headers": call.headers, "client": (call.address, 0) if call.address else None, "server": None,
-    }  # fmt: skip
-
-
-def _receive(call: HttpCall) -> Receive:
-    """Return ASGI's `receive` of a request that was read whole. A client that leaves cancels the app."""
-    messages: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError("the wait never ends")
-
-    return receive
-
-
-def _sender(sent: asyncio.Queue[Message | None]) -> Send:
-    async def send(message: Message) -> None:
-        sent.put_nowait(message)
-
-    return send
