@@ -10,15 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeAlias,
-    cast,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import Field, PrivateAttr, create_model
 
@@ -29,31 +21,18 @@ from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import ContextLengthError, ForedraftError, RequestError, shortened
 from foredraft.llm import LLM
 from foredraft.llm.requests import Submission
+from foredraft.serve import fields
 from foredraft.serve.blocks import template_variables, thinking_after
 from foredraft.serve.conversation import begun_reply, chat_text, messages_of, text_of
-from foredraft.serve.fields import (
-    FORMS,
-    HARMLESS,
-    SENTINELS,
-    SHARED,
-    UNSUPPORTED,
-    Body,
-    Form,
-    Items,
-    JsonSchema,
-    Prediction,
-    ResponseFormat,
-    StreamOptions,
-    StructuredOutputs,
-)
+from foredraft.serve.fields import Form, Items, JsonSchema, Prediction, ResponseFormat, StreamOptions
 from foredraft.serve.problems import LengthFields, Problem, TooLong, of_error
 from foredraft.serve.schemas import Fitted
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema
 
 MAX_SAMPLES = 128  # of a prompt, as in the API
 MAX_LOGPROBS = 20  # alternatives to a token, as in the API
+Notes: TypeAlias = Mapping[str, Sequence[str]]  # what has no effect, by header
 # What messages or prompts mean: their token ids, the tools, the thinking, and fields that nothing reads.
-Notes: TypeAlias = Mapping[str, Sequence[str]]
 Meaning: TypeAlias = tuple[list[list[int]], Tools | None, ThinkingMarkers | None, Collection[str]]
 
 
@@ -68,19 +47,19 @@ def _json_type(value: Value) -> Any:
 
 
 if TYPE_CHECKING:
-    _Sampling: TypeAlias = Body
+    _Sampling: TypeAlias = fields.Body
 else:
     _fields = {
         field: (_json_type(declared(SamplingParams)[name].value) | None, None)
-        for name, field in SHARED.items()
+        for name, field in fields.SHARED.items()
     }
-    _Sampling = create_model("_Sampling", __base__=Body, **_fields)
+    _Sampling = create_model("_Sampling", __base__=fields.Body, **_fields)
 
 
 class _Request(_Sampling):
     """The fields of both kinds of request, beside those that the library's options make."""
 
-    harmless, unsupported = HARMLESS, UNSUPPORTED
+    harmless, unsupported = fields.HARMLESS, fields.UNSUPPORTED
     model: str | None = None
     logit_bias: dict[str, float] | Items[Items[int | float]] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
@@ -94,7 +73,7 @@ class _Request(_Sampling):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: fields.StructuredOutputs | None = None
     n_predict: int | None = Field(default=None, ge=-1)
     best_of: int | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
@@ -110,8 +89,8 @@ class _Request(_Sampling):
     @property
     def shared(self) -> dict[str, Any]:
         """The options of the library that are given with the library's own values."""
-        given = {name: getattr(self, field) for name, field in SHARED.items()}
-        for name, (sentinel, value) in SENTINELS.items():
+        given = {name: getattr(self, field) for name, field in fields.SHARED.items()}
+        for name, (sentinel, value) in fields.SENTINELS.items():
             given[name] = value if given[name] == sentinel else given[name]
         return {name: value for name, value in given.items() if value is not None}
 
@@ -156,7 +135,7 @@ class _Request(_Sampling):
                 says = f"structured_outputs gives {len(chosen)} forms; give json, regex, choice or grammar"
                 raise Problem(400, says, param="structured_outputs")
             forms += chosen
-        forms += [Form(name, option, getattr(self, name)) for name, option in FORMS.items()]
+        forms += [Form(name, option, getattr(self, name)) for name, option in fields.FORMS.items()]
         forms = [each for each in forms if each.value is not None]
         if len(forms) > 1:
             one, other = forms[0].field, forms[1].field
@@ -375,16 +354,16 @@ class Job:
 @contextmanager
 def as_problems(
     request: ChatRequest | CompletionRequest | None = None,
-    fields: LengthFields | None = None,
+    lengths: LengthFields | None = None,
     body: Mapping[str, object] | None = None,
 ) -> Iterator[None]:
     """Raise errors of the library as problems that name the fields of the request in place of its options."""
     try:
         yield
     except ContextLengthError as error:
-        if fields is None:
+        if lengths is None:
             raise of_error(error) from error
-        raise TooLong(error, fields, fields.asked(body or {})) from error
+        raise TooLong(error, lengths, lengths.asked(body or {})) from error
     except ForedraftError as error:
         problem, form = of_error(error), None if request is None else request.form
         if form is not None and isinstance(error, RequestError) and error.option == form.option != form.field:
