@@ -19,7 +19,7 @@ from foredraft.serve import server
 from foredraft.serve.app import create_app
 from foredraft.serve.bodies import Bodies
 from foredraft.serve.connections import RESERVED_FILES, Connections
-from foredraft.serve.generations import Generations
+from foredraft.serve.generations import Model
 from foredraft.serve.server import make_server
 from foredraft.serve.settings import Settings
 from tests.support.command import started_server
@@ -145,9 +145,9 @@ def test_a_reader_that_never_takes_is_dropped(
     if not kernel:  # it ends connections too late for this test
         monkeypatch.setattr(server, "SWEEP_SECONDS", 600.0)
     seen: list[bool] = []
-    drop = Generations.drop_slow_readers
+    drop = Model.drop_slow_readers
 
-    def drop_once_paused(self: Generations) -> None:
+    def drop_once_paused(self: Model) -> None:
         """Drop none before the pause, which a busy machine may come to later than to the drop."""
         sequences = [*engine_of(llm).rows.sequences, *engine_of(llm).scheduler.waiting]
         if any(each.paused_at is not None for each in sequences):
@@ -155,7 +155,7 @@ def test_a_reader_that_never_takes_is_dropped(
         if seen:
             drop(self)
 
-    monkeypatch.setattr(Generations, "drop_slow_readers", drop_once_paused)
+    monkeypatch.setattr(Model, "drop_slow_readers", drop_once_paused)
     with serving(llm, max_unread=16, slow_reader_seconds=1.0) as served:
         with RawClient(served.url) as slow:
             slow.send(request_bytes(LARGE))
@@ -164,7 +164,7 @@ def test_a_reader_that_never_takes_is_dropped(
             if not kernel:
                 assert served.metric('foredraft_requests_refused_total{reason="slow reader"}') == 1
             model = served.state.ready()
-            served.wait(lambda: not model.generations.live)
+            served.wait(lambda: not model.live)
 
             port = slow.socket.getsockname()[1]
 

@@ -155,7 +155,7 @@ def home_of(served: Served) -> int:
     async def found() -> int:
         return threading.get_ident()
 
-    loop = served.state.ready().generations._loop
+    loop = served.state.ready().loop
     return asyncio.run_coroutine_threadsafe(found(), loop).result(10)
 
 

@@ -206,7 +206,7 @@ def test_a_request_cancelled_in_its_preparation_leaves_nothing(
             assert json.loads(ws.recv(timeout=10)) == {"id": "a", "done": True, "reason": "cancelled"}
         time.sleep(0.5)
         served.wait(served.idle, 5)
-        assert not served.state.ready().generations.live
+        assert not served.state.ready().live
         assert served.finished("cancelled") == 4 and served.finished("length") == 0
 
 

@@ -300,7 +300,7 @@ def test_a_replica_whose_engine_has_ended_is_not_healthy() -> None:
         replica = Replica.__new__(Replica)
         await Replica.__init__(replica, None, {"max_batch": 1, **MODEL}, Settings())
         replica.check_health()
-        replica._state.ready().generations.stop()
+        replica._state.ready().service.stop()
         with pytest.raises(RuntimeError, match="thread has ended"):
             replica.check_health()
         await replica.__del__()

@@ -18,7 +18,7 @@ from tests.support.serving import serving
 def test_nothing_is_left_after_clients_of_all_kinds(llm: LLM, turns: int) -> None:
     with serving(llm, max_queued=16, max_body=1 << 20) as served:
         model = served.state.ready()
-        loop = model.generations._loop
+        loop = model.loop
 
         def tasks() -> int:
             async def count() -> int:
@@ -37,8 +37,8 @@ def test_nothing_is_left_after_clients_of_all_kinds(llm: LLM, turns: int) -> Non
         served.wait(served.idle)
         assert engine.rows.sequences == [] and not any(any(cache.lengths) for cache in engine.rows.caches)
         served.wait(lambda: tasks() <= before)
-        assert not model.generations.live and not model.limits.tokens and not model.limits.samples
-        assert not model.generations._service._handles
+        assert not model.live and not model.limits.tokens and not model.limits.samples
+        assert not model.service._handles
         left = [each.name for each in set(threading.enumerate()) - threads if each.is_alive()]
         # AnyIO's pool ends when it is idle
         assert all(name.startswith("AnyIO worker") for name in left), left

@@ -19,7 +19,7 @@ from foredraft.errors import ConfigError
 from foredraft.serve.settings import Settings
 
 if TYPE_CHECKING:
-    from foredraft.serve.state import Model
+    from foredraft.serve.generations import Model
 
 SERVER = Group("Server", sort_key=0)
 WORKERS = "AnyIO worker"  # names of threads that work beside the event loop begin so

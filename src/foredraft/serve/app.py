@@ -28,7 +28,7 @@ from foredraft.serve.bodies import (
     opened,
 )
 from foredraft.serve.completions import ChatReply, CompletionReply
-from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.generations import Generation, Model
 from foredraft.serve.limits import Client
 from foredraft.serve.logs import Recording, current
 from foredraft.serve.offload import in_thread, offloaded
@@ -37,7 +37,7 @@ from foredraft.serve.problems import Problem, forget_frames
 from foredraft.serve.replies import Event, Reply
 from foredraft.serve.requests import as_problems, check_model
 from foredraft.serve.settings import Settings
-from foredraft.serve.state import App, Loader, Model
+from foredraft.serve.state import App, Loader
 from foredraft.serve.streaming import SSE_HEADERS, Socket, plain_text, server_sent
 from foredraft.serve.tokens import READERS, Reader, tokenizer_info
 
@@ -157,13 +157,13 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
         key = _check_key(state, request, either=shape.own_headers)
         body = await _body(request, state)
         reply = await _while_there(request, state.start(shape, body, key))
-        generations = state.ready().generations
+        model = state.ready()
         headers = ({"request-id": reply.id} if shape.own_headers else {}) | _listed(reply.job.notes)
         if not reply.job.request.stream:
             try:
                 await _while_there(request, reply.finish())
             finally:
-                generations.end(reply.generation)
+                model.end(reply.generation)
             whole = reply.whole()
             return JSONResponse(whole, headers=headers | _listed({"x-broken-keywords": reply.broken()}))
         events, kind = reply.events(state.settings.heartbeat_seconds), "text/event-stream"
@@ -172,7 +172,7 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
         else:
             content, headers = server_sent(events, shape.done), headers | SSE_HEADERS
         stream = _GenerationStream(content, headers=headers, media_type=kind)
-        stream.generations, stream.generation = generations, reply.generation
+        stream.model, stream.generation = model, reply.generation
         return stream
 
     for short in (each for each, long in SHORT.items() if long == path):
@@ -189,7 +189,7 @@ def _add_socket(app: FastAPI, state: App) -> None:
         async def run(frame: dict[str, Any], send: Callable[[Event], Awaitable[None]]) -> None:
             shape = ChatReply if "messages" in frame else CompletionReply
             reply = await state.start(shape, {**frame, "stream": True}, key)
-            with state.ready().generations.read(reply.generation):
+            with state.ready().read(reply.generation):
                 async for each in reply.events(None):
                     if each is not None:
                         await send(each)
@@ -244,12 +244,12 @@ def _listed(notes: Mapping[str, Sequence[str]]) -> dict[str, str]:
 class _GenerationStream(StreamingResponse):
     """A stream whose generation ends with it, even where it never began."""
 
-    generations: Generations
+    model: Model
     generation: Generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self.generations.read(self.generation):
+            with self.model.read(self.generation):
                 await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
             if not self.generation.dropped:

@@ -1,4 +1,5 @@
-"""Generations: requests that the engine's thread works on, seen from the event loop.
+"""Generations: requests that the engine's thread works on, seen from the event loop; and the model that they
+are of.
 
 A generation keeps what its reader has not taken, and pauses where that is too much. A reader that takes
 nothing for too long is dropped.
@@ -11,10 +12,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 
+from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
 from foredraft.llm.output import Piece
 from foredraft.llm.service import RequestHandle, Service, StreamEvent
@@ -24,6 +27,7 @@ from foredraft.serve.metrics import Metrics
 from foredraft.serve.offload import COMPILING, Turns, compiled, has_patterns
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Job
+from foredraft.serve.scored_text import TokenTexts
 from foredraft.serve.settings import Settings
 
 
@@ -123,26 +127,34 @@ class Generation:
                 yield taken
 
 
-class Generations:
-    """Starts and ends generations."""
+class Model:
+    """A loaded model as the app serves it; it starts and ends generations."""
 
     def __init__(
-        self,
-        llm: LLM,  # the model
-        loop: asyncio.AbstractEventLoop,  # the event loop of all callers
-        limits: Limits,  # of the load
-        metrics: Metrics,  # counts
-        settings: Settings,  # of the server
+        self, llm: LLM, settings: Settings, metrics: Metrics, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._loop, self._limits, self._metrics, self._settings = loop, limits, metrics, settings
+        self.llm, self._metrics, self._settings, self.loop = llm, metrics, settings, loop
+        engine = llm.loaded.engine
+        if settings.prefix_cache:
+            engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
+        self.rows = engine.rows.capacity
+        self.limits = Limits(settings, self.rows, metrics)
+        path = Path(llm.model)  # that of a hub id does not exist
+        self.names = (path.resolve().name if path.exists() else llm.model, llm.model)
+        self.texts = TokenTexts(llm.tokenizer, llm.loaded.spec.vocab_size)
+        self.drafters = tuple(engine.drafters)
         self.live: set[Generation] = set()
         self._compilations = Turns(COMPILING)
-        self._service = Service(llm, self._publish)
+        self.service = Service(llm, self._publish)
+
+    @property
+    def chats(self) -> bool:
+        return self.llm.tokenizer is not None and self.llm.tokenizer.chat is not None
 
     async def start(self, job: Job, permit: Permit, tenant: Tenant) -> Generation:
-        generation = Generation(job, permit, self._metrics, self._service, self._settings.max_unread)
+        generation = Generation(job, permit, self._metrics, self.service, self._settings.max_unread)
         try:
-            self._limits.take_tokens(permit, job.prompt_tokens * job.one.n)
+            self.limits.take_tokens(permit, job.prompt_tokens * job.one.n)
             if has_patterns(job.one.params, self._settings.max_patterns):
                 await compiled(self._compilations, lambda: generation.submit(tenant))
             else:
@@ -151,7 +163,6 @@ class Generations:
             # A cancelled wait leaves the thread at work: what it submits from now on, it cancels itself.
             generation.ended = True
             generation.cancel()
-            permit.free()
             raise
         self.live.add(generation)
         return generation
@@ -186,17 +197,22 @@ class Generations:
             generation.note("slow reader")
             generation.reader.cancel()
 
-    @property
-    def alive(self) -> bool:
-        return self._service.alive
-
-    def stop(self) -> None:
-        self._service.stop()
+    def update_gauges(self) -> None:
+        engine = self.llm.loaded.engine
+        sequences, waiting = list(engine.rows.sequences), list(engine.scheduler.waiting)
+        rows = len(sequences)
+        used = sum(engine.cache.lengths[:rows]) / max(1, engine.cache.rows * engine.cache.positions)
+        for name, value in (
+            ("requests_running", rows), ("requests_waiting", max(0, self.limits.samples - rows)),
+            ("requests_paused", sum(each.paused_at is not None for each in [*sequences, *waiting])),
+            ("cache_usage", used),
+        ):  # fmt: skip
+            self._metrics.by_name[name].set(value)
 
     def _publish(self, events: list[StreamEvent]) -> None:
         """Hand the events of a step to the event loop. The engine's thread calls it."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, events)
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_deliver, events)
 
 
 def _deliver(events: list[StreamEvent]) -> None:

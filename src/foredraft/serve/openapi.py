@@ -21,8 +21,8 @@ from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
 from foredraft.pages.origins import ORIGINS, stylesheet
 from foredraft.serve import reply_types
 from foredraft.serve.bodies import SHAPES
+from foredraft.serve.generations import Model
 from foredraft.serve.problems import Error
-from foredraft.serve.state import Model
 from foredraft.serve.tokens import READERS
 
 

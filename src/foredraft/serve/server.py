@@ -17,9 +17,10 @@ from foredraft.llm import LLM
 from foredraft.model.memory import freeze_what_is_loaded
 from foredraft.serve.app import create_app
 from foredraft.serve.connections import Connections, HttpConnection, SocketConnection
+from foredraft.serve.generations import Model
 from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
-from foredraft.serve.state import SWEEP_SECONDS, App, Model
+from foredraft.serve.state import SWEEP_SECONDS, App
 
 LAST_WORDS_SECONDS = 3  # for sending what is ready, once all requests are over
 # Bytes of a connection that the kernel takes before the server waits for the reader. Its own choice is

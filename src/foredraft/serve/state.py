@@ -9,24 +9,21 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 from fastapi import FastAPI
 
-from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
 from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES, Bodies
-from foredraft.serve.generations import Generations
-from foredraft.serve.limits import Client, Keys, Limits
+from foredraft.serve.generations import Model
+from foredraft.serve.limits import Client, Keys
 from foredraft.serve.logs import REFUSALS, RequestRecord, current, log_access
 from foredraft.serve.metrics import Metrics, Tracing, requested
 from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.replies import Reply
 from foredraft.serve.requests import Job, as_problems
-from foredraft.serve.scored_text import TokenTexts
 from foredraft.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -35,41 +32,6 @@ SWEEP_SECONDS = 1.0  # between two looks for slow readers
 LOOK_SECONDS = 0.05  # between two looks whether all requests are over
 BODY_OF_FIELDS, MIN_BODY = 64 << 10, 1 << 20  # bytes of a body, beside those of the context; in all
 Loader = Callable[[], LLM]
-
-
-class Model:
-    """A loaded model as the app serves it."""
-
-    def __init__(
-        self, llm: LLM, settings: Settings, metrics: Metrics, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.llm, self.metrics = llm, metrics
-        engine = llm.loaded.engine
-        if settings.prefix_cache:
-            engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
-        self.rows = engine.rows.capacity
-        self.limits = Limits(settings, self.rows, metrics)
-        self.generations = Generations(llm, loop, self.limits, metrics, settings)
-        path = Path(llm.model)  # that of a hub id does not exist
-        self.names = (path.resolve().name if path.exists() else llm.model, llm.model)
-        self.texts = TokenTexts(llm.tokenizer, llm.loaded.spec.vocab_size)
-        self.drafters = tuple(engine.drafters)
-
-    @property
-    def chats(self) -> bool:
-        return self.llm.tokenizer is not None and self.llm.tokenizer.chat is not None
-
-    def update_gauges(self) -> None:
-        engine = self.llm.loaded.engine
-        sequences, waiting = list(engine.rows.sequences), list(engine.scheduler.waiting)
-        rows = len(sequences)
-        used = sum(engine.cache.lengths[:rows]) / max(1, engine.cache.rows * engine.cache.positions)
-        for name, value in (
-            ("requests_running", rows), ("requests_waiting", max(0, self.limits.samples - rows)),
-            ("requests_paused", sum(each.paused_at is not None for each in [*sequences, *waiting])),
-            ("cache_usage", used),
-        ):  # fmt: skip
-            self.metrics.by_name[name].set(value)
 
 
 class App:
@@ -101,7 +63,7 @@ class App:
             with suppress(BaseException):
                 await loading
             if self.model is not None:
-                await anyio.to_thread.run_sync(self.model.generations.stop)
+                await anyio.to_thread.run_sync(self.model.service.stop)
             if self.tracing is not None:
                 await anyio.to_thread.run_sync(self.tracing.stop)
 
@@ -125,7 +87,7 @@ class App:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             if self.model is not None:
-                self.model.generations.drop_slow_readers()
+                self.model.drop_slow_readers()
             after, self._untidy = self._untidy, False
             await tidy_up(after=after)
 
@@ -147,9 +109,9 @@ class App:
         """Wait until all requests are over; those that last longer than allowed end with an error."""
         self.drain()
         end = time.monotonic() + self.settings.drain_seconds
-        while self.model is not None and self.model.generations.live:
+        while self.model is not None and self.model.live:
             if time.monotonic() > end:
-                for generation in list(self.model.generations.live):
+                for generation in list(self.model.live):
                     generation.fail(busy("the server is shutting down", seconds=5))
                 return
             await asyncio.sleep(LOOK_SECONDS)
@@ -192,7 +154,7 @@ class App:
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
                 tenant = client.tenant(self.settings, request.cache_salt)
-                generation = await model.generations.start(job, permit, tenant)
+                generation = await model.start(job, permit, tenant)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 self.metrics.count("requests_cancelled")

@@ -13,11 +13,11 @@ from foredraft.decode.params import is_whole
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve import reply_types
 from foredraft.serve.fields import NOT_OF_TOKENS, OF_TOKENS, Body, Items
+from foredraft.serve.generations import Model
 from foredraft.serve.messages import CountTokensRequest
 from foredraft.serve.problems import Error, Problem
 from foredraft.serve.requests import ChatRequest, Job, Notes, as_problems, check_model
 from foredraft.serve.responses import ResponsesRequest
-from foredraft.serve.state import Model
 from foredraft.serve.streaming import as_json
 
 # Fields of chats that say how a conversation becomes a prompt.

@@ -102,7 +102,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise RuntimeError where the engine's thread has ended; Ray replaces the replica then."""
-        if not self._state.ready().generations.alive:
+        if not self._state.ready().service.alive:
             raise RuntimeError("the engine's thread has ended")
 
     def metrics(self) -> tuple[str, str]:
