@@ -1,4 +1,4 @@
-"""Limits of the load: keys tell clients apart, and how much may run and wait, in all and by client.
+"""Limits of the load: keys tell clients apart, and how much may run, wait and be open, in all and by client.
 
 A line of the file of keys is a key, or a name and a key. Keys of one name are one client. A file without a
 key is an error: otherwise a mistake would open the server. Where the server is full, a client that has less
@@ -14,16 +14,20 @@ import ipaddress
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from foredraft.errors import ConfigError
 from foredraft.serve.logs import current
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from foredraft.serve.bodies import Bodies
 
 VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated by commas
 COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
@@ -234,3 +238,56 @@ class Limits:
     def give_back(self, permit: Permit) -> None:
         self._samples.add(permit.client, -permit.samples)
         self._tokens.add(permit.client, -permit.tokens)
+
+
+RESERVED_FILES = 64  # descriptors that are no connections: files of models, pipes, the event loop
+
+
+class Connections:
+    """All connections of a server, by address; the process may open more files from now on, if it may.
+
+    Where it may not, one address gets the same part of all connections as the options give it.
+    """
+
+    def __init__(self, settings: Settings, largest_frame: Callable[[], int], bodies: Bodies) -> None:
+        self.settings, wanted = settings, settings.max_connections
+        self.largest_frame = largest_frame  # returns the most bytes of a message of a WebSocket
+        self.bodies = bodies  # what messages of WebSockets count in, beside bodies
+        self.most = max(1, _open_files(wanted + RESERVED_FILES) - RESERVED_FILES)  # in all
+        # of one address, rounded up; 0 is no limit
+        self.most_of_address = -(-settings.max_connections_per_address * self.most // wanted)
+        self._addresses: dict[int, str] = {}
+        self._by_address: Counter[str] = Counter()
+
+    def enter(self, transport: Any) -> Problem | None:
+        """Count a connection; return why it is refused, or None."""
+        address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._addresses[id(transport)] = address
+        self._by_address[address] += 1
+        most = self.most_of_address
+        if len(self._addresses) > self.most:
+            return busy(f"{self.most} connections are open, as many as there may be (--max-connections)")
+        if most and self._by_address[address] > most:
+            message = f"{most} connections of this address are open (--max-connections-per-address)"
+            return busy(message, 429)
+        return None
+
+    def leave(self, transport: Any) -> None:
+        address = self._addresses.pop(id(transport), None)
+        if address is not None:
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
+
+
+def _open_files(wanted: int) -> int:
+    """Return how many files the process may open, of those wanted; raise the limit where it may."""
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
