@@ -14,8 +14,8 @@ import pytest
 
 from foredraft.decode.thinking import ThinkingMarkers, ThinkingReader
 from foredraft.llm import LLM
-from foredraft.serve import blocks
-from foredraft.serve.blocks import ReasoningFormat
+from foredraft.serve import conversation
+from foredraft.serve.conversation import ReasoningFormat
 from tests.serve.routes import CHAT, MESSAGES, post, record
 from tests.support.serving import Served
 
@@ -40,7 +40,7 @@ def closes(text: str) -> str:
 
 @pytest.fixture(autouse=True)
 def reasons(closes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "FORMS", (ReasoningFormat(OPENS, closes, sign="assistant"),))
+    monkeypatch.setattr(conversation, "FORMS", (ReasoningFormat(OPENS, closes, sign="assistant"),))
 
 
 def parts(text: str, closes: str, *, cut: bool = True) -> tuple[str, str]:
@@ -93,7 +93,7 @@ def test_a_schema_holds_behind_the_reasoning_with_and_without_drafts(
 
 
 def test_a_required_call_follows_the_reasoning(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "FORMS", (ReasoningFormat(OPENS, "#\n#\n#", sign="assistant"),))
+    monkeypatch.setattr(conversation, "FORMS", (ReasoningFormat(OPENS, "#\n#\n#", sign="assistant"),))
     function = {"name": "read", "parameters": record(path={"enum": ["a.py"]})}
     tools = [{"type": "function", "function": function}]
     found = post(served, CHAT, max_tokens=100, tools=tools, tool_choice="required").json()

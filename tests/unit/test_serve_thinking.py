@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.blocks import template_variables, thinking_after
+from foredraft.serve.conversation import template_variables, thinking_after
 from foredraft.serve.requests import ChatRequest
 from foredraft.serve.responses import ResponsesRequest
 from tests.support.checkpoints import tiny_tokenizer

@@ -15,9 +15,9 @@ import foredraft
 from foredraft.constraints.grammar import MaskThreads, Pace, compile_grammar, grammar_tokenizer
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.chat import ChatTemplate
+from foredraft.serve.blocks import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 from foredraft.serve.conversation import spelled_out
 from foredraft.serve.problems import Problem
-from foredraft.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 from foredraft.serve.tools import NamedChoice, Tool, Tools
 
 ARGUMENTS = '{"path": "a}\\"b", "n": [1, {"x": "]"}]}'

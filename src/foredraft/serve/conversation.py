@@ -1,4 +1,5 @@
-"""Conversation: messages of the API, and items of POST /v1/responses -> messages that chat templates read.
+"""Conversation: messages of the API, and items of POST /v1/responses -> the prompt that a chat template
+makes, and how the reply to it marks its thinking.
 
 Templates differ in what they take: some know no calls, some no system message, no two messages of one role in
 a row, or no two calls in one turn. The same conversation has a form for each of them. The server keeps no
@@ -9,12 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import RequestError, shortened
+from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.blocks import HERMES
 from foredraft.serve.problems import Problem
-from foredraft.serve.tool_calls import HERMES
 
 Messages: TypeAlias = list[dict[str, Any]]
 # The key of an earlier reply's reasoning, which templates of models that reason read; others pass over it.
@@ -264,3 +268,80 @@ def _texts(content: Any) -> Any:
         else part
         for part in content
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """A way in which models write their reasoning."""
+
+    opens: str  # before it
+    closes: str  # after it
+    answer: tuple[str, str] = ("", "")  # around the answer after it
+    sign: str = ""  # what a chat template contains that was made for it; by default the closing marker
+
+
+# The first one counts whose sign a template has.
+FORMS = (
+    # https://huggingface.co/ibm-granite/granite-3.2-8b-instruct
+    ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    # https://huggingface.co/ibm-granite/granite-3.3-8b-instruct
+    ReasoningFormat("<think>", "</think>", ("<response>", "</response>"), sign="<response></response>"),
+    # https://huggingface.co/Qwen/Qwen3-8B, DeepSeek's R1 and its distilled models, SmolLM3, and many more
+    ReasoningFormat("<think>", "</think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),  # https://huggingface.co/mistralai/Magistral-Small-2507
+    ReasoningFormat(
+        "<seed:think>", "</seed:think>"
+    ),  # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
+)
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
+EFFORT, NO_EFFORT = "reasoning_effort", "none"
+
+
+def thinking_after(
+    tokenizer: Tokenizer, prompt: str, begun: str | None = None, *, stops: bool = False
+) -> ThinkingMarkers | None:
+    """Return how the reply to a prompt marks its thinking; None where it has none, or none any more."""
+    source = "" if tokenizer.chat is None else "\n".join(tokenizer.chat.templates.values())
+    shown = (form for form in FORMS if (form.sign or form.closes) in source)
+    known = (form for form in FORMS if not form.sign and tokenizer.inner.token_to_id(form.closes) is not None)
+    form = next(shown, None) or next(known, None)
+    if form is None:
+        return None
+    end = prompt.rstrip()
+    opened, closed = end.endswith(form.opens), end.endswith(form.closes)
+    if begun:
+        opened, closed = begun.lstrip().startswith(form.opens), form.closes in begun
+    if closed or (begun and not opened):
+        return None
+    return ThinkingMarkers(form.opens, form.closes, opened, stops, form.answer)
+
+
+def template_variables(
+    chat: ChatTemplate | None,
+    given: Mapping[str, Any],
+    *,
+    effort: str | None,
+    thinks: bool | None,
+    prefers: bool | None = None,
+    with_tools: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the variables for the chat template, and the names of the fields that it does not read.
+
+    An effort "none" turns the reasoning off under a template that has a switch for it. What a request gives
+    by its variable's own name counts first.
+    """
+    read = frozenset[str]() if chat is None else chat.variables(with_tools=with_tools)
+    unread = set() if chat is None else set(chat.unread(given, with_tools=with_tools))
+    variables = {name: value for name, value in given.items() if name not in unread}
+    ignored = [f"chat_template_kwargs.{name}" for name in given if name in unread]
+    switch = next((name for name in SWITCHES if name in read), None)
+    if thinks is not None and switch is None:
+        ignored.append(SWITCHES[0])
+    if switch is not None:
+        off = False if effort == NO_EFFORT else None
+        chosen = next((each for each in (thinks, prefers, off) if each is not None), None)
+        if chosen is not None:
+            variables.setdefault(switch, chosen)
+    if effort is not None and EFFORT in read and not (effort == NO_EFFORT and switch is not None):
+        variables.setdefault(EFFORT, effort)
+    return variables, ignored

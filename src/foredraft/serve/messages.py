@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from foredraft.serve import reply_types
-from foredraft.serve.blocks import BlockEvent, ContentBlock
+from foredraft.serve.blocks import BlockEvent, ContentBlock, parsed_object
 from foredraft.serve.conversation import REASONING, text_of
 from foredraft.serve.fields import NOT_OF_MESSAGES, OF_MESSAGES, Body, Items
 from foredraft.serve.problems import Error, LengthFields, Problem, TooLong
@@ -21,7 +21,6 @@ from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import StopReason
 from foredraft.serve.requests import ChatRequest, Further
 from foredraft.serve.responses import kind_of
-from foredraft.serve.tool_calls import parsed_object
 
 # Why the library ends a text -> stop_reason of this API.
 REASONS: dict[str, StopReason] = {

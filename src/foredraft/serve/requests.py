@@ -22,8 +22,14 @@ from foredraft.errors import ContextLengthError, ForedraftError, RequestError, s
 from foredraft.llm import LLM
 from foredraft.llm.requests import Submission
 from foredraft.serve import fields
-from foredraft.serve.blocks import template_variables, thinking_after
-from foredraft.serve.conversation import begun_reply, chat_text, messages_of, text_of
+from foredraft.serve.conversation import (
+    begun_reply,
+    chat_text,
+    messages_of,
+    template_variables,
+    text_of,
+    thinking_after,
+)
 from foredraft.serve.fields import Form, Items, JsonSchema, Prediction, ResponseFormat, StreamOptions
 from foredraft.serve.problems import LengthFields, Problem, TooLong, of_error
 from foredraft.serve.schemas import Fitted

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from foredraft.errors import shortened
 from foredraft.serve import reply_types
-from foredraft.serve.blocks import BlockEvent, ContentBlock
+from foredraft.serve.blocks import BlockEvent, ContentBlock, is_object
 from foredraft.serve.conversation import messages_of_items
 from foredraft.serve.fields import NOT_OF_RESPONSES, OF_RESPONSES, Body, Items
 from foredraft.serve.problems import LengthFields, Problem
@@ -17,7 +17,6 @@ from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import Status
 from foredraft.serve.requests import MAX_LOGPROBS, ChatRequest, Further
 from foredraft.serve.scored_text import ShownToken
-from foredraft.serve.tool_calls import is_object
 from foredraft.serve.tools import Function
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`; most other values name what no reply has here

@@ -17,10 +17,10 @@ from pydantic import BaseModel, Field
 from foredraft.constraints.grammar import WHITE_SPACE, check_grammar
 from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
+from foredraft.serve.blocks import HERMES, LLAMA, MARKER, MISTRAL, CallFormat, CallReader, ParsedToolCall
 from foredraft.serve.conversation import Messages
 from foredraft.serve.problems import Problem
 from foredraft.serve.schemas import Fitted, broken, fit
-from foredraft.serve.tool_calls import HERMES, LLAMA, MARKER, MISTRAL, CallFormat, CallReader, ParsedToolCall
 
 MAX_TOOLS = 128
 MAX_PLACES = 5  # of a schema that an error names
