@@ -1,4 +1,4 @@
-"""The rule that chooses a replica, without Ray."""
+"""The rule that chooses a replica, and the metrics of several, without Ray."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from foredraft.serve.affinity import bound, digest, order, prompt_key, ranked
+from foredraft.serve.metrics import Metrics, labelled
 
 names = st.lists(st.integers(0, 10_000), min_size=1, max_size=40, unique=True)
 keys = st.integers(0, 2**64 - 1)
@@ -103,3 +106,29 @@ def test_any_body_has_a_key_or_none(value: object) -> None:
 def test_keys_are_the_same_in_every_process() -> None:
     body = {"messages": [{"role": "user", "content": "é\ud800"}]}
     assert prompt_key(body, 99) == 9608405311983191670
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+def test_metrics_of_replicas_stand_beside_each_other(vllm: bool) -> None:
+    texts = {}
+    for count, name in enumerate(("one", "two"), 1):
+        metrics = Metrics(vllm=vllm)
+        metrics.by_name["requests_running"].set(count)
+        metrics.refused("queue full")
+        metrics.by_name["time_to_first_token_seconds"].observe(0.3)
+        texts[name] = metrics.text(lambda: None).decode()
+    found = list(text_string_to_metric_families(labelled(texts).decode()))
+    assert len({family.name for family in found}) == len(found)
+    each_sample = (each for family in found for each in family.samples)
+    samples = {(each.name, *sorted(each.labels.items())): each.value for each in each_sample}
+    for count, name in enumerate(("one", "two"), 1):
+        own = {
+            (each.name, *sorted({**each.labels, "replica": name}.items())): each.value
+            for family in text_string_to_metric_families(texts[name])
+            for each in family.samples
+        }
+        assert own.items() <= samples.items()
+        running = "vllm:num_requests_running" if vllm else "foredraft_requests_running"
+        assert samples[running, ("replica", name)] == count
+    types = {each.name: each.type for text in texts.values() for each in text_string_to_metric_families(text)}
+    assert {family.name: family.type for family in found} == types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.soak import Soak, settled
 from foredraft import SamplingParams
 from foredraft.constraints import ConstraintFactory
 from foredraft.decode.engine import Engine
@@ -307,3 +309,34 @@ def test_stop_strings_are_compiled_once_for_all_samples(llm: LLM, monkeypatch: p
     assert made == [("abc",), ("xyz",)]
     llm.generate("x", SamplingParams(stop=["a" * (257 << 10)], max_new_tokens=1), n=2)
     assert len(made) == 3 and llm.requests.stops.total <= 256 << 10, "what is too large is not kept"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("turns", [120, pytest.param(4000, marks=pytest.mark.slow)])
+def test_nothing_is_left_after_clients_of_all_kinds(llm: LLM, turns: int) -> None:
+    with serving(llm, max_queued=16, max_body=1 << 20) as served:
+        model = served.state.ready()
+        loop = model.loop
+
+        def tasks() -> int:
+            async def count() -> int:
+                return len(asyncio.all_tasks())
+
+            return asyncio.run_coroutine_threadsafe(count(), loop).result(10)
+
+        served.client.get("/health")  # its connection stays open
+        soak = Soak(served.url, new_tokens=8)
+        asyncio.run(soak.prepare())
+        engine, before, threads = engine_of(llm), tasks(), set(threading.enumerate())
+        asyncio.run(soak.run(40, lambda done: done >= turns))
+        assert soak.wrong == []
+        assert len(soak.done) == len(soak.kinds)
+        assert asyncio.run(settled(served.url))
+        served.wait(served.idle)
+        assert engine.rows.sequences == [] and not any(any(cache.lengths) for cache in engine.rows.caches)
+        served.wait(lambda: tasks() <= before)
+        assert not model.live and not model.limits.tokens and not model.limits.samples
+        assert not model.service._handles
+        left = [each.name for each in set(threading.enumerate()) - threads if each.is_alive()]
+        # AnyIO's pool ends when it is idle
+        assert all(name.startswith("AnyIO worker") for name in left), left

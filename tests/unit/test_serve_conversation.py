@@ -1,4 +1,4 @@
-"""One conversation told to templates that take less than the API: no calls, no system message, no neighbours."""
+"""Conversations: told to templates that take less than the API, and as items of responses; the marks of reasoning."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import RequestError
 from foredraft.model.chat import ChatTemplate
-from foredraft.serve.conversation import fitted, messages_of, spelled_out
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.conversation import (
+    fitted,
+    messages_of,
+    messages_of_items,
+    spelled_out,
+    template_variables,
+    thinking_after,
+)
 from foredraft.serve.problems import Problem
+from foredraft.serve.requests import ChatRequest
+from foredraft.serve.responses import ResponsesRequest
+from tests.support.checkpoints import tiny_tokenizer
 
 # As Gemma's, Llama 2's and Llama 3.1's templates refuse messages.
 ALTERNATING = (
@@ -150,3 +162,159 @@ def test_a_part_that_is_no_text_is_refused_by_its_type(kind: str) -> None:
     content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]
     with pytest.raises(Problem, match=f"part of type '{kind}', but only text is read"):
         messages_of([{"role": "user", "content": content}])
+
+
+CALL_ITEM = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "read", "arguments": '{"a": 1}'}
+CALLED = {"id": "1", "type": "function", "function": {"name": "read", "arguments": '{"a": 1}'}}
+
+
+def test_reasoning_text_and_calls_of_a_turn_are_one_message() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]}
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    said = {"content": [{"type": "text", "text": "I look."}], "reasoning_content": "why"}
+    made = messages_of_items([USER, thought, text, CALL_ITEM])
+    assert made == [USER, {"role": "assistant", **said, "tool_calls": [CALLED]}]
+    assert messages_of_items([thought, CALL_ITEM])[0]["reasoning_content"] == "why"
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
+    assert messages_of_items([summary, CALL_ITEM])[0]["reasoning_content"] == "so"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "alone"}]},
+        {"type": "item_reference", "id": "rs_1"},
+    ],
+    ids=str,
+)
+def test_reasoning_that_nothing_follows_or_only_its_server_reads_is_dropped(
+    item: dict[str, Any],
+) -> None:
+    assert messages_of_items([USER, item]) == [USER]
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    [made] = messages_of_items([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}])
+    assert made["content"][0]["text"] == "No." and made["content"][0]["type"] == "text"
+
+
+def test_calls_of_tools_with_free_text_and_their_results_are_told() -> None:
+    custom = {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "*** Begin"}
+    result = {"type": "custom_tool_call_output", "call_id": "1", "output": "done"}
+    made = messages_of_items([custom, result])
+    [call] = made[0]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"input": "*** Begin"}
+    assert made[1] == {"role": "tool", "tool_call_id": "1", "content": "done"}
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ({"type": "item_reference", "id": "msg_1"}, '"store": false'),
+        ({"type": "item_reference"}, '"store": false'),
+        ({"type": "computer_call"}, "computer_call"),
+        ({"type": ["message"]}, "not supported"),
+    ],
+    ids=str,
+)
+def test_what_stands_elsewhere_or_is_not_known_is_refused(item: dict[str, Any], says: str) -> None:
+    with pytest.raises(Problem, match=says):
+        messages_of_items([USER, item])
+
+
+# What templates of published models say of reasoning.
+HEAD = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+QWEN = HEAD + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+R1 = HEAD + "<think>\n{% endif %}{# content.split('</think>')[-1] #}"
+V3 = HEAD + "{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}"
+GRANITE = "{% if thinking %}Write your thoughts between <think></think> and your response between <response></response>.{% endif %}" + HEAD + "{% endif %}"  # fmt: skip
+OLDER = "{% if thinking %}Write your thoughts after 'Here is my thought process:' and your response after 'Here is my response:'.{% endif %}" + HEAD + "{% endif %}"  # fmt: skip
+EFFORT = HEAD + "{{ reasoning_effort }}{% endif %}"
+PLAIN = HEAD + "{% endif %}"
+ASKED = {"role": "user", "content": "What is </think>?"}
+
+
+def tokenizer(template: str | None, *, added: tuple[str, ...] = ()) -> Tokenizer:
+    inner = tiny_tokenizer()
+    inner.add_tokens(list(added))
+    return Tokenizer(inner, None if template is None else ChatTemplate({"default": template}))
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "want"),
+    [
+        (QWEN, {}, ThinkingMarkers("<think>", "</think>")),
+        (QWEN, {"enable_thinking": False}, None),
+        (R1, {}, ThinkingMarkers("<think>", "</think>", begun=True)),
+        (V3, {"thinking": True}, ThinkingMarkers("<think>", "</think>", begun=True)),
+        (V3, {"thinking": False}, None),
+        (
+            GRANITE,
+            {"thinking": True},
+            ThinkingMarkers("<think>", "</think>", answer=("<response>", "</response>")),
+        ),
+        (OLDER, {"thinking": True}, ThinkingMarkers("Here is my thought process:", "Here is my response:")),
+        (PLAIN, {}, None),
+    ],
+)
+def test_the_markers_and_the_begin_of_the_thinking_are_those_of_the_template(
+    template: str, variables: dict[str, Any], want: ThinkingMarkers | None
+) -> None:
+    made = tokenizer(template)
+    assert thinking_after(made, made.chat_text([ASKED], **variables)) == want
+
+
+def test_a_vocabulary_shows_markers_where_the_template_does_not() -> None:
+    made = tokenizer(PLAIN, added=("<think>", "</think>"))
+    assert thinking_after(made, made.chat_text([ASKED])) == ThinkingMarkers("<think>", "</think>")
+    made = tokenizer(PLAIN, added=("[THINK]", "[/THINK]"))
+    found = thinking_after(made, made.chat_text([ASKED]), stops=True)
+    assert found == ThinkingMarkers("[THINK]", "[/THINK]", stops=True)
+
+
+@pytest.mark.parametrize(
+    ("begun", "want"),
+    [
+        ("<think>\nhm", ThinkingMarkers("<think>", "</think>", begun=True)),
+        ("<think>\nhm\n</think>\n\nYes", None),
+        ("Yes, ", None),
+        ("", ThinkingMarkers("<think>", "</think>")),
+    ],
+)
+def test_a_begun_reply_goes_on_where_it_stands(begun: str, want: ThinkingMarkers | None) -> None:
+    made = tokenizer(QWEN)
+    messages = [ASKED, {"role": "assistant", "content": begun}]
+    prompt = made.chat_text(messages, continue_final_message=True)
+    assert thinking_after(made, prompt, begun) == want
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "variables", "ignored"),
+    [
+        (QWEN, {"thinks": False}, {"enable_thinking": False}, []),
+        (V3, {"thinks": True}, {"thinking": True}, []),
+        (PLAIN, {"thinks": False}, {}, ["enable_thinking"]),
+        (QWEN, {"effort": "none"}, {"enable_thinking": False}, []),
+        (QWEN, {"effort": "none", "thinks": True}, {"enable_thinking": True}, []),
+        (QWEN, {"effort": "high"}, {}, []),
+        (EFFORT, {"effort": "high"}, {"reasoning_effort": "high"}, []),
+        (EFFORT, {"effort": "high", "given": {"reasoning_effort": "low"}}, {"reasoning_effort": "low"}, []),
+        (QWEN, {"thinks": True, "given": {"enable_thinking": False}}, {"enable_thinking": False}, []),
+        (PLAIN, {"given": {"enable_thinking": False, "bos_token": "x"}}, {"bos_token": "x"}, ["chat_template_kwargs.enable_thinking"]),
+        (PLAIN, {"given": {"tokenize": True}}, {"tokenize": True}, []),  # which the template's rendering refuses
+    ],
+)  # fmt: skip
+def test_a_template_gets_the_variables_that_it_reads(
+    template: str, given: dict[str, Any], variables: dict[str, Any], ignored: list[str]
+) -> None:
+    asked = {"given": {}, "effort": None, "thinks": None, "with_tools": False} | given
+    chat = ChatTemplate({"default": template})
+    assert template_variables(chat, asked.pop("given"), **asked) == (variables, ignored)
+
+
+def test_the_effort_of_a_response_is_that_of_its_chat() -> None:
+    body = {"model": "demo", "input": "hi", "reasoning": {"effort": "none", "summary": "auto"}}
+    for given, effort in ((body, "none"), ({"model": "demo", "input": "hi"}, None)):
+        chat = ResponsesRequest.chat_of(given)
+        assert isinstance(chat, ChatRequest) and chat.reasoning_effort == effort
