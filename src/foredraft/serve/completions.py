@@ -33,6 +33,7 @@ class _Reply(Reply):
     prefix: ClassVar[str]  # of ids
     objects: ClassVar[tuple[str, str]]  # kinds of a whole reply and of a chunk
     added_as: ClassVar[str]  # the field of a chunk's choice that has what it adds
+    one_prompt: ClassVar[bool]  # the reply tells of its prompt, else each choice of its own
     silence: ClassVar[Any]  # what a chunk adds that has log-probabilities or provenance, but no text
     over: ClassVar[Any]  # what the last chunk of a choice adds
 
@@ -57,7 +58,9 @@ class _Reply(Reply):
             added = [self.silence]
         parts = [self._part(sample, each) for each in added]
         if scores is not None:
-            texts = (place for place, each in enumerate(added) if self.is_text(each))
+            texts = (
+                place for place, each in enumerate(added) if isinstance(each, str) or each.get("content")
+            )
             parts[next(texts, 0)]["logprobs"] = scores
         if parts:
             parts[0] |= beside
@@ -66,8 +69,8 @@ class _Reply(Reply):
         usage = self._usage() if self._tells_usage_so_far else None
         for place, part in enumerate(parts):
             chunk = self._head(1, [part])
-            if first and not place and self.asked.return_token_ids:
-                self.with_prompt(chunk, sample)
+            if first and not place and self.asked.return_token_ids and not (self.one_prompt and sample.index):
+                (chunk if self.one_prompt else part)["prompt_token_ids"] = self._prompt_ids(sample)
             if part is parts[-1] and all(each.output is not None for each in self.samples):
                 chunk["metrics"] = self._metrics()
             if self._tells_usage:
@@ -84,8 +87,10 @@ class _Reply(Reply):
             pieces = self._come[sample.index]
             sample.take(pieces)
             scores, beside, end = self._shown(sample, pieces, first=True)
-            choices.append({"index": sample.index, **self.text(sample), "logprobs": scores, **end, **beside})
-        return self._head(0, choices) | {"usage": self._usage(), "metrics": self._metrics()}
+            choice = {"index": sample.index, **self.text(sample), "logprobs": scores, **end, **beside}
+            choices.append(choice if self.one_prompt else choice | self._prompt(sample))
+        whole = self._head(0, choices) | {"usage": self._usage(), "metrics": self._metrics()}
+        return whole | self._prompt(self.samples[0]) if self.one_prompt else whole
 
     def _shown(self, sample: Sample, pieces: list[Piece], *, first: bool) -> tuple[Any, Any, Any]:
         """Return what pieces that the sample took show: scores, what stands beside them, and the end."""
@@ -122,22 +127,13 @@ class _Reply(Reply):
     def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[Any]:
         """Return what steps add to a choice, one item for each chunk; at least one the first time."""
 
-    @staticmethod
-    def is_text(added: Any) -> bool:
-        """Return whether a chunk that adds this has the text, whose scores it gets."""
-        return True
-
     @abstractmethod
     def text(self, sample: Sample) -> dict[str, Any]:
-        """Return the text of a choice of a whole reply, and what its prompt adds."""
+        """Return the text of a choice of a whole reply."""
 
     @abstractmethod
     def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> Any:
         """Return the log-probabilities of what the pieces just taken show; None where they show none."""
-
-    @abstractmethod
-    def with_prompt(self, chunk: dict[str, Any], sample: Sample) -> None:
-        """Add the prompt's token ids to the first chunk of a sample."""
 
     def _prompt(self, sample: Sample) -> dict[str, Any]:
         """Return what a reply tells of the prompt of a sample that has ended."""
@@ -191,7 +187,7 @@ class ChatReply(_Reply):
     request, types = ChatRequest, (reply_types.Chat, reply_types.ChatChunk)
     route, objects = "chat_completions", ("chat.completion", "chat.completion.chunk")
     lengths = LengthFields("messages", ("max_completion_tokens", "max_tokens"), SHORTEN)
-    prefix, added_as, silence, over = "chatcmpl", "delta", {"content": ""}, {}
+    prefix, added_as, silence, over, one_prompt = "chatcmpl", "delta", {"content": ""}, {}, True
 
     def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -208,10 +204,6 @@ class ChatReply(_Reply):
         if first:
             deltas[:1] = [{"role": "assistant", **(deltas[0] if deltas else {"content": ""})}]
         return deltas
-
-    @staticmethod
-    def is_text(added: Any) -> bool:
-        return bool(added.get("content"))
 
     def text(self, sample: Sample) -> dict[str, Any]:
         content, calls = sample.blocks.content, sample.blocks.calls
@@ -235,13 +227,6 @@ class ChatReply(_Reply):
             return None
         return {"content": self.texts.chat_logprobs(sample.shown), "refusal": None}
 
-    def with_prompt(self, chunk: dict[str, Any], sample: Sample) -> None:
-        if not sample.index:  # there is one prompt
-            chunk["prompt_token_ids"] = self._prompt_ids(sample)
-
-    def whole(self) -> dict[str, Any]:
-        return super().whole() | self._prompt(self.samples[0])
-
 
 class CompletionReply(_Reply):
     """Of POST /v1/completions."""
@@ -249,7 +234,7 @@ class CompletionReply(_Reply):
     request, types = CompletionRequest, (reply_types.Completion, reply_types.CompletionChunk)
     route, operation, objects = "completions", "text_completion", ("text_completion", "text_completion")
     lengths = LengthFields("prompt", ("max_tokens",), SHORTEN)
-    prefix, added_as, silence, over = "cmpl", "text", "", ""
+    prefix, added_as, silence, over, one_prompt = "cmpl", "text", "", "", False
 
     def __init__(self, id: str, *args: Any) -> None:
         super().__init__(id, *args)
@@ -265,7 +250,7 @@ class CompletionReply(_Reply):
 
     def text(self, sample: Sample) -> dict[str, Any]:
         echo = self._echoes[sample.index // self.job.one.n]
-        return {"text": echo + sample.blocks.content, **self._prompt(sample)}
+        return {"text": echo + sample.blocks.content}
 
     def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> Any:
         top = self.job.one.params.logprobs
@@ -279,6 +264,3 @@ class CompletionReply(_Reply):
             return None
         new = offsets.logprobs(sample.shown)
         return new if found is None else {name: found[name] + new[name] for name in found}
-
-    def with_prompt(self, chunk: dict[str, Any], sample: Sample) -> None:
-        chunk["choices"][0]["prompt_token_ids"] = self._prompt_ids(sample)

@@ -184,24 +184,25 @@ UNSUPPORTED = (
     )
     | FOREIGN
 )
+NOT_OF_ONE_TEXT = refused(
+    (FALSE, LEAVE, "logprobs provenance return_token_ids"),
+    (ONE, LEAVE, "n"),
+    (UNSET, LEAVE, "prompt_logprobs"),
+)
 # Of POST /v1/responses, whose further fields are those of a chat.
 OF_RESPONSES = frozenset(
     "store user service_tier max_tool_calls"
     " prompt_cache_key prompt_cache_retention safety_identifier stream_options".split()
 )
-NOT_OF_RESPONSES = refused(
+NOT_OF_RESPONSES = NOT_OF_ONE_TEXT | refused(
     (UNSET, LEAVE, "previous_response_id conversation prompt messages max_tokens response_format"),
-    (FALSE, LEAVE, "background logprobs provenance return_token_ids"),
-    (ONE, LEAVE, "n"),
-    (UNSET, LEAVE, "prompt_logprobs"),
+    (FALSE, LEAVE, "background"),
 )
 # Of POST /v1/messages, too.
 OF_MESSAGES = frozenset("metadata service_tier container inference_geo cache_control".split())
-NOT_OF_MESSAGES = refused(
+NOT_OF_MESSAGES = NOT_OF_ONE_TEXT | refused(
     (NO_LIST, LEAVE, "mcp_servers"),
-    (UNSET, LEAVE, "stop max_completion_tokens prompt_logprobs"),
-    (FALSE, LEAVE, "logprobs provenance return_token_ids"),
-    (ONE, LEAVE, "n"),
+    (UNSET, LEAVE, "stop max_completion_tokens"),
 )
 # Of POST /tokenize and /detokenize.
 OF_TOKENS = frozenset(("user", "request_id"))
