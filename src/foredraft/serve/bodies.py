@@ -176,36 +176,36 @@ def too_large(says: str) -> Problem:
 
 
 class Bodies:
-    """What the bodies of all requests and the messages of all WebSockets take together."""
+    """What the bodies of all requests and the messages of all WebSockets take together, in bytes."""
 
     def __init__(self, most: Callable[[], int]) -> None:
-        self._most, self._bytes = most, Shared()
+        self.most, self.shared = most, Shared()
 
     @property
     def held(self) -> int:
-        return self._bytes.total
+        return self.shared.total
 
     def of(self, address: str) -> HeldBody:
-        return HeldBody(self._bytes, self._most, Client.of("", address).name)
+        return HeldBody(self, Client.of("", address).name)
 
 
 class HeldBody:
     """The bytes of one body, among those of all, from when they come until its request is answered."""
 
-    def __init__(self, all_: Shared, most: Callable[[], int], client: str) -> None:
-        self._all, self._most, self._client, self._own = all_, most, client, 0
+    def __init__(self, all_: Bodies, client: str) -> None:
+        self._all, self._client, self._own = all_, client, 0
 
     def grow(self, more: int) -> None:
-        most = self._most()
-        if self._all.total > self._own and not self._all.fits(self._client, more, most):
-            raise busy(f"{self._all.total} bytes of bodies are held, of {most} at most (--max-bodies)")
+        most, held = self._all.most(), self._all.held
+        if held > self._own and not self._all.shared.fits(self._client, more, most):
+            raise busy(f"{held} bytes of bodies are held, of {most} at most (--max-bodies)")
         self._own += more
-        self._all.add(self._client, more)
+        self._all.shared.add(self._client, more)
 
     def shrink(self, left: int = 0) -> None:
         """Let go of all but `left` bytes."""
         if self._own > left:
-            self._all.add(self._client, left - self._own)
+            self._all.shared.add(self._client, left - self._own)
             self._own = left
 
 

@@ -145,15 +145,18 @@ def _one_call_a_turn(messages: Messages) -> Messages:
 
 def _one_message_a_turn(messages: Messages) -> Messages:
     """Return messages in which neighbours of one role are one."""
-    made: Messages = []
+    turns: list[Messages] = []
     for message in messages:
-        before = made[-1] if made else {}
+        before = turns[-1][0] if turns else {}
         is_text = all(each.get("role") != "tool" and not each.get("tool_calls") for each in (before, message))
-        if made and is_text and message.get("role") == before.get("role"):
-            made[-1] = {**before, "content": _paragraphs(before.get("content"), message.get("content"))}
+        if turns and is_text and message.get("role") == before.get("role"):
+            turns[-1].append(message)
         else:
-            made.append(message)
-    return made
+            turns.append([message])
+    return [
+        {**turn[0], "content": _paragraphs(*(each.get("content") for each in turn))} if turn[1:] else turn[0]
+        for turn in turns
+    ]
 
 
 def _without_system(messages: Messages) -> Messages:

@@ -27,13 +27,10 @@ class Origins(Strings):
         for origin in origins:
             parts = urlsplit(origin)
             if origin not in ("*", "null") and origin != f"{parts.scheme}://{parts.netloc}":
-                host = origin.partition("://")[2] or origin
-                raise Unfit(f'give a scheme, a host and a port, as in "http://{_host(host)}"', value=origin)
+                host = re.split(r"[/?#]", (origin.partition("://")[2] or origin).lstrip("/"), maxsplit=1)[0]
+                example = f"http://{host or 'localhost:3000'}"
+                raise Unfit(f'give a scheme, a host and a port, as in "{example}"', value=origin)
         return origins
-
-
-def _host(text: str) -> str:
-    return re.split(r"[/?#]", text.lstrip("/"), maxsplit=1)[0] or "localhost:3000"
 
 
 @dataclass(frozen=True, slots=True)

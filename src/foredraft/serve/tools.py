@@ -120,19 +120,13 @@ class Tools:
             written = LLAMA if '"parameters"' in template else HERMES
             written = MISTRAL if "[TOOL_CALLS]" in template else written
         return cls(
-            functions,
-            chosen,
-            {each.name: _fitted(each) for each in chosen},
-            required=required,
-            parallel=parallel is not False and not isinstance(choice, NamedChoice),
-            format=written,
+            functions, chosen, {each.name: _fitted(each) for each in chosen}, required=required,
+            parallel=parallel is not False and not isinstance(choice, NamedChoice), format=written,
             described=described,
-        )
+        )  # fmt: skip
 
     def reader(self) -> CallReader:
-        return CallReader(
-            self.format, [function.name for function in self.callable], most=None if self.parallel else 1
-        )
+        return CallReader(self.format, [each.name for each in self.callable], None if self.parallel else 1)
 
     @property
     def unenforced(self) -> tuple[str, ...]:
