@@ -8,9 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foredraft.constraints.combined import AfterThinking
+from foredraft.constraints.combined import AfterThinking, ThinkingTokens
 from foredraft.constraints.grammar import Grammar, MaskThreads, Pace, compile_grammar, grammar_tokenizer
-from foredraft.constraints.token_table import ThinkingTokens
 from foredraft.decode.constraint import Constraint
 from tests.support.parts import Remembering
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,21 +9,18 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from torch import Tensor
 
-import foredraft.constraints as constraints
 from foredraft.constraints import ConstraintFactory
 from foredraft.constraints import grammar as grammars
 from foredraft.constraints.phrases import (
-    BLOCK,
     BOUNDARY,
     LAST,
     ROOT,
     PhraseAutomaton,
     Symbols,
     is_word,
-    words_within,
+    word_characters,
 )
-from foredraft.constraints.token_masks import TokenMasks
-from foredraft.constraints.token_table import TokenTable
+from foredraft.constraints.token_masks import TokenMasks, TokenTable
 from foredraft.decode.params import SamplingParams
 from foredraft.model.byte_codec import ByteCodec
 from tests.support import alphabets
@@ -52,7 +48,7 @@ def test_a_vocabulary_is_sorted_and_searched_as_its_tokens_are(
     assert masks._order.tolist() == order
     assert masks._sorted == [streams[id] for id in order]
     assert masks._within.tolist() == [automaton.completes(ROOT, each) for each in streams]
-    closed = [automaton.completes(ROOT, each + automaton.end_symbols) for each in streams]
+    closed = [automaton.completes(ROOT, each + automaton.symbols.edge) for each in streams]
     assert (masks._within | masks._within_last).tolist() == closed
     opening = {(decoded[id][0], decoded[id][1]) for id in range(len(tokens)) if decoded[id][1]}
     assert masks._opening.keys() == opening
@@ -72,10 +68,8 @@ def test_symbols_of_several_texts_are_those_of_each(texts: list[str], options: t
     assert symbols.of_each(texts) == [symbols.of(text) for text in texts]
 
 
-def test_characters_of_words_are_counted_as_they_are_one_by_one() -> None:
-    words = np.array([is_word(chr(code)) for code in range(LAST)]).reshape(-1, BLOCK).sum(1)
-    counted = [words_within(range(start, start + BLOCK)) for start in range(0, LAST, BLOCK)]
-    assert counted == words.tolist()
+def test_characters_of_words_are_those_that_are_it_one_by_one() -> None:
+    assert word_characters().tolist() == [is_word(chr(code)) for code in range(LAST)]
 
 
 SCHEMA = (
@@ -134,11 +128,13 @@ def test_a_whole_text_of_a_model_without_an_end_can_only_stop(name: str) -> None
 def test_slices_are_made_for_the_second_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, made = alphabets.make("byte-level"), []
 
+    original = grammars.with_slices
+
     def note(tables: LLTokenizer) -> LLTokenizer:
         made.append(tables)
-        return grammars.with_slices(tables)
+        return original(tables)
 
-    monkeypatch.setattr(constraints, "with_slices", note)
+    monkeypatch.setattr(grammars, "with_slices", note)
     factory = ConstraintFactory(tokenizer, 384, frozenset([2]))
     make = factory.maker([1], SamplingParams(regex="[a-z]+", max_new_tokens=9))
     make()

@@ -15,6 +15,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
+from itertools import count
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
+from foredraft.constraints import SIMPLER
 from foredraft.constraints.gbnf import is_gbnf, lark_of
 from foredraft.decode.constraint import Constraint, ConstraintError
 from foredraft.errors import RequestError
@@ -34,8 +37,14 @@ SECONDS_PER_MASK = 0.02  # of a processor: what each mask may take
 PATIENCE = 0.5  # of a processor: by how much the masks of a request may exceed that together
 MAX_OVERDUE = 2  # masks that run for no use, from which on no further grammar is taken
 
-Task: TypeAlias = Callable[[], object]
-Answer: TypeAlias = tuple[object, float, BaseException | None]  # with seconds of a processor, and the error
+Mask: TypeAlias = tuple[bytes, float]  # with the seconds of a processor that it took
+Task: TypeAlias = Callable[[], Mask | None]
+
+
+def computed(matcher: LLMatcher) -> Mask:
+    began = time.thread_time()
+    mask: bytes = matcher.compute_bitmask()
+    return mask, time.thread_time() - began
 
 
 class MaskThreads:
@@ -46,24 +55,23 @@ class MaskThreads:
         self._lock = threading.Lock()
         self.overdue = 0  # masks that run for no use
 
-    def compute(self, matcher: LLMatcher) -> tuple[bytes, float]:
-        """Return the mask of a matcher, and the seconds of a processor that it took."""
+    def compute(self, matcher: LLMatcher) -> Mask:
         try:
             thread = self._idle.get_nowait()
         except queue.Empty:
             thread = _Thread()
-        thread.tasks.put(matcher.compute_bitmask)
+        thread.tasks.put(lambda: computed(matcher))
         try:
-            mask, seconds, error = thread.answers.get(timeout=OVERDUE)
+            answer = thread.answers.get(timeout=OVERDUE)
         except queue.Empty:
             self._count(1)
             thread.tasks.put(lambda: self._count(-1))
             raise TimeoutError from None
         self._idle.put(thread)
-        if error is not None:
-            raise error
-        assert isinstance(mask, bytes)
-        return mask, seconds
+        if isinstance(answer, BaseException):
+            raise answer
+        assert answer is not None, "a mask was asked for"
+        return answer
 
     def _count(self, more: int) -> None:
         with self._lock:
@@ -75,7 +83,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self.tasks = queue.SimpleQueue[Task | None]()
-        self.answers = queue.SimpleQueue[Answer]()
+        self.answers = queue.SimpleQueue[Mask | BaseException | None]()
         given = self.tasks, self.answers
         threading.Thread(target=_serve, args=given, name="foredraft-masks", daemon=True).start()
 
@@ -83,28 +91,22 @@ class _Thread:
         self.tasks.put(None)
 
 
-def _serve(tasks: queue.SimpleQueue[Task | None], answers: queue.SimpleQueue[Answer]) -> None:
+def _serve(
+    tasks: queue.SimpleQueue[Task | None], answers: queue.SimpleQueue[Mask | BaseException | None]
+) -> None:
     while (task := tasks.get()) is not None:
-        began, answer, failed = time.thread_time(), None, None
         try:
-            answer = task()
+            answers.put(task())
         except BaseException as error:  # the caller raises it
-            failed = error
-        answers.put((answer, time.thread_time() - began, failed))
-        del task, answer, failed  # an idle thread keeps no grammar alive
-
-
-def _compute_here(matcher: LLMatcher) -> tuple[bytes, float]:
-    began = time.thread_time()
-    mask: bytes = matcher.compute_bitmask()
-    return mask, time.thread_time() - began
+            answers.put(error)
+        del task  # an idle thread keeps no grammar alive
 
 
 class Pace:
     """The time of one request's grammar. Its samples share it, as they share the grammar's states."""
 
     def __init__(self, threads: MaskThreads, *, small: bool = False) -> None:
-        self._compute = _compute_here if small else threads.compute
+        self._compute = computed if small else threads.compute
         self._behind = 0.0  # seconds by which the masks exceed what they may take
         self._error: str | None = None
 
@@ -146,7 +148,6 @@ LIMITS = LLParserLimits(
     max_lexer_states=65_536,  # 0.3 to 2 kB each, for all samples of a request
     verbose_errors=False,  # a message says what was exceeded, not the whole state
 )
-SIMPLER = "give a simpler one"
 DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # reasons of the library to stop that are no failures
 SPELLED = 512  # characters of forced text that are cut into tokens: all of a long one took 0.1 s a mask
 SILENT = b"\xff"  # begins the name of a token that adds no text; no text contains this byte
@@ -234,6 +235,39 @@ def _one_line(message: str) -> str:
     if message.startswith("oneOf constraints are not supported"):
         return "oneOf is supported only where its parts exclude each other; anyOf always"
     return " ".join(message.split())
+
+
+SMALL = 2048  # characters of a schema or a regular expression; a mask of 50 recursive lists takes 0.04 s
+# Requests with a grammar before slices are made for them: a process most often has only one, and slices would
+# double its wait for the first token.
+WITHOUT_SLICES = 1
+
+
+class Grammars:
+    """Makes the grammars of requests to one model."""
+
+    def __init__(self, codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> None:
+        self._vocabulary, self._ends = vocabulary, ends
+        self._plain = grammar_tokenizer(codec, vocabulary, ends)
+        self._used = count()
+        self.threads = MaskThreads()
+
+    @cached_property
+    def _sliced(self) -> LLTokenizer:
+        return with_slices(self._plain)
+
+    def maker(self, option: str, text: str) -> Callable[[], Grammar]:
+        """Return a function that makes the grammar of each sequence; what they share is made here."""
+        if self.threads.overdue >= MAX_OVERDUE:
+            raise RequestError(
+                f"cannot be used now: {MAX_OVERDUE} masks of other requests, which were too slow, still run",
+                option=option, remedy="try again later",
+            )  # fmt: skip
+        tokenizer = self._sliced if next(self._used) >= WITHOUT_SLICES else self._plain
+        pace = Pace(self.threads, small=option != "grammar" and len(text) <= SMALL)
+        matcher = compile_grammar(option, text, tokenizer, pace)
+        end = tokenizer.eos_token
+        return lambda: Grammar(matcher.deep_copy(), self._ends, end, self._vocabulary, option, pace)
 
 
 KEPT = 64  # latest lengths whose masks are kept, for drafts that are rewound; V bytes each
