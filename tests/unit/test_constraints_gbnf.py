@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from llguidance import LLMatcher
 
 from foredraft.constraints.gbnf import is_gbnf, lark_of
-from foredraft.constraints.grammar import MaskThreads, Pace, compile_grammar, grammar_tokenizer
+from foredraft.constraints.grammar import Grammars
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
@@ -74,10 +73,9 @@ def codec() -> ByteCodec:
 
 
 def allows(grammar: str, text: str, codec: ByteCodec) -> bool:
-    tables = grammar_tokenizer(codec, 512, frozenset({2}))
-    matcher: LLMatcher = compile_grammar("grammar", grammar, tables, Pace(MaskThreads(), small=True))
+    matcher = Grammars(codec, 512, frozenset({2})).maker("grammar", grammar)()._matcher
     ids = codec.encode(text)
-    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -78,18 +78,12 @@ SCHEMA = (
 TEXT = '{"a": "The target checks", "b": "all to"}'
 
 
-def made(option: str, text: str, tokenizer: LLTokenizer, ends: frozenset[int], size: int) -> grammars.Grammar:
-    pace = grammars.Pace(grammars.MaskThreads())
-    matcher = grammars.compile_grammar(option, text, tokenizer, pace)
-    return grammars.Grammar(matcher, ends, tokenizer.eos_token, size, option, pace)
-
-
 @pytest.mark.parametrize("name", alphabets.KINDS)
 def test_masks_with_slices_are_those_without(name: str) -> None:
-    codec, size, ends = ByteCodec(alphabets.make(name)), 600, frozenset([2])
-    plain = grammars.grammar_tokenizer(codec, size, ends)
+    codec = ByteCodec(alphabets.make(name))
     for option, text in (("json_schema", SCHEMA), ("regex", '.*"b": "[a-z ]{1,30}"}')):
-        one, other = (made(option, text, each, ends, size) for each in (plain, grammars.with_slices(plain)))
+        makes = grammars.Grammars(codec, 600, frozenset([2]))
+        one, other = makes.maker(option, text)(), makes.maker(option, text)()
         for token in codec.spell(TEXT):
             masks = one.mask(), other.mask()
             assert masks[0] is not None and masks[1] is not None and torch.equal(*masks)
@@ -98,9 +92,8 @@ def test_masks_with_slices_are_those_without(name: str) -> None:
 
 
 def test_a_long_text_keeps_few_masks_and_can_be_rewound_to_all() -> None:
-    codec, size, ends = ByteCodec(alphabets.make("byte-level")), 600, frozenset([2])
-    tokenizer = grammars.grammar_tokenizer(codec, size, ends)
-    grammar = made("regex", "[a-z ]{1,400}", tokenizer, ends, size)
+    codec = ByteCodec(alphabets.make("byte-level"))
+    grammar = grammars.Grammars(codec, 600, frozenset([2])).maker("regex", "[a-z ]{1,400}")()
     tokens, masks = codec.spell("the target checks all " * 16), list[Tensor | None]()
     for token in tokens:
         masks.append(grammar.mask())
@@ -115,9 +108,8 @@ def test_a_long_text_keeps_few_masks_and_can_be_rewound_to_all() -> None:
 @pytest.mark.parametrize("name", alphabets.KINDS)
 def test_a_whole_text_of_a_model_without_an_end_can_only_stop(name: str) -> None:
     """The library needs an end of text, and gets an id that shows no text; it must not be drawn."""
-    codec, size, ends = ByteCodec(alphabets.make(name)), 600, frozenset[int]()
-    tokenizer = grammars.grammar_tokenizer(codec, size, ends)
-    grammar = made("regex", "ab", tokenizer, ends, size)
+    codec = ByteCodec(alphabets.make(name))
+    grammar = grammars.Grammars(codec, 600, frozenset()).maker("regex", "ab")()
     for token in codec.spell("ab"):
         assert not grammar.at_dead_end
         grammar.advance(token)

@@ -148,6 +148,7 @@ LIMITS = LLParserLimits(
     max_lexer_states=65_536,  # 0.3 to 2 kB each, for all samples of a request
     verbose_errors=False,  # a message says what was exceeded, not the whole state
 )
+SUPPORTED = "correct it, or leave out what is not supported"
 DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # reasons of the library to stop that are no failures
 SPELLED = 512  # characters of forced text that are cut into tokens: all of a long one took 0.1 s a mask
 SILENT = b"\xff"  # begins the name of a token that adds no text; no text contains this byte
@@ -172,11 +173,6 @@ class _Vocabulary:
         if len(text) <= SPELLED:
             return ids
         return ids[: len(ids) - len(ids) // 4]  # what follows the cut may change the tokens before it
-
-
-def grammar_tokenizer(codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
-    wrapped = _Vocabulary(codec, vocabulary, ends)
-    return LLTokenizer(TokenizerWrapper(wrapped), n_vocab=vocabulary, slices=[])
 
 
 def with_slices(tokenizer: LLTokenizer) -> LLTokenizer:
@@ -211,30 +207,21 @@ def _source(option: str, text: str) -> str:
     if option == "grammar":
         return LLMatcher.grammar_from_lark(lark_of(option, text) if is_gbnf(text) else text)
     try:
-        return LLMatcher.grammar_from_json_schema(
-            json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
-        )
+        schema = json.loads(text)
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
     except ValueError as error:
-        raise _refused(
-            option, f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
-        ) from error
+        reason = f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
+        raise _refused(option, reason) from error
 
 
-def _refused(
-    option: str, message: str, remedy: str = "correct it, or leave out what is not supported"
-) -> RequestError:
-    return RequestError(f"is refused: {_one_line(message)}", option=option, remedy=remedy)
-
-
-def _one_line(message: str) -> str:
-    """Return a message of the library on one line, with the place of an error in a regular expression."""
-    place = POINTED.search(message)
-    if place is not None:
-        return f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
-    # the message of the library goes on with a setting that no option here reaches
-    if message.startswith("oneOf constraints are not supported"):
-        return "oneOf is supported only where its parts exclude each other; anyOf always"
-    return " ".join(message.split())
+def _refused(option: str, message: str, remedy: str = SUPPORTED) -> RequestError:
+    """Return an error with a message of the library on one line, and the place in a regular expression."""
+    said = " ".join(message.split())
+    if (place := POINTED.search(message)) is not None:
+        said = f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
+    elif said.startswith("oneOf constraints are not supported"):  # it goes on with a setting of the library
+        said = "oneOf is supported only where its parts exclude each other; anyOf always"
+    return RequestError(f"is refused: {said}", option=option, remedy=remedy)
 
 
 SMALL = 2048  # characters of a schema or a regular expression; a mask of 50 recursive lists takes 0.04 s
@@ -247,8 +234,10 @@ class Grammars:
     """Makes the grammars of requests to one model."""
 
     def __init__(self, codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> None:
-        self._vocabulary, self._ends = vocabulary, ends
-        self._plain = grammar_tokenizer(codec, vocabulary, ends)
+        self.vocabulary, self.ends = vocabulary, ends
+        wrapped = TokenizerWrapper(_Vocabulary(codec, vocabulary, ends))
+        self._plain = LLTokenizer(wrapped, n_vocab=vocabulary, slices=[])
+        self.end = self._plain.eos_token  # the library needs one; perhaps none of `ends`
         self._used = count()
         self.threads = MaskThreads()
 
@@ -266,8 +255,7 @@ class Grammars:
         tokenizer = self._sliced if next(self._used) >= WITHOUT_SLICES else self._plain
         pace = Pace(self.threads, small=option != "grammar" and len(text) <= SMALL)
         matcher = compile_grammar(option, text, tokenizer, pace)
-        end = tokenizer.eos_token
-        return lambda: Grammar(matcher.deep_copy(), self._ends, end, self._vocabulary, option, pace)
+        return lambda: Grammar(matcher.deep_copy(), self, option, pace)
 
 
 KEPT = 64  # latest lengths whose masks are kept, for drafts that are rewound; V bytes each
@@ -279,17 +267,13 @@ T = TypeVar("T")
 class Grammar(Constraint):
     """Allows the tokens with which the text can still become one of the grammar."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,  # at the beginning of a text; this sequence's own
-        ends: frozenset[int],  # ids that end a text
-        end: int,  # the id that ends a text for the library, which needs one; perhaps none of `ends`
-        vocabulary: int,  # size V
-        option: str,  # the option that asked for it, for `ended_by`
-        pace: Pace,  # of the request
-    ) -> None:
-        self._matcher, self._ends, self._end, self._pace = matcher, ends, end, pace
-        self._vocabulary, self.option = vocabulary, option
+    def __init__(self, matcher: LLMatcher, grammars: Grammars, option: str, pace: Pace) -> None:
+        self._matcher, self._pace = (
+            matcher,
+            pace,
+        )  # this sequence's own, at the beginning of a text; the request's
+        self._vocabulary, self._ends, self._end = grammars.vocabulary, grammars.ends, grammars.end
+        self.option = option
         self._tokens: list[int] = []  # read now and, behind `_length`, on the way that was last rewound
         self._length = 0
         self._ended_at: int | None = None  # the length with the first end; a draft may go on behind it
@@ -299,12 +283,8 @@ class Grammar(Constraint):
     def length(self) -> int:
         return self._length
 
-    @property
-    def _ended(self) -> bool:
-        return self._ended_at is not None
-
     def mask(self) -> Tensor | None:
-        if self._ended:
+        if self._ended_at is not None:
             return None
         mask = self._masks.get(self._length)
         if mask is None:
@@ -333,9 +313,9 @@ class Grammar(Constraint):
         return answer
 
     def advance(self, token: int) -> int:
-        if not self._ended and token in self._ends:
+        if self._ended_at is None and token in self._ends:
             self._ended_at = self._length + 1
-        elif not self._ended:
+        elif self._ended_at is None:
             read = self._ask(lambda: self._matcher.try_consume_tokens([token]))
             assert read == 1, f"the grammar forbids token {token}"
         if self._tokens[self._length : self._length + 1] != [token]:  # another way than the last one
@@ -354,15 +334,12 @@ class Grammar(Constraint):
         self._length = length
 
     def retreat(self) -> int | None:
-        whole = self._matcher.is_accepting()
-        self.ended_by = f"{self.option}: " + (
-            "the text is complete, and no end-of-text token is allowed"
-            if whole
-            else "no token can continue it"
-        )
+        is_whole = self._matcher.is_accepting()
+        whole, stuck = "the text is complete, and no end-of-text token is allowed", "no token can continue it"
+        self.ended_by = f"{self.option}: {whole if is_whole else stuck}"
         return None
 
     def forced(self, most: int) -> list[int]:
-        if self._ended or self._matcher.is_stopped():
+        if self._ended_at is not None or self._matcher.is_stopped():
             return []
         return self._ask(self._matcher.compute_ff_tokens)[:most]
