@@ -54,20 +54,6 @@ def test_a_vocabulary_is_sorted_and_searched_as_its_tokens_are(
     assert masks._opening.keys() == opening
 
 
-@given(tokens=TOKENS)
-def test_what_tokens_add_is_known_of_all_at_once(tokens: list[bytes]) -> None:
-    table, ends = TokenTable(tuple(tokens), frozenset([0, 10**6])), {0}
-    assert table.speaks.tolist() == [bool(text) and id not in ends for id, text in enumerate(tokens)]
-    assert table.idle.tolist() == [not text and id not in ends for id, text in enumerate(tokens)]
-
-
-@given(texts=st.lists(st.text(max_size=4), min_size=1, max_size=9), options=OPTIONS)
-def test_symbols_of_several_texts_are_those_of_each(texts: list[str], options: tuple[bool, bool]) -> None:
-    ignore_case, whole_words = options
-    symbols = Symbols(ignore_case=ignore_case, whole_words=whole_words)
-    assert symbols.of_each(texts) == [symbols.of(text) for text in texts]
-
-
 def test_characters_of_words_are_those_that_are_it_one_by_one() -> None:
     assert word_characters().tolist() == [is_word(chr(code)) for code in range(LAST)]
 
