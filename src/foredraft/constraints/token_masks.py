@@ -170,7 +170,8 @@ class TokenMasks:
                 forbidden[self._starting(node, True)] = True
             node = self.automaton.fallback[node]
         for (symbols, pending), ids in self._opening.items():
-            if self._is_always_completable(pending, left):
+            can_always = self.table.has_all_continuations and missing_bytes(pending) <= left
+            if can_always and OTHER in self._becomes(pending):  # in any state, one that no pattern has
                 continue
             if not self._can_complete(PhraseState(self.automaton.walk(state.node, symbols), pending), left):
                 forbidden[ids] = True
@@ -242,14 +243,6 @@ class TokenMasks:
             self._symbols[pending] = found
         return found
 
-    def _is_always_completable(self, pending: bytes, left: int) -> bool:
-        """Return whether an incomplete character can become, in any state, one that no pattern has."""
-        return (
-            self.table.has_all_continuations
-            and missing_bytes(pending) <= left
-            and OTHER in self._becomes(pending)
-        )
-
     def _named_by_patterns(self) -> list[int]:
         """Return the code points of all characters whose symbols a pattern has."""
         symbols = self.automaton.symbols
@@ -265,24 +258,18 @@ class TokenMasks:
             automaton, below = self.automaton, self.automaton.below[node]
             patterns, depth = automaton.patterns[below.start : below.stop], automaton.depth[node]
             remainders = {pattern[depth:] for pattern in patterns} - {""}
-            ranges = [self._equal(each) if whole else self._prefixed(each) for each in remainders]
-            parts = [self._order[low:high] for low, high in ranges if low < high]
+            if whole:
+                remainders = {each[:-1] for each in remainders if each.endswith(BOUNDARY)}
+            parts = [self._order[self._range(each, whole)] for each in remainders]
             found = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
             self._ranges[node, whole] = found
         return found
 
-    def _prefixed(self, start: str) -> tuple[int, int]:
-        """Return the range of the sorted vocabulary that starts with `start`."""
-        low = bisect_left(self._sorted, start)
-        if low == len(self._sorted) or not self._sorted[low].startswith(start):
-            return 0, 0
-        return low, bisect_left(self._sorted, start[:-1] + chr(ord(start[-1]) + 1), low)
-
-    def _equal(self, remainder: str) -> tuple[int, int]:
-        if not remainder.endswith(BOUNDARY):
-            return 0, 0
-        text = remainder[:-1]
-        return bisect_left(self._sorted, text), bisect_right(self._sorted, text)
+    def _range(self, start: str, whole: bool) -> slice:
+        """Return which part of the sorted vocabulary starts with a text, or is that text as a whole."""
+        low, length = bisect_left(self._sorted, start), len(start)
+        key = None if whole else lambda stream: stream[:length]
+        return slice(low, bisect_right(self._sorted, start, low, key=key))
 
 
 def _codes(streams: list[str]) -> tuple[npt.NDArray[np.uint32], Ids]:
@@ -293,15 +280,12 @@ def _codes(streams: list[str]) -> tuple[npt.NDArray[np.uint32], Ids]:
 
 def _nearly_sorted(codes: npt.NDArray[np.uint32], ends: Ids) -> list[int]:
     """Return all ids by the first symbols of their streams, then by id; the rest of a sort is short."""
-    at, keys = np.concatenate([[0], ends[:-1]]), list[Ids]()
     padded = np.concatenate([codes.astype(np.int64) + 1, [0]])
-    for _ in range(SORT_KEYS):
-        key = np.zeros(len(ends), dtype=np.int64)
-        for _ in range(SYMBOLS_IN_A_KEY):
-            key = key << SYMBOL_BITS | np.where(at < ends, padded[np.minimum(at, len(codes))], 0)
-            at = at + 1
-        keys.append(key)
-    ids: list[int] = np.lexsort(keys[::-1]).tolist()
+    places = np.concatenate([[0], ends[:-1]])[:, None] + np.arange(SORT_KEYS * SYMBOLS_IN_A_KEY)
+    symbols = np.where(places < ends[:, None], padded[np.minimum(places, len(codes))], 0)
+    bits = SYMBOL_BITS * np.arange(SYMBOLS_IN_A_KEY)[::-1]
+    keys = (symbols.reshape(-1, SORT_KEYS, SYMBOLS_IN_A_KEY) << bits).sum(-1)
+    ids: list[int] = np.lexsort(keys.T[::-1]).tolist()
     return ids
 
 
