@@ -38,9 +38,7 @@ def check_place(file: Path, option: str) -> None:
         elif file.is_char_device():
             with file.open("wb", buffering=0) as opened:
                 opened.write(b"")  # not a byte more: a terminal would show it
-        elif file.is_socket() or not os.access(
-            file, os.W_OK
-        ):  # a pipe is not opened: it would wait for a reader
+        elif file.is_socket() or not os.access(file, os.W_OK):  # opening a pipe would wait for a reader
             raise ConfigError("which cannot be written", option=option, value=str(file), remedy="give a file")
 
 
@@ -73,10 +71,15 @@ def is_no_file(path: Path) -> bool:
 def discard_unfinished() -> None:
     """Remove the files that are being written, for a process that ends without leaving its blocks."""
     for path in list(_unfinished):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with what is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_whole(file: Path, content: str | bytes, option: str, *, private: bool = False) -> None:
@@ -104,11 +107,9 @@ def replacing(file: Path) -> Iterator[Path]:
         yield new
         _flush(new)
         new.replace(file)
-    except BaseException:
+    finally:
         with suppress(OSError):
             new.unlink(missing_ok=True)
-        raise
-    finally:
         _unfinished.discard(new)
 
 

@@ -30,7 +30,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from foredraft.files import TEMPORARY, replacing
+from foredraft.files import TEMPORARY, remove, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,8 @@ def keyed_path(kind: str, key: Any, suffix: str = ".json") -> Path | None:
 
 def read(kind: str, key: Any) -> Any | None:
     """Return the document under a key, unchecked; None where it is missing, broken or foreign."""
-    content = _read_bytes(keyed_path(kind, key))
-    if content is None:
-        return None
     try:
-        found = json.loads(content)
+        found = json.loads(_read_bytes(keyed_path(kind, key)) or "")
         document = found["document"]
         sound = found["key"] == _as_json(key) and found["digest"] == _digest_of(document)
         return document if sound else None
@@ -86,11 +83,8 @@ def write(kind: str, key: Any, document: Any) -> None:
         return
     digest = _digest_of(_as_json(document))
     text = json.dumps({"key": key, "document": document, "digest": digest}) + "\n"
-    try:
-        with _replacing(path) as new:
-            new.write_text(text, encoding="utf-8")
-    except OSError as error:
-        logger.debug("the cache cannot hold %s (%s)", path, error)
+    with _failures_logged(path), _replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def find_file(kind: str, key: Any, suffix: str, *, large: bool = False) -> Path | None:
@@ -99,12 +93,11 @@ def find_file(kind: str, key: Any, suffix: str, *, large: bool = False) -> Path 
     if path is None or not (large or read_bytes(kind, key, suffix) is not None):
         return None
     real = Path(os.path.realpath(path))
-    if large:  # its state also tells whether its owner or its mode changed
-        with suppress(OSError):
+    with suppress(OSError):
+        if large:  # its state also tells whether its owner or its mode changed
             os.utime(real.with_suffix(".json"))  # the time of its last use
-            return real if read(kind, key) == state(real) else None
-        return None
-    return real
+        return real if not large or read(kind, key) == state(real) else None
+    return None
 
 
 def state(file: Path) -> list[int]:
@@ -122,12 +115,17 @@ def read_bytes(kind: str, key: Any, suffix: str) -> bytes | None:
 
 def write_bytes(kind: str, key: Any, suffix: str, content: bytes) -> None:
     """Store a file under a key, in place of an earlier one. A failure is only logged."""
+    with _failures_logged(keyed_path(kind, key, suffix)), new_file(kind, key, suffix) as new:
+        if new is not None:
+            new.write_bytes(content)
+
+
+@contextmanager
+def _failures_logged(path: Path | None) -> Iterator[None]:
     try:
-        with new_file(kind, key, suffix) as new:
-            if new is not None:
-                new.write_bytes(content)
+        yield
     except OSError as error:
-        logger.debug("the cache cannot hold %s (%s)", keyed_path(kind, key, suffix), error)
+        logger.debug("the cache cannot hold %s (%s)", path, error)
 
 
 @contextmanager
@@ -153,26 +151,25 @@ def keep_newest(kind: str, suffix: str, most: int, more: int = 0) -> bool:
 
     A large file is as new as its last use. A failure is ignored.
     """
-    if (folder := cache_folder(kind)) is not None:
-        with suppress(OSError):
-            make_folder(folder)
-            files = [*folder.glob(f"*{suffix}")]
-            files.sort(
-                key=lambda file: (
-                    (document if (document := file.with_suffix(".json")).exists() else file)
-                    .stat()
-                    .st_mtime_ns
-                ),
-                reverse=True,
-            )
-            taken = [*accumulate((file.stat().st_size for file in files), initial=more)]
-            share = (shutil.disk_usage(folder).free + taken[-1] - more) // DISK_SHARE
-            if more > share:
-                return False
-            for file in files[min(most, bisect_right(taken, share) - 1) :]:
-                file.unlink()
-                file.with_suffix(".json").unlink(missing_ok=True)
+    folder = cache_folder(kind)
+    with suppress(OSError):
+        if folder is None:
+            return True
+        make_folder(folder)
+        files = sorted(folder.glob(f"*{suffix}"), key=_last_use, reverse=True)
+        taken = [*accumulate((file.stat().st_size for file in files), initial=more)]
+        share = (shutil.disk_usage(folder).free + taken[-1] - more) // DISK_SHARE
+        if more > share:
+            return False
+        for file in files[min(most, bisect_right(taken, share) - 1) :]:
+            file.unlink()
+            file.with_suffix(".json").unlink(missing_ok=True)
     return True
+
+
+def _last_use(file: Path) -> int:
+    document = file.with_suffix(".json")
+    return (document if document.exists() else file).stat().st_mtime_ns
 
 
 def shut(path: Path) -> None:
@@ -185,19 +182,11 @@ def sweep(folder: Path, *prefixes: str) -> None:
     """Remove what killed writers left: this user's entries with these prefixes, older than ABANDONED."""
     with suppress(OSError):
         for entry in folder.iterdir():
-            if entry.name.startswith(prefixes):
-                with suppress(OSError):
-                    _remove_if_abandoned(entry)
-
-
-def _remove_if_abandoned(entry: Path) -> None:
-    status = entry.lstat()
-    if time.time() - status.st_mtime < ABANDONED or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
-        return
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
+            with suppress(OSError):
+                status = entry.lstat()
+                is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+                if entry.name.startswith(prefixes) and is_own and time.time() - status.st_mtime >= ABANDONED:
+                    remove(entry)
 
 
 @contextmanager

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.constraints import token_table
-from foredraft.constraints.combined import AfterThinking
-from foredraft.constraints.phrases import ROOT, Move, PhraseAutomaton, PhraseState, TokenAutomaton
-from foredraft.constraints.token_masks import TokenMasks
-from foredraft.constraints.token_table import ThinkingTokens, TokenTable
+from foredraft.constraints.banned import BanList, Move
+from foredraft.constraints.combined import AfterThinking, ThinkingPlace, ThinkingTokens
+from foredraft.constraints.phrases import ROOT, PhraseAutomaton, PhraseState
+from foredraft.constraints.token_masks import TokenMasks, TokenTable
 from foredraft.decode import sampling
 from foredraft.decode.sampling import PenaltyContext, SamplingTable
 from foredraft.decode.scheduler import Scheduler
@@ -197,6 +196,16 @@ repeating_marker = checks.in_each_case(
     *(("a marker that begins again within itself", seed) for seed in range(8)),
 )
 
+
+@around
+def begun_marker_forgotten(
+    thought: Function, tokens: ThinkingTokens, read: int, text: bytes
+) -> ThinkingPlace | None:
+    goes_on = text.startswith(tokens._closes[read:][: len(text)])
+    place: ThinkingPlace | None = thought(tokens, read if goes_on else 0, text)
+    return place
+
+
 marker_cut_short = argument(3, lambda closes: closes[:-1])
 
 
@@ -221,10 +230,10 @@ def without_failure_links(automaton: PhraseAutomaton, node: int, symbol: str) ->
 
 @around
 def complete_at_the_end_alone(
-    read: Function, automaton: TokenAutomaton, state: PhraseState, token: int, last: bool = False
+    read: Function, banned: BanList, state: PhraseState, token: int, last: bool = False
 ) -> Move:
-    move: Move = read(automaton, state, token, last)
-    return move if automaton.phrases.shortest[move.state.node] else move._replace(found=None)
+    move: Move = read(banned, state, token, last)
+    return move if banned.phrases.shortest[move.state.node] else move._replace(found=None)
 
 
 @around
@@ -278,7 +287,7 @@ CONSTRAINTS = {
         ("no failure links, by rollback", PhraseAutomaton.step, without_failure_links)
     ],
     partial(constraints.check_law, "within a token", "rollback", ["frequency"]): [
-        ("a match in a token missed, by rollback", TokenAutomaton.read, complete_at_the_end_alone)
+        ("a match in a token missed, by rollback", BanList.read, complete_at_the_end_alone)
     ],
     partial(
         constraints.test_the_text_is_that_of_plain_decoding,
@@ -305,9 +314,7 @@ CONSTRAINTS = {
         "the content may begin as the marker does",
         0,
     ): [("content not rewound", AfterThinking.rewind, content_left_as_it_is)],
-    repeating_marker: [
-        ("a marker begun again is missed", token_table._fallbacks, changed(lambda found: [0] * len(found)))
-    ],
+    repeating_marker: [("a marker begun again is missed", ThinkingTokens._thought, begun_marker_forgotten)],
 }
 
 MUTANTS = caught_by(TRANSFORMS, CONSTRAINTS)

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foredraft.constraints.banned import BannedByMask, BannedByRollback
-from foredraft.constraints.phrases import PhraseAutomaton, PhraseTrack, Symbols, TokenAutomaton, prompt_state
-from foredraft.constraints.token_masks import TokenMasks
-from foredraft.constraints.token_table import TokenTable
+from foredraft.constraints.banned import BanList, BannedByMask, BannedByRollback
+from foredraft.constraints.phrases import PhraseAutomaton, Symbols
+from foredraft.constraints.token_masks import TokenTable
 from foredraft.decode.constraint import Constraint
 from tests.support.parts import Remembering
 
@@ -33,14 +32,11 @@ class Ban:
     def shipped(self) -> Constraint:
         symbols = Symbols(ignore_case=self.ignore_case, whole_words=self.whole_words)
         automaton = PhraseAutomaton(self.phrases, symbols, self.stops)
-        table = TokenTable(self.texts, self.ends)
-        start = automaton.start
-        if self.prompt:
-            start = prompt_state(automaton, [self.texts[token] for token in self.prompt])
-        track = PhraseTrack(TokenAutomaton(automaton, table), start, self.last)
+        banned = BanList(automaton, TokenTable(self.texts, self.ends))
+        start = automaton.after([self.texts[token] for token in self.prompt])
         if self.mode == "mask":
-            return BannedByMask(TokenMasks(automaton, table), track)
-        return BannedByRollback(track, len(self.texts), self.rollbacks, holds_all=True)
+            return BannedByMask(banned, start, self.last)
+        return BannedByRollback(banned, start, self.last, self.rollbacks, holds_all=True)
 
     def defined(self) -> Constraint:
         return ByDefinition(self) if self.mode == "mask" else RollbackByDefinition(self)

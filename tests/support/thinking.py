@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from foredraft.constraints.combined import AfterThinking
-from foredraft.constraints.grammar import Grammar, MaskThreads, Pace, compile_grammar, grammar_tokenizer
-from foredraft.constraints.token_table import ThinkingTokens
+from foredraft.constraints.combined import AfterThinking, ThinkingTokens
+from foredraft.constraints.grammar import Grammar, Grammars
 from foredraft.decode.constraint import Constraint
 from tests.support.parts import Remembering
 
@@ -49,20 +49,13 @@ class Thought:
         return self
 
     @cached_property
-    def parts(self) -> tuple[ThinkingTokens, Grammar]:
-        size = len(self.texts)
-        tokenizer = grammar_tokenizer(Spelling(self.texts), size, self.ends)
-        pace = Pace(MaskThreads(), small=True)
-        matcher = compile_grammar(*self.grammar, tokenizer, pace)
-        grammar = Grammar(matcher, self.ends, tokenizer.eos_token, size, self.grammar[0], pace)
-        return ThinkingTokens(self.texts, self.opens, self.closes, self.ends), grammar
+    def parts(self) -> tuple[ThinkingTokens, Callable[[], Grammar]]:
+        grammars = Grammars(Spelling(self.texts), len(self.texts), self.ends)
+        return ThinkingTokens(self.texts, self.opens, self.closes, self.ends), grammars.maker(*self.grammar)
 
     def shipped(self) -> AfterThinking:
         tokens, grammar = self.parts
-        own = Grammar(
-            grammar._matcher.deep_copy(), self.ends, grammar._end, len(self.texts), grammar.option, grammar._pace
-        )  # fmt: skip
-        return AfterThinking(tokens, self.begun, own)
+        return AfterThinking(tokens, self.begun, grammar())
 
     def defined(self) -> Constraint:
         return ByDefinition(self)

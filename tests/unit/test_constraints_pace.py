@@ -14,20 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llguidance import LLTokenizer
 
 from foredraft import demo
 from foredraft.constraints import grammar
 from foredraft.constraints.grammar import (
     PATIENCE,
     SECONDS_PER_MASK,
-    Grammar,
+    Grammars,
     MaskThreads,
     Pace,
     check_grammar,
-    compile_grammar,
-    grammar_tokenizer,
-    with_slices,
 )
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.spec import ModelSpec
@@ -179,26 +175,26 @@ HONEST: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> tuple[ByteCodec, LLTokenizer, int]:
+def vocabulary() -> tuple[ByteCodec, Grammars]:
     folder = demo.target_path()
     read, spec = Tokenizer.from_folder(folder), ModelSpec.from_folder(folder)
     assert read is not None
     codec = ByteCodec(read)
-    return codec, with_slices(grammar_tokenizer(codec, spec.vocab_size, frozenset([0]))), spec.vocab_size
+    return codec, Grammars(codec, spec.vocab_size, frozenset([0]))
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_large_schemas_pass_all_limits(
-    name: str, vocabulary: tuple[ByteCodec, LLTokenizer, int], threads: MaskThreads
+    name: str, vocabulary: tuple[ByteCodec, Grammars], threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (schema, value), (codec, tokenizer, size) = HONEST[name], vocabulary
-    text, option, request = json.dumps(schema), "json_schema", Pace(threads)
-    check_grammar(option, text)
-    ends = frozenset([0])
-    grammar = Grammar(compile_grammar(option, text, tokenizer, request), ends, 0, size, option, request)
+    (schema, value), (codec, grammars) = HONEST[name], vocabulary
+    monkeypatch.setattr(grammar, "SMALL", 0)
+    monkeypatch.setattr(grammars, "threads", threads)
+    check_grammar("json_schema", json.dumps(schema))
+    made = grammars.maker("json_schema", json.dumps(schema))()
     for token in codec.spell(json.dumps(value)):
-        mask = grammar.mask()
+        mask = made.mask()
         assert mask is not None and bool(mask[token])
-        grammar.advance(token)
-    mask = grammar.mask()
+        made.advance(token)
+    mask = made.mask()
     assert mask is not None and bool(mask[0]), "the text is whole"

@@ -1,7 +1,9 @@
-"""The pool of threads: the same bits whatever its threads do; threads that stall, sleep, fork or come late."""
+"""The pool of threads: the same bits whatever its threads do; threads that stall, sleep, fork or come late. And C
+programs around the kernels under sanitisers: they stay within their buffers and free their memory."""
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import threading
@@ -20,7 +22,8 @@ from tests.unit.test_kernels_passes import decoders, text_logits
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 TESTS = Path(__file__).parents[1]
-PROGRAM, STALLS = TESTS / "pool.c", TESTS / "pool_stalls.h"
+PROGRAM, STALLS, MEMORY = (TESTS / name for name in ("pool.c", "pool_stalls.h", "kernels_memory.c"))
+SANITISERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FLAGS = ("-O1", "-g", "-pthread", f"-I{TESTS}")
 TRIES = 8  # of a planted defect: stalls are random
 # Seconds until a program counts as one that does not end, and those with a planted defect; they end within one.
@@ -46,10 +49,10 @@ DEFECTS = {
 }  # fmt: skip
 
 
-def compiled(folder: Path, *flags: str) -> Path:
+def compiled(folder: Path, *flags: str, source: Path = PROGRAM) -> Path:
     program = folder / "program"
-    command = [*(building.compiler() or ()), *FLAGS, *flags, str(PROGRAM), "-o", str(program)]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [*(building.compiler() or ()), *FLAGS, *flags, str(source), "-o", str(program), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
     return program
 
 
@@ -149,3 +152,22 @@ def test_tensors_live_until_no_thread_is_late() -> None:
     assert any(held is kept for used in pool._kept for held in used)
     pool.settle()
     assert not pool._kept
+
+
+# the widest tiles of this CPU, and the portable code
+@pytest.mark.heavy
+@pytest.mark.parametrize("cpu", ["-march=native", pytest.param("-march=x86-64", marks=pytest.mark.slow)])
+def test_the_sanitisers_of_memory_find_nothing(cpu: str, tmp_path: Path) -> None:
+    if cpu == "-march=x86-64" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("every CPU of this kind compiles the same")
+    (tmp_path / "empty.c").write_text("int main(void) { return 0; }\n")
+    try:
+        compiled(tmp_path, *SANITISERS, source=tmp_path / "empty.c")
+    except subprocess.CalledProcessError:
+        pytest.skip("the compiler has no sanitisers")
+    flags = (*SANITISERS, "-O0", "-Wno-psabi", f"-I{building.HERE}", cpu)
+    program = compiled(tmp_path, *flags, source=MEMORY)
+    # The OpenMP library keeps memory until the process ends; leaks of the kernels are counted by the program.
+    options = {"ASAN_OPTIONS": "detect_leaks=0"}
+    ran = subprocess.run([program], capture_output=True, text=True, env=options)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

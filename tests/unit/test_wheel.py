@@ -67,11 +67,11 @@ def test_a_wheel_with_kernels_is_for_one_platform_and_little_larger(wheel: Path)
 PROGRAM = """
 import sys
 import foredraft
-from foredraft.kernels import building, compilation, machine
+from foredraft.kernels import building, compilation
 
 assert building.compiler() is None
 [level] = [level for level in building.LEVELS if level.name == sys.argv[1]]
-machine.cpu_features = lambda: level.needs
+compilation.cpu_features = lambda: level.needs
 assert compilation.library()._name.endswith(f"libraries/{level.name}.so")
 greedy = foredraft.SamplingParams(max_new_tokens=32, temperature=0.0)
 outputs = [

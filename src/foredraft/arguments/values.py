@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from foredraft.errors import NO_VALUE, Text, did_you_mean, invalid_at
 
@@ -15,67 +15,53 @@ MAX_WHOLE = 2**31 - 1  # of counts of tokens: what 32 bits hold
 
 
 class Unfit(Exception):
-    """A value does not fit its option.
-
-    Args:
-        remedy: What to do instead.
-        problem: What is wrong, where the value itself does not show it; the error then leaves the value out.
-        value: What the error shows as the value; by default the value as it was given.
-    """
+    """A value does not fit its option; `remedy` says what to do instead."""
 
     def __init__(self, remedy: Text, problem: str = "", value: Any = NO_VALUE) -> None:
         super().__init__(remedy)
-        self.remedy, self.problem, self.value = remedy, problem, value
+        self.remedy = remedy
+        self.problem = problem  # where the value itself does not show it; the error then leaves the value out
+        self.value = value  # what the error shows as the value; if not given, the value as it was given
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Any value; the base of the kinds of values.
+    """Any value; the base of the kinds of values."""
 
-    Args:
-        what: What to give, for the remedy.
-    """
-
-    what: Text = ""
+    what: Text = ""  # what to give, for the remedy
+    types: ClassVar[Any] = object  # of the values that fit
 
     def read(self, given: Any) -> Any:
-        """Return a user's value in the form in which the option keeps it.
-
-        Raises:
-            Unfit: The option does not take it.
-        """
+        """Return a user's value in the form in which the option keeps it; raise Unfit for a wrong one."""
         if not self.fits(given):
             raise Unfit(self.remedy(given))
         return given
 
     def fits(self, given: Any) -> bool:
-        """Return whether the option takes a value."""
-        return True
+        return isinstance(given, self.types)
 
     def remedy(self, given: Any) -> Text:
         """Return what to give in place of a value that does not fit."""
         return f"give {self.what}" if isinstance(self.what, str) else ("give ", *self.what)
 
+    def several(self, given: Any, fits: Callable[[Any], object], least: int = 0) -> tuple[Any, ...]:
+        """Return the values of a list or a tuple, of which each must fit."""
+        if not isinstance(given, tuple | list) or len(given) < least or not all(map(fits, given)):
+            raise Unfit(self.remedy(given))
+        return tuple(given)
+
 
 @dataclass(frozen=True, slots=True)
 class Number(Value):
-    """A number within bounds.
-
-    Args:
-        what: What to give, for the remedy.
-        least: The lower bound.
-        most: The upper bound; by default any number that is not infinite.
-        above: The lower bound itself does not fit.
-    """
+    """A number within bounds, and never an infinite one."""
 
     least: float = 0.0
     most: float = sys.float_info.max
-    above: bool = False
+    above: bool = False  # the lower bound itself does not fit
 
     def fits(self, given: Any) -> bool:
-        return (
-            is_number(given) and self.least <= given <= self.most and not (self.above and given == self.least)
-        )
+        fits = is_number(given) and self.least <= given <= self.most
+        return fits and not (self.above and given == self.least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +80,7 @@ class Flag(Value):
     """True or False."""
 
     what: Text = "True or False"
-
-    def fits(self, given: Any) -> bool:
-        return isinstance(given, bool)
+    types: ClassVar[Any] = bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,47 +97,36 @@ class Words(Value):
 class Name(Value):
     """The name of something that only the loaded model can look up."""
 
-    def fits(self, given: Any) -> bool:
-        return isinstance(given, str)
+    types: ClassVar[Any] = str
 
 
 @dataclass(frozen=True, slots=True)
 class Source(Value):
     """A folder, a file or a hub id."""
 
-    def fits(self, given: Any) -> bool:
-        return isinstance(given, str | Path)
+    types: ClassVar[Any] = str | Path
 
 
 @dataclass(frozen=True, slots=True)
-class Sources(Value):
+class Sources(Source):
     """A source or several, kept as a tuple."""
 
     def read(self, given: Any) -> tuple[str | Path, ...]:
-        several = (given,) if isinstance(given, str | Path) else given
-        if not isinstance(several, tuple | list) or not all(isinstance(each, str | Path) for each in several):
-            raise Unfit(self.remedy(given))
-        return tuple(several)
+        return self.several((given,) if self.fits(given) else given, self.fits)
 
 
 @dataclass(frozen=True, slots=True)
 class File(Value):
     """A file."""
 
-    def fits(self, given: Any) -> bool:
-        return isinstance(given, Path)
+    types: ClassVar[Any] = Path
 
 
 @dataclass(frozen=True, slots=True)
 class Choice(Value):
-    """One of several names.
+    """One of several names; without `what`, the remedy lists them."""
 
-    Args:
-        what: What to give, for the remedy; by default the names.
-        names: The names, such as the keys of a table, which are read when a value is checked.
-    """
-
-    names: Collection[str] = ()
+    names: Collection[str] = ()  # such as the keys of a table, which are read when a value is checked
 
     def fits(self, given: Any) -> bool:
         return given in tuple(self.names)  # of a tuple, because a value that is not hashable is compared too
@@ -165,41 +138,27 @@ class Choice(Value):
 
 @dataclass(frozen=True, slots=True)
 class Strings(Value):
-    """A string or several, kept as a tuple without repetitions.
-
-    Args:
-        what: What to give, for the remedy.
-        least: How many it must be at least.
-    """
+    """A string or several, kept as a tuple without repetitions."""
 
     what: Text = "a string or several, none of them empty"
-    least: int = 0
+    least: int = 0  # how many
 
     def read(self, given: Any) -> tuple[str, ...]:
         several = (given,) if isinstance(given, str) else given
-        fits = isinstance(several, tuple | list) and all(is_text(each) and each for each in several)
-        if not fits or len(several) < self.least:
-            raise Unfit(self.remedy(given))
-        return tuple(dict.fromkeys(several))
+        return tuple(dict.fromkeys(self.several(several, lambda each: is_text(each) and each, self.least)))
 
 
 @dataclass(frozen=True, slots=True)
 class Ids(Value):
-    """Several token ids, kept as a tuple without repetitions.
-
-    Args:
-        what: What to give, for the remedy.
-        least: How many they must be at least.
-    """
+    """Several token ids, kept as a tuple without repetitions."""
 
     what: Text = "a list of whole token ids"
-    least: int = 0
+    least: int = 0  # how many
 
     def read(self, given: Any) -> tuple[int, ...]:
-        fits = isinstance(given, tuple | list) and all(is_whole(each, 0, MAX_WHOLE) for each in given)
-        if not fits or len(given) < self.least:
-            raise Unfit(self.remedy(given))
-        return tuple(dict.fromkeys(given))
+        return tuple(
+            dict.fromkeys(self.several(given, lambda each: is_whole(each, 0, MAX_WHOLE), self.least))
+        )
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -8,96 +8,80 @@ text, and drawing goes on with new noise. Both look at text, so no tokenisation 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, PhraseTrack, Symbols, TokenAutomaton
-from foredraft.constraints.token_masks import TokenMasks
-from foredraft.constraints.token_table import TokenTable
+from foredraft.constraints import KEPT_BYTES, KEPT_LISTS, LRUCache
+from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, PhraseState, Symbols
+from foredraft.constraints.token_masks import TokenMasks, TokenTable
 from foredraft.decode.constraint import Constraint
+from foredraft.decode.params import SamplingParams
+from foredraft.model.byte_codec import ByteCodec
+from foredraft.model.tokenizer import Tokenizer
 
-KEPT_LISTS = 16  # of phrases, compiled; one ban of 10,000 phrases takes some 100 MB with its masks
-KEPT_BYTES = 256 << 10  # of their phrases together; an automaton takes some 350 bytes a byte
-
-K = TypeVar("K", bound=Hashable)
-T = TypeVar("T")
-
-
-class LRUCache(Generic[K, T]):
-    """Values by key; those that were not asked for the longest go first. Safe from several threads."""
-
-    def __init__(self, most: int, size: int) -> None:
-        self._most, self._size, self.total = most, size, 0
-        self._values: OrderedDict[K, tuple[T, int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: K, size: int, make: Callable[[], T]) -> T:
-        """Return the value of a key, made now if it is not kept; size: what it counts."""
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key][0]
-        value = make()  # may take long
-        if size <= self._size:
-            with self._lock:
-                self._drop(key)
-                self._values[key] = value, size
-                self.total += size
-                while len(self._values) > self._most or self.total > self._size:
-                    self._drop(next(iter(self._values)))
-        return value
-
-    def _drop(self, key: K) -> None:
-        _, size = self._values.pop(key, (None, 0))
-        self.total -= size
+KEPT_MOVES = 1 << 16  # some 20 MB: a text makes the same moves again, and a round walks a draft twice
 
 
-class Phrases(NamedTuple):
-    """Banned phrases, how they are compared, and strings at which a text may be cut off."""
+class Move(NamedTuple):
+    """What a token does to a state."""
 
-    phrases: tuple[str, ...]
-    ignore_case: bool
-    whole_words: bool
-    endings: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(len(text.encode()) for texts in (self.phrases, self.endings) for text in texts)
+    state: PhraseState  # afterwards
+    symbols: int  # the number that the token adds
+    joined: int  # how many of them are of a character that began before the token
+    waits: bool  # the token adds bytes to a character that began before it, which is still incomplete
+    # the symbol with which the first complete phrase begins, counted from the first that the token adds
+    found: int | None
 
 
 class BanList:
-    def __init__(self, ban: Phrases, table: TokenTable) -> None:
-        symbols = Symbols(ignore_case=ban.ignore_case, whole_words=ban.whole_words)
-        self._phrases = PhraseAutomaton(ban.phrases, symbols, ban.endings)
-        self._table = table
+    """A phrase automaton over a vocabulary; sequences share it."""
 
-    @cached_property
-    def automaton(self) -> TokenAutomaton:
-        return TokenAutomaton(self._phrases, self._table)
+    def __init__(self, phrases: PhraseAutomaton, table: TokenTable) -> None:
+        self.phrases, self.table = phrases, table
+        self._moves: dict[tuple[PhraseState, int, bool], Move] = {}
 
     @cached_property
     def masks(self) -> TokenMasks:
-        return TokenMasks(self._phrases, self._table)
+        return TokenMasks(self.phrases, self.table)
 
-    def has_safe_token(self, *, ends_are_barred: bool) -> bool:
-        """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
-        return bool(self._table.ends and not ends_are_barred) or self._speaks_safely
+    def read(self, state: PhraseState, token: int, last: bool = False) -> Move:
+        """Return the move of a token; last: the text ends with it."""
+        key = state, token, last
+        move = self._moves.get(key)
+        if move is None:
+            if len(self._moves) >= KEPT_MOVES:
+                self._moves.clear()
+            move = self._moves[key] = self._move(*key)
+        return move
+
+    def _move(self, state: PhraseState, token: int, last: bool) -> Move:
+        phrases, (node, begun) = self.phrases, state
+        text = self.table.texts[token]
+        symbols, pending = phrases.decoded(begun, text)
+        joined, waits = 0, bool(begun) and not symbols
+        if begun and symbols:
+            joined = len(phrases.symbols.of((begun + text).decode("utf-8", "replace")[0]))
+        if last or token in self.table.ends:
+            symbols += phrases.symbols.edge
+        state = PhraseState(phrases.walk(node, symbols), pending)
+        return Move(state, len(symbols), joined, waits, phrases.search(node, symbols))
 
     @cached_property
     def _speaks_safely(self) -> bool:
-        phrases, table = self._phrases, self._table
-        first = {pattern.lstrip(BOUNDARY)[0] for pattern in phrases.patterns}
-        for id in table.speaks.nonzero()[:, 0].tolist():
-            symbols, pending = phrases.decoded(b"", table.texts[id])
+        """Whether some token with text can never be forbidden by a rollback: it begins no phrase."""
+        first = {pattern.lstrip(BOUNDARY)[0] for pattern in self.phrases.patterns}
+        for id in self.table.speaks.nonzero()[:, 0].tolist():
+            symbols, pending = self.phrases.decoded(b"", self.table.texts[id])
             if not pending and not first.intersection(symbols):
                 return True
         return False
+
+    def has_safe_token(self, *, ends_are_barred: bool) -> bool:
+        return bool(self.table.ends and not ends_are_barred) or self._speaks_safely
 
 
 NO_TOKEN = "ban: every token would complete banned text"
@@ -106,73 +90,103 @@ NO_TOKEN = "ban: every token would complete banned text"
 TAKEN_BACK, MIN_TAKEN_BACK = 4, 64
 
 
+class _Step(NamedTuple):
+    """Where a text stands after some tokens."""
+
+    state: PhraseState  # of the automaton
+    symbols: int  # of all these tokens
+    begun: int  # the token with the first byte of an incomplete character; -1 where it is in the prompt
+
+
 class _Ban(Constraint):
-    """A ban that follows a text by a track of its phrases."""
+    """A ban that follows a text by the automaton's state after every new token."""
 
     narrow, option = False, "ban"
 
-    def __init__(self, track: PhraseTrack) -> None:
-        self._track = track
+    def __init__(self, banned: BanList, start: PhraseState, last: int) -> None:
+        self._banned, self._last = banned, last  # the text ends with so many new tokens
+        self._tokens: list[int] = []  # new tokens read
+        self._steps = [_Step(start, 0, -1 if start.pending else 0)]  # after n tokens
+        self._owners: list[int] = []  # the token with the first byte of each symbol; -1: it is in the prompt
 
     @property
     def length(self) -> int:
-        return len(self._track.tokens)
+        return len(self._tokens)
+
+    def push(self, token: int) -> int | None:
+        """Read a token; return the token with which a phrase that is complete begins, None without one."""
+        index, (state, symbols, begun) = self.length, self._steps[-1]
+        move = self._banned.read(state, token, index + 1 == self._last)
+        self._tokens.append(token)
+        self._owners += [begun] * move.joined + [index] * (move.symbols - move.joined)
+        self._steps.append(_Step(move.state, len(self._owners), begun if move.waits else index))
+        return None if move.found is None else self._owner(symbols + move.found)
 
     def rewind(self, length: int) -> None:
-        self._track.rewind(length)
+        del self._tokens[length:], self._steps[length + 1 :]
+        del self._owners[self._steps[-1].symbols :]
+
+    def _owner(self, symbol: int) -> int:
+        """Return the index of the token with the first byte of a symbol; 0 for one of the prompt."""
+        return max(0, self._owners[symbol]) if symbol >= 0 else 0
+
+    def awaits_boundary(self) -> int | None:
+        """Return the first token of a phrase that the end of the text would complete; None without one."""
+        state, symbols, _ = self._steps[-1]
+        phrases = self._banned.phrases
+        found = phrases.search(state.node, phrases.symbols.edge)
+        return None if found is None else self._owner(symbols + found)
 
     def may_be_cut(self) -> int:
-        return self._track.may_be_cut()
+        open_phrase = self.awaits_boundary()
+        return self.length if open_phrase is None else open_phrase
 
 
 class BannedByMask(_Ban):
     """Forbids tokens that complete a phrase."""
 
-    def __init__(self, masks: TokenMasks, track: PhraseTrack) -> None:
-        super().__init__(track)
-        self._masks = masks
-
     def mask(self) -> Tensor | None:
-        return self._masks.allowed(self._track.state, self._track.left)
+        left = max(0, self._last - self.length - 1)  # tokens that may follow the next one
+        return self._banned.masks.allowed(self._steps[-1].state, left)
 
     def advance(self, token: int) -> int:
-        self._track.push(token)
+        self.push(token)
         return self.length
 
     def settled(self) -> int:
-        return self._track.may_be_cut()
+        return self.may_be_cut()
 
     def retreat(self) -> int | None:
         self.ended_by = NO_TOKEN
-        return self._track.awaits_boundary()  # a whole word must not stand at the end
+        return self.awaits_boundary()  # a whole word must not stand at the end
 
 
 class BannedByRollback(_Ban):
     """Takes back phrases that are complete."""
 
-    def __init__(self, track: PhraseTrack, vocabulary: int, most: int, *, holds_all: bool) -> None:
-        super().__init__(track)
-        self._vocabulary, self._most, self._holds_all = vocabulary, most, holds_all
+    def __init__(self, banned: BanList, start: PhraseState, last: int, most: int, *, holds_all: bool) -> None:
+        super().__init__(banned, start, last)
+        self._most, self._holds_all = most, holds_all
         self._forbidden: dict[int, set[int]] = {}  # length of the text -> tokens that may not follow it
         self._rollbacks = self._taken_back = 0
-        self._most_taken_back = TAKEN_BACK * max(track.last, MIN_TAKEN_BACK)
+        self._most_taken_back = TAKEN_BACK * max(last, MIN_TAKEN_BACK)
 
     def mask(self) -> Tensor | None:
-        forbidden = self._forbidden.get(self.length)
+        forbidden, table = self._forbidden.get(self.length), self._banned.table
         if not forbidden:
             return None
-        mask = torch.ones(self._vocabulary, dtype=torch.bool)
+        mask = torch.ones(len(table.texts), dtype=torch.bool)
         mask[list(forbidden)] = False
-        return self._track.automaton.table.without_idle(mask)
+        return table.without_idle(mask)
 
     def advance(self, token: int) -> int:
-        first = self._track.push(token)
-        return self.length if first is None else max(0, first)
+        first = self.push(token)
+        return self.length if first is None else first
 
     def roll_back(self, length: int) -> None:
-        token = self._track.tokens[length]
+        token = self._tokens[length]
         self._taken_back += self.length - length
-        self._track.rewind(length)
+        self.rewind(length)
         self._forbidden = {at: tokens for at, tokens in self._forbidden.items() if at <= length}
         self._forbidden.setdefault(length, set()).add(token)
         self._rollbacks += 1
@@ -188,4 +202,78 @@ class BannedByRollback(_Ban):
         return self.length - 1
 
     def settled(self) -> int:
-        return 0 if self._holds_all else self._track.settled()
+        """Return the leading tokens that no phrase can take back; an open one takes all from its first."""
+        length = 0 if self._holds_all else self.length
+        while (first := self._first_open(length)) < length:
+            length = first
+        return length
+
+    def _first_open(self, length: int) -> int:
+        """Return the first of `length` tokens that may hold an open phrase's beginning; `length` for none."""
+        phrases, (state, symbols, begun) = self._banned.phrases, self._steps[length]
+        is_open = phrases.depth[state.node] - phrases.symbols.whole_words
+        first = self._owner(symbols - is_open) if is_open > 0 else length
+        return max(0, min(first, begun)) if state.pending else first
+
+
+class _Asked(NamedTuple):
+    """What a request bans; requests that ask for the same share a list."""
+
+    phrases: tuple[str, ...]
+    ignore_case: bool
+    whole_words: bool
+    stops: tuple[str, ...]  # strings at which the text may be cut off
+    ends: frozenset[int]
+    show_special: bool
+
+
+class Bans:
+    """Makes the bans of requests to one model."""
+
+    def __init__(self, tokenizer: Tokenizer, codec: ByteCodec, vocabulary: int) -> None:
+        self._tokenizer, self._codec, self._vocabulary = tokenizer, codec, vocabulary
+        self._table = lru_cache(4)(self._make_table)
+        self.lists = LRUCache[_Asked, BanList](KEPT_LISTS, KEPT_BYTES)
+
+    def maker(
+        self, prompt: list[int], params: SamplingParams, ends: frozenset[int], show_special: bool
+    ) -> Callable[[], Constraint]:
+        """Return a function that makes the ban of each sequence; what they share is made here."""
+        stops = () if params.include_stop else tuple(params.stop)
+        same = params.ban_ignore_case, params.ban_whole_words
+        asked = _Asked(tuple(params.ban), *same, stops, ends, show_special)
+        size = sum(len(text.encode()) for text in (*asked.phrases, *stops))
+        banned = self.lists.get(asked, size, lambda: self._made(asked))
+        start, last = banned.phrases.start, params.max_new_tokens
+        if params.ban_prompt:
+            start = self._prompt_state(banned, prompt, show_special)
+        if params.ban_mode == "mask":
+            return lambda: BannedByMask(banned, start, last)
+        holds_all = params.text_grammar is not None or not banned.has_safe_token(
+            ends_are_barred=params.min_new_tokens > 0
+        )
+        return lambda: BannedByRollback(banned, start, last, params.ban_rollbacks, holds_all=holds_all)
+
+    def _made(self, asked: _Asked) -> BanList:
+        symbols = Symbols(ignore_case=asked.ignore_case, whole_words=asked.whole_words)
+        automaton = PhraseAutomaton(asked.phrases, symbols, asked.stops)
+        return BanList(automaton, self._table(asked.ends, asked.show_special))
+
+    def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
+        texts = self._codec.table(self._vocabulary)
+        for content, id in self._codec.specials.items() if show_special else ():
+            if id < self._vocabulary:
+                texts[id] = content.encode()
+        return TokenTable(tuple(texts), ends)
+
+    def _prompt_state(self, banned: BanList, prompt: list[int], show_special: bool) -> PhraseState:
+        """Return the automaton's state after as much of the prompt's end as a phrase may span."""
+        phrases, texts = banned.phrases, list[bytes | None]()
+        reach = 4 * max(map(len, phrases.patterns)) + 4
+        for token in reversed(prompt):
+            if reach <= 0:
+                break
+            text = banned.table.texts[token]
+            texts.append(None if not show_special and token in self._tokenizer.special else text)
+            reach -= len(text)
+        return phrases.after(texts[::-1])

@@ -2,18 +2,20 @@
 thinking.
 
 In the thinking every token is allowed, but for the ends of a text. Where thinking is optional, what begins
-the opening marker is allowed beside what begins the content.
+the opening marker is allowed beside what begins the content. Markers are looked for in bytes, so that no
+other tokenisation of one slips through. A token that completes the closing marker may add line breaks, and
+nothing else: the content begins with a token of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.constraints.token_table import Phase, ThinkingPlace, ThinkingTokens
 from foredraft.decode.constraint import Constraint
 
 
@@ -42,6 +44,84 @@ def mask_of(ids: Collection[int], vocabulary: int) -> Tensor:
     mask = torch.zeros(vocabulary, dtype=torch.bool)
     mask[list(ids)] = True
     return mask
+
+
+LINE_BREAK = b"\n"
+LINE_BREAKS = 2  # between the closing marker and the content, at most, as chat templates write them
+
+
+class Phase(Enum):
+    """Where a text stands; what `ThinkingPlace.read` counts in each phase."""
+
+    OPENING = "bytes of the opening marker"
+    THINKING = "last bytes that begin the closing marker"
+    BREAK = "line breaks behind the closing marker"
+    CONTENT = "nothing"
+
+
+class ThinkingPlace(NamedTuple):
+    phase: Phase
+    read: int = 0
+
+
+CONTENT = ThinkingPlace(Phase.CONTENT)
+
+
+class ThinkingTokens:
+    """The tokens of a vocabulary, seen from the markers of thinking; sequences share it."""
+
+    def __init__(self, texts: Sequence[bytes], opens: str, closes: str, ends: Collection[int]) -> None:
+        self._texts, self._ends = texts, list(ends)
+        self._opens, self._closes = opens.encode(), closes.encode()
+        self._masks: dict[ThinkingPlace, Tensor] = {}
+
+    def after(self, place: ThinkingPlace, token: int) -> ThinkingPlace | None:
+        """Return where a text stands after a token; one of no marker and no thinking begins the content."""
+        (phase, read), text = place, self._texts[token]
+        if phase is Phase.THINKING:
+            return self._thought(read, text)
+        if phase is Phase.OPENING:
+            rest = self._opens[read:]
+            if text.startswith(rest):
+                return self._thought(0, text.removeprefix(rest))
+            goes_on = bool(text) and rest.startswith(text)
+            return ThinkingPlace(Phase.OPENING, read + len(text)) if goes_on else CONTENT
+        return (_breaks(text, read) if phase is Phase.BREAK and text else None) or CONTENT
+
+    def _thought(self, read: int, text: bytes) -> ThinkingPlace | None:
+        """Return where a text stands after further bytes of thinking."""
+        before, marker, rest = (self._closes[:read] + text).partition(self._closes)
+        if marker:
+            return _breaks(rest)
+        begun = range(len(self._closes) - 1, 0, -1)
+        read = next((count for count in begun if before.endswith(self._closes[:count])), 0)
+        return ThinkingPlace(Phase.THINKING, read)
+
+    def mask(self, place: ThinkingPlace) -> Tensor:
+        """Return the tokens that may follow before the content, [V] bool; the caller does not write to it."""
+        mask = self._masks.get(place)
+        if mask is None:
+            mask = self._masks[place] = self._made(place)
+        return mask
+
+    def _made(self, place: ThinkingPlace) -> Tensor:
+        thinks = place.phase is Phase.THINKING
+        mask, texts = torch.full((len(self._texts),), thinks), enumerate(self._texts)
+        if thinks:  # a token that ends it wrongly has the marker's last byte
+            last = self._closes[-1]
+            mask[[id for id, text in texts if last in text and self.after(place, id) is None]] = False
+        else:
+            first = self._opens[place.read :][:1] if place.phase is Phase.OPENING else LINE_BREAK
+            starting = [id for id, text in texts if text.startswith(first)]
+            mask[[id for id in starting if self.after(place, id) not in (None, CONTENT)]] = True
+        mask[self._ends] = False
+        return mask
+
+
+def _breaks(text: bytes, before: int = 0) -> ThinkingPlace | None:
+    """Return where a text stands after line breaks; None for other text, or for more than may come."""
+    breaks = before + len(text)
+    return None if text.strip(LINE_BREAK) or breaks > LINE_BREAKS else ThinkingPlace(Phase.BREAK, breaks)
 
 
 class _ThinkingStep(NamedTuple):
@@ -80,7 +160,7 @@ class AfterThinking(Constraint):
 
     def advance(self, token: int) -> int:
         place, begin = self._steps[-1]
-        after = self._tokens.after(place, token) or ThinkingPlace(Phase.CONTENT)
+        after = self._tokens.after(place, token) or CONTENT
         if after.phase is Phase.BREAK:
             begin = self.length + 1
         elif after.phase is Phase.THINKING:

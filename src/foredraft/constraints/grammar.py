@@ -15,6 +15,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
+from itertools import count
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
+from foredraft.constraints import SIMPLER
 from foredraft.constraints.gbnf import is_gbnf, lark_of
 from foredraft.decode.constraint import Constraint, ConstraintError
 from foredraft.errors import RequestError
@@ -34,8 +37,14 @@ SECONDS_PER_MASK = 0.02  # of a processor: what each mask may take
 PATIENCE = 0.5  # of a processor: by how much the masks of a request may exceed that together
 MAX_OVERDUE = 2  # masks that run for no use, from which on no further grammar is taken
 
-Task: TypeAlias = Callable[[], object]
-Answer: TypeAlias = tuple[object, float, BaseException | None]  # with seconds of a processor, and the error
+Mask: TypeAlias = tuple[bytes, float]  # with the seconds of a processor that it took
+Task: TypeAlias = Callable[[], Mask | None]
+
+
+def computed(matcher: LLMatcher) -> Mask:
+    began = time.thread_time()
+    mask: bytes = matcher.compute_bitmask()
+    return mask, time.thread_time() - began
 
 
 class MaskThreads:
@@ -46,24 +55,23 @@ class MaskThreads:
         self._lock = threading.Lock()
         self.overdue = 0  # masks that run for no use
 
-    def compute(self, matcher: LLMatcher) -> tuple[bytes, float]:
-        """Return the mask of a matcher, and the seconds of a processor that it took."""
+    def compute(self, matcher: LLMatcher) -> Mask:
         try:
             thread = self._idle.get_nowait()
         except queue.Empty:
             thread = _Thread()
-        thread.tasks.put(matcher.compute_bitmask)
+        thread.tasks.put(lambda: computed(matcher))
         try:
-            mask, seconds, error = thread.answers.get(timeout=OVERDUE)
+            answer = thread.answers.get(timeout=OVERDUE)
         except queue.Empty:
             self._count(1)
             thread.tasks.put(lambda: self._count(-1))
             raise TimeoutError from None
         self._idle.put(thread)
-        if error is not None:
-            raise error
-        assert isinstance(mask, bytes)
-        return mask, seconds
+        if isinstance(answer, BaseException):
+            raise answer
+        assert answer is not None, "a mask was asked for"
+        return answer
 
     def _count(self, more: int) -> None:
         with self._lock:
@@ -75,7 +83,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self.tasks = queue.SimpleQueue[Task | None]()
-        self.answers = queue.SimpleQueue[Answer]()
+        self.answers = queue.SimpleQueue[Mask | BaseException | None]()
         given = self.tasks, self.answers
         threading.Thread(target=_serve, args=given, name="foredraft-masks", daemon=True).start()
 
@@ -83,28 +91,22 @@ class _Thread:
         self.tasks.put(None)
 
 
-def _serve(tasks: queue.SimpleQueue[Task | None], answers: queue.SimpleQueue[Answer]) -> None:
+def _serve(
+    tasks: queue.SimpleQueue[Task | None], answers: queue.SimpleQueue[Mask | BaseException | None]
+) -> None:
     while (task := tasks.get()) is not None:
-        began, answer, failed = time.thread_time(), None, None
         try:
-            answer = task()
+            answers.put(task())
         except BaseException as error:  # the caller raises it
-            failed = error
-        answers.put((answer, time.thread_time() - began, failed))
-        del task, answer, failed  # an idle thread keeps no grammar alive
-
-
-def _compute_here(matcher: LLMatcher) -> tuple[bytes, float]:
-    began = time.thread_time()
-    mask: bytes = matcher.compute_bitmask()
-    return mask, time.thread_time() - began
+            answers.put(error)
+        del task  # an idle thread keeps no grammar alive
 
 
 class Pace:
     """The time of one request's grammar. Its samples share it, as they share the grammar's states."""
 
     def __init__(self, threads: MaskThreads, *, small: bool = False) -> None:
-        self._compute = _compute_here if small else threads.compute
+        self._compute = computed if small else threads.compute
         self._behind = 0.0  # seconds by which the masks exceed what they may take
         self._error: str | None = None
 
@@ -146,7 +148,7 @@ LIMITS = LLParserLimits(
     max_lexer_states=65_536,  # 0.3 to 2 kB each, for all samples of a request
     verbose_errors=False,  # a message says what was exceeded, not the whole state
 )
-SIMPLER = "give a simpler one"
+SUPPORTED = "correct it, or leave out what is not supported"
 DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # reasons of the library to stop that are no failures
 SPELLED = 512  # characters of forced text that are cut into tokens: all of a long one took 0.1 s a mask
 SILENT = b"\xff"  # begins the name of a token that adds no text; no text contains this byte
@@ -171,11 +173,6 @@ class _Vocabulary:
         if len(text) <= SPELLED:
             return ids
         return ids[: len(ids) - len(ids) // 4]  # what follows the cut may change the tokens before it
-
-
-def grammar_tokenizer(codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
-    wrapped = _Vocabulary(codec, vocabulary, ends)
-    return LLTokenizer(TokenizerWrapper(wrapped), n_vocab=vocabulary, slices=[])
 
 
 def with_slices(tokenizer: LLTokenizer) -> LLTokenizer:
@@ -210,30 +207,55 @@ def _source(option: str, text: str) -> str:
     if option == "grammar":
         return LLMatcher.grammar_from_lark(lark_of(option, text) if is_gbnf(text) else text)
     try:
-        return LLMatcher.grammar_from_json_schema(
-            json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
-        )
+        schema = json.loads(text)
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
     except ValueError as error:
-        raise _refused(
-            option, f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
-        ) from error
+        reason = f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
+        raise _refused(option, reason) from error
 
 
-def _refused(
-    option: str, message: str, remedy: str = "correct it, or leave out what is not supported"
-) -> RequestError:
-    return RequestError(f"is refused: {_one_line(message)}", option=option, remedy=remedy)
+def _refused(option: str, message: str, remedy: str = SUPPORTED) -> RequestError:
+    """Return an error with a message of the library on one line, and the place in a regular expression."""
+    said = " ".join(message.split())
+    if (place := POINTED.search(message)) is not None:
+        said = f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
+    elif said.startswith("oneOf constraints are not supported"):  # it goes on with a setting of the library
+        said = "oneOf is supported only where its parts exclude each other; anyOf always"
+    return RequestError(f"is refused: {said}", option=option, remedy=remedy)
 
 
-def _one_line(message: str) -> str:
-    """Return a message of the library on one line, with the place of an error in a regular expression."""
-    place = POINTED.search(message)
-    if place is not None:
-        return f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
-    # the message of the library goes on with a setting that no option here reaches
-    if message.startswith("oneOf constraints are not supported"):
-        return "oneOf is supported only where its parts exclude each other; anyOf always"
-    return " ".join(message.split())
+SMALL = 2048  # characters of a schema or a regular expression; a mask of 50 recursive lists takes 0.04 s
+# Requests with a grammar before slices are made for them: a process most often has only one, and slices would
+# double its wait for the first token.
+WITHOUT_SLICES = 1
+
+
+class Grammars:
+    """Makes the grammars of requests to one model."""
+
+    def __init__(self, codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> None:
+        self.vocabulary, self.ends = vocabulary, ends
+        wrapped = TokenizerWrapper(_Vocabulary(codec, vocabulary, ends))
+        self._plain = LLTokenizer(wrapped, n_vocab=vocabulary, slices=[])
+        self.end = self._plain.eos_token  # the library needs one; perhaps none of `ends`
+        self._used = count()
+        self.threads = MaskThreads()
+
+    @cached_property
+    def _sliced(self) -> LLTokenizer:
+        return with_slices(self._plain)
+
+    def maker(self, option: str, text: str) -> Callable[[], Grammar]:
+        """Return a function that makes the grammar of each sequence; what they share is made here."""
+        if self.threads.overdue >= MAX_OVERDUE:
+            raise RequestError(
+                f"cannot be used now: {MAX_OVERDUE} masks of other requests, which were too slow, still run",
+                option=option, remedy="try again later",
+            )  # fmt: skip
+        tokenizer = self._sliced if next(self._used) >= WITHOUT_SLICES else self._plain
+        pace = Pace(self.threads, small=option != "grammar" and len(text) <= SMALL)
+        matcher = compile_grammar(option, text, tokenizer, pace)
+        return lambda: Grammar(matcher.deep_copy(), self, option, pace)
 
 
 KEPT = 64  # latest lengths whose masks are kept, for drafts that are rewound; V bytes each
@@ -245,17 +267,13 @@ T = TypeVar("T")
 class Grammar(Constraint):
     """Allows the tokens with which the text can still become one of the grammar."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,  # at the beginning of a text; this sequence's own
-        ends: frozenset[int],  # ids that end a text
-        end: int,  # the id that ends a text for the library, which needs one; perhaps none of `ends`
-        vocabulary: int,  # size V
-        option: str,  # the option that asked for it, for `ended_by`
-        pace: Pace,  # of the request
-    ) -> None:
-        self._matcher, self._ends, self._end, self._pace = matcher, ends, end, pace
-        self._vocabulary, self.option = vocabulary, option
+    def __init__(self, matcher: LLMatcher, grammars: Grammars, option: str, pace: Pace) -> None:
+        self._matcher, self._pace = (
+            matcher,
+            pace,
+        )  # this sequence's own, at the beginning of a text; the request's
+        self._vocabulary, self._ends, self._end = grammars.vocabulary, grammars.ends, grammars.end
+        self.option = option
         self._tokens: list[int] = []  # read now and, behind `_length`, on the way that was last rewound
         self._length = 0
         self._ended_at: int | None = None  # the length with the first end; a draft may go on behind it
@@ -265,12 +283,8 @@ class Grammar(Constraint):
     def length(self) -> int:
         return self._length
 
-    @property
-    def _ended(self) -> bool:
-        return self._ended_at is not None
-
     def mask(self) -> Tensor | None:
-        if self._ended:
+        if self._ended_at is not None:
             return None
         mask = self._masks.get(self._length)
         if mask is None:
@@ -299,9 +313,9 @@ class Grammar(Constraint):
         return answer
 
     def advance(self, token: int) -> int:
-        if not self._ended and token in self._ends:
+        if self._ended_at is None and token in self._ends:
             self._ended_at = self._length + 1
-        elif not self._ended:
+        elif self._ended_at is None:
             read = self._ask(lambda: self._matcher.try_consume_tokens([token]))
             assert read == 1, f"the grammar forbids token {token}"
         if self._tokens[self._length : self._length + 1] != [token]:  # another way than the last one
@@ -320,15 +334,12 @@ class Grammar(Constraint):
         self._length = length
 
     def retreat(self) -> int | None:
-        whole = self._matcher.is_accepting()
-        self.ended_by = f"{self.option}: " + (
-            "the text is complete, and no end-of-text token is allowed"
-            if whole
-            else "no token can continue it"
-        )
+        is_whole = self._matcher.is_accepting()
+        whole, stuck = "the text is complete, and no end-of-text token is allowed", "no token can continue it"
+        self.ended_by = f"{self.option}: {whole if is_whole else stuck}"
         return None
 
     def forced(self, most: int) -> list[int]:
-        if self._ended or self._matcher.is_stopped():
+        if self._ended_at is not None or self._matcher.is_stopped():
             return []
         return self._ask(self._matcher.compute_ff_tokens)[:most]

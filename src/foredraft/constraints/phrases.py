@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import re
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -19,41 +18,31 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from foredraft.constraints.token_table import TokenTable
-
-BLOCK = 64
 FIRST_BITS = {2: 0x1F, 3: 0x0F, 4: 0x07}  # length of a character in bytes -> bits of its first byte
 LEAST = {2: 0x80, 3: 0x800, 4: 0x10000}  # the first code point of that length
 LAST, SURROGATES = 0x110000, range(0xD800, 0xE000)
 CASED = 0x20000  # behind the last letter with a case
-
-
-def is_word(character: str) -> bool:
-    return character.isalnum() or character == "_"
+BOUNDARY = "\ud800"  # a lone surrogate: no text contains it
+BETWEEN = "\ud802"  # another one, between texts that become symbols in one call
+ROOT = 0
 
 
 def missing_bytes(pending: bytes) -> int:
     """Return how many bytes an incomplete character lacks."""
-    return _length(pending) - len(pending)
+    return (2 if pending[0] < 0xE0 else 3 if pending[0] < 0xF0 else 4) - len(pending)
 
 
 def code_points(pending: bytes) -> range:
     """Return the code points of the characters that begin with these bytes, surrogates left out."""
-    length = _length(pending)
+    missing = missing_bytes(pending)
+    length, bits = len(pending) + missing, 6 * missing
     value = pending[0] & FIRST_BITS[length]
     for byte in pending[1:]:
         value = value << 6 | byte & 0x3F
-    bits = 6 * (length - len(pending))
     first, stop = max(value << bits, LEAST[length]), min((value + 1) << bits, LAST)
     if stop - 1 in SURROGATES:  # only those of the bytes ED and ED A0 to ED BF
         stop = max(first, SURROGATES.start) if first < SURROGATES.start else first
     return range(first, stop)
-
-
-def words_within(points: range) -> int:
-    """Return how many characters of a range, as `code_points` gives it, belong to words."""
-    counts = _words_before()
-    return int(counts[points.stop // BLOCK] - counts[points.start // BLOCK])
 
 
 @lru_cache(1)
@@ -64,23 +53,18 @@ def cased_characters() -> list[str]:
     ]
 
 
-def _length(pending: bytes) -> int:
-    return 2 if pending[0] < 0xE0 else 3 if pending[0] < 0xF0 else 4
+def is_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
 
 
 @lru_cache(1)
-def _words_before() -> npt.NDArray[np.int64]:
-    """Return the number of characters of words before each block of 64 code points."""
+def word_characters() -> npt.NDArray[np.bool_]:
+    """Return `is_word` of every code point."""
     words, every = np.zeros(LAST, dtype=bool), np.arange(LAST, dtype="<u4")
-    # \w is the same as `is_word`, and a million calls would take 0.2 s
+    # \w is the same, and a million calls would take 0.2 s
     for run in re.finditer(r"\w+", every.tobytes().decode("utf-32-le", "surrogatepass")):
         words[slice(*run.span())] = True
-    return np.concatenate([[0], np.cumsum(words.reshape(-1, BLOCK).sum(1))])
-
-
-BOUNDARY = "\ud800"  # a lone surrogate: no text contains it
-BETWEEN = "\ud802"  # another one, between texts that become symbols in one call
-ROOT = 0
+    return words
 
 
 class Symbols(dict[int, str]):
@@ -89,6 +73,7 @@ class Symbols(dict[int, str]):
     def __init__(self, *, ignore_case: bool, whole_words: bool) -> None:
         super().__init__({ord(BETWEEN): BETWEEN})
         self.ignore_case, self.whole_words = ignore_case, whole_words
+        self.edge = BOUNDARY if whole_words else ""  # what the end of a text adds
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -110,11 +95,6 @@ class Symbols(dict[int, str]):
             return [*texts]
         return BETWEEN.join(texts).translate(self).split(BETWEEN)
 
-    def pattern(self, phrase: str) -> str:
-        """Return the symbols that a text with the phrase contains."""
-        edge = BOUNDARY if self.whole_words else ""
-        return edge + self.of(phrase) + edge
-
 
 class PhraseState(NamedTuple):
     """Where an automaton stands: a node, and the bytes of an incomplete character."""
@@ -128,23 +108,20 @@ class PhraseAutomaton:
 
     def __init__(self, phrases: Seq[str], symbols: Symbols, endings: Seq[str] = ()) -> None:
         self.symbols = symbols  # how text becomes symbols
-        patterns = {symbols.pattern(phrase) for phrase in phrases}
+        patterns = {symbols.edge + symbols.of(phrase) + symbols.edge for phrase in phrases}
         if symbols.whole_words:
-            patterns |= {
-                pattern[:-1] + symbols.of(ending)
-                for pattern in list(patterns)
-                for ending in endings
-                if not symbols.of(ending).startswith(BOUNDARY)
-            }
-        self.patterns = sorted(patterns)  # all patterns, sorted
+            ends = [end for ending in endings if not (end := symbols.of(ending)).startswith(BOUNDARY)]
+            patterns |= {pattern[:-1] + end for pattern in [*patterns] for end in ends}
+        self.patterns = sorted(patterns)
         self.depth, self.shortest, self.fallback = [0], [0], [ROOT]
+        self.below = [range(len(self.patterns))]  # of each node, the patterns that begin as it does
         self._next: list[dict[str, int]] = [{}]
-        for pattern in self.patterns:
-            self.shortest[self._insert(pattern)] = len(pattern)
+        for place, pattern in enumerate(self.patterns):
+            self._insert(place, pattern)
         self._link()
-        self.start = PhraseState(self.step(ROOT, BOUNDARY) if symbols.whole_words else ROOT)
+        self.start = PhraseState(self.step(ROOT, symbols.edge) if symbols.whole_words else ROOT)
 
-    def _insert(self, pattern: str) -> int:
+    def _insert(self, place: int, pattern: str) -> None:
         node = ROOT
         for symbol in pattern:
             child = self._next[node].get(symbol)
@@ -154,8 +131,10 @@ class PhraseAutomaton:
                 self.depth.append(self.depth[node] + 1)
                 self.shortest.append(0)
                 self.fallback.append(ROOT)
+                self.below.append(range(place, place))
             node = child
-        return node
+            self.below[node] = range(self.below[node].start, place + 1)
+        self.shortest[node] = len(pattern)
 
     def _link(self) -> None:
         """Set every node's fallback, and the shortest pattern that ends with it."""
@@ -179,13 +158,17 @@ class PhraseAutomaton:
             node = self.step(node, symbol)
         return node
 
-    def path(self, pattern: str) -> list[int]:
-        """Return the nodes of a pattern's beginnings, the root left out."""
-        nodes, node = [], ROOT
-        for symbol in pattern:
-            node = self._next[node][symbol]
-            nodes.append(node)
-        return nodes
+    def search(self, node: int, symbols: str) -> int | None:
+        """Return which of `symbols` begins the first phrase that they complete; below 0: an earlier one."""
+        for count, symbol in enumerate(symbols, start=1):
+            node = self.step(node, symbol)
+            if length := self.shortest[node]:
+                return count - length + self.symbols.whole_words
+        return None
+
+    def completes(self, node: int, symbols: str) -> bool:
+        """Return whether a pattern is complete within `symbols` after `node`."""
+        return self.search(node, symbols) is not None
 
     def decoded(self, pending: bytes, text: bytes) -> tuple[str, bytes]:
         """Return the symbols that bytes complete, and the bytes of an incomplete character behind them."""
@@ -193,175 +176,13 @@ class PhraseAutomaton:
         characters, used = codecs.utf_8_decode(data, "replace", False)
         return self.symbols.of(characters), data[used:]
 
-    def first_symbols(self, pending: bytes, text: bytes) -> str:
-        """Return the symbols of the first character that bytes complete."""
-        characters, _ = codecs.utf_8_decode(pending + text, "replace", False)
-        return self.symbols.of(characters[:1])
-
-    def broken(self, pending: bytes) -> str:
-        """Return the symbols of an incomplete character that no further byte completes."""
-        return self.symbols.of(pending.decode("utf-8", "replace"))
-
-    def completes(self, node: int, symbols: str) -> bool:
-        """Return whether a pattern is complete within `symbols` after `node`."""
-        for symbol in symbols:
-            node = self.step(node, symbol)
-            if self.shortest[node]:
-                return True
-        return False
-
-    @property
-    def end_symbols(self) -> str:
-        """The symbols that the end of a text adds; an incomplete character there adds none."""
-        return BOUNDARY if self.symbols.whole_words else ""
-
-    def suffixes(self, node: int) -> list[int]:
-        """Return the nodes of all suffixes of the text at `node` that begin a pattern, the root left out."""
-        nodes = []
-        while node != ROOT:
-            nodes.append(node)
-            node = self.fallback[node]
-        return nodes
-
-
-KEPT_MOVES = 1 << 16  # some 20 MB: a text makes the same moves again, and a round walks a draft twice
-
-
-class Move(NamedTuple):
-    """What a token does to a state."""
-
-    state: PhraseState  # afterwards
-    symbols: int  # the number that the token adds
-    joined: int  # how many of them are of a character that began before the token
-    waits: bool  # the token adds bytes to a character that began before it, which is still incomplete
-    # the symbol with which the first complete phrase begins, counted from the first that the token adds
-    found: int | None
-
-
-class TokenAutomaton:
-    """A phrase automaton over a vocabulary; sequences share it."""
-
-    def __init__(self, phrases: PhraseAutomaton, table: TokenTable) -> None:
-        self.phrases, self.table = phrases, table
-        self._moves: dict[tuple[PhraseState, int, bool], Move] = {}
-
-    def read(self, state: PhraseState, token: int, last: bool = False) -> Move:
-        """Return the move of a token; last: the text ends with it."""
-        key = state, token, last
-        move = self._moves.get(key)
-        if move is None:
-            if len(self._moves) >= KEPT_MOVES:
-                self._moves.clear()
-            move = self._moves[key] = self._move(*key)
-        return move
-
-    def _move(self, state: PhraseState, token: int, last: bool) -> Move:
-        phrases, text = self.phrases, self.table.texts[token]
-        symbols, pending = phrases.decoded(state.pending, text)
-        joined = len(phrases.first_symbols(state.pending, text)) if state.pending else 0
-        waits = bool(state.pending) and not symbols
-        if last or token in self.table.ends:
-            symbols += phrases.end_symbols
-        node, found = self._search(state.node, symbols)
-        return Move(PhraseState(node, pending), len(symbols), joined, waits, found)
-
-    def found_at_end(self, state: PhraseState) -> int | None:
-        return self._search(state.node, self.phrases.end_symbols)[1]
-
-    def _search(self, node: int, symbols: str) -> tuple[int, int | None]:
-        """Return the node after more symbols, and the symbol with which the first phrase in them begins."""
-        phrases, found = self.phrases, None
-        for count, symbol in enumerate(symbols, start=1):
-            node = phrases.step(node, symbol)
-            if found is None and (length := phrases.shortest[node]):
-                found = count - length + phrases.symbols.whole_words
-        return node, found
-
-
-class _Step(NamedTuple):
-    """Where a text stands after some tokens."""
-
-    state: PhraseState  # of the automaton
-    emitted: int  # symbols of all these tokens
-    begun: int  # the token with the first byte of an incomplete character; -1 where it is in the prompt
-    joined: int  # symbols of the character that the last token completed
-
-
-class PhraseTrack:
-    """The automaton's state after every new token."""
-
-    def __init__(self, automaton: TokenAutomaton, start: PhraseState, last: int) -> None:
-        self.automaton, self.last = automaton, last
-        self.tokens: list[int] = []  # new tokens read
-        self._steps = [_Step(start, 0, -1 if start.pending else 0, 0)]  # after n tokens
-
-    @property
-    def state(self) -> PhraseState:
-        return self._steps[-1].state
-
-    @property
-    def left(self) -> int:
-        """Tokens that may follow the next one."""
-        return max(0, self.last - len(self.tokens) - 1)
-
-    def push(self, token: int) -> int | None:
-        index, (state, emitted, begun, _) = len(self.tokens), self._steps[-1]
-        move = self.automaton.read(state, token, index + 1 == self.last)
-        self.tokens.append(token)
-        self._steps.append(
-            _Step(move.state, emitted + move.symbols, begun if move.waits else index, move.joined)
-        )
-        return None if move.found is None else self._owner(emitted + move.found)
-
-    def rewind(self, length: int) -> None:
-        del self.tokens[length:]
-        del self._steps[length + 1 :]
-
-    def settled(self) -> int:
-        """Return the leading tokens that no phrase can take back; an open one takes all from its first."""
-        length = len(self.tokens)
-        while (first := self._first_open(length)) < length:
-            length = first
-        return length
-
-    def _first_open(self, length: int) -> int:
-        """Return the first of `length` tokens that may hold an open phrase's beginning; `length` for none."""
-        phrases, (state, emitted, begun, _) = self.automaton.phrases, self._steps[length]
-        symbols = phrases.depth[state.node] - phrases.symbols.whole_words
-        first = length
-        if symbols > 0:
-            first = max(0, self._owner(emitted - symbols))
-        return max(0, min(first, begun)) if state.pending else first
-
-    def awaits_boundary(self) -> int | None:
-        """Return the first token of a phrase that the end of the text would complete; None without one."""
-        state, emitted, *_ = self._steps[-1]
-        found = self.automaton.found_at_end(state)
-        return None if found is None else max(0, self._owner(emitted + found))
-
-    def may_be_cut(self) -> int:
-        """Return the leading tokens that may stand alone: no phrase is complete at their end."""
-        open_phrase = self.awaits_boundary()
-        return len(self.tokens) if open_phrase is None else open_phrase
-
-    def _owner(self, symbol: int) -> int:
-        """Return the index of the token with the first byte of a symbol; -1 for one of the prompt."""
-        if symbol < 0:
-            return -1
-        index = bisect_right(self._steps, symbol, key=lambda step: step.emitted) - 1
-        step = self._steps[index]
-        if index < len(self.tokens) and symbol - step.emitted < self._steps[index + 1].joined:
-            return step.begun
-        return min(index, len(self.tokens) - 1)
-
-
-def prompt_state(automaton: PhraseAutomaton, texts: list[bytes | None]) -> PhraseState:
-    """Return the state after a prompt, whose special tokens (None) cut its text."""
-    node, pending = automaton.start
-    for text in texts:
-        if text is None:
-            node, pending = automaton.start
-            continue
-        symbols, pending = automaton.decoded(pending, text)
-        node = automaton.walk(node, symbols)
-    return PhraseState(node, pending)
+    def after(self, texts: Seq[bytes | None]) -> PhraseState:
+        """Return the state after a prompt, whose special tokens (None) cut its text."""
+        node, pending = self.start
+        for text in texts:
+            if text is None:
+                node, pending = self.start
+                continue
+            symbols, pending = self.decoded(pending, text)
+            node = self.walk(node, symbols)
+        return PhraseState(node, pending)

@@ -1,4 +1,5 @@
-"""TokenMasks: the tokens that lead to no banned phrase, for every state of a phrase automaton.
+"""TokenMasks: the tokens that lead to no banned phrase, for every state of a phrase automaton; the bytes that
+every token adds to a text.
 
 A token completes a phrase where a phrase lies within it, or where it starts with the remainder of a phrase
 that the text ends with: a range of the vocabulary sorted by symbols. So the mask of a new state costs a few
@@ -7,8 +8,11 @@ range look-ups. A token may leave a character open only if tokens can complete i
 
 from __future__ import annotations
 
+import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +26,11 @@ from foredraft.constraints.phrases import (
     PhraseState,
     cased_characters,
     code_points,
-    is_word,
     missing_bytes,
-    words_within,
+    word_characters,
 )
-from foredraft.constraints.token_table import TokenTable
 
+CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
 KEPT_BYTES = 64 << 20  # of masks: a text visits the same few states again and again
 # phrases below a node from which on its ranges are looked up before the first step: a thousand take 1 ms
 EAGER_PHRASES = 64
@@ -37,6 +40,72 @@ SORT_KEYS, SYMBOLS_IN_A_KEY = 2, 3  # streams are sorted by two int64 of three s
 FAR = 4  # tokens before the end of a text where it does not matter: three complete any open character
 
 Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    texts: tuple[bytes, ...]  # [V] the bytes that each id adds to a text; empty where it shows none
+    ends: frozenset[int] = frozenset()  # ids that end a text
+    _completions: dict[bytes, frozenset[tuple[str, bytes]]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def decoded(self) -> tuple[list[str], dict[int, bytes]]:
+        """The characters that each id completes by itself, [V], and the bytes that some ids leave open."""
+        decoded = [codecs.utf_8_decode(text, "replace", False) for text in self.texts]
+        uses = enumerate(zip(self.texts, decoded, strict=True))
+        pending = {id: text[used:] for id, (text, (_, used)) in uses if used < len(text)}
+        return [characters for characters, _ in decoded], pending
+
+    @cached_property
+    def silent(self) -> Tensor:
+        """Whether an id adds no text, [V] bool."""
+        lengths = np.fromiter(map(len, self.texts), dtype=np.int64, count=len(self.texts))
+        return torch.from_numpy(lengths == 0)
+
+    @cached_property
+    def idle(self) -> Tensor:
+        """Whether an id adds no text and is no end, [V] bool: a text of such tokens stands still."""
+        idle = self.silent.clone()
+        idle[[id for id in self.ends if id < len(self.texts)]] = False
+        return idle
+
+    @cached_property
+    def speaks(self) -> Tensor:
+        """Whether an id adds text and is no end, [V] bool."""
+        speaks = ~self.silent
+        speaks[[id for id in self.ends if id < len(self.texts)]] = False
+        return speaks
+
+    def without_idle(self, mask: Tensor) -> Tensor:
+        """Return the allowed tokens [V] bool; idle ones, which would fill a text, only beside others."""
+        return mask if bool((mask & self.speaks).any()) else mask & ~self.idle
+
+    @cached_property
+    def continuing(self) -> list[int]:
+        """Ids whose text begins with a continuation byte."""
+        return [id for id, text in enumerate(self.texts) if text and text[0] in CONTINUATION]
+
+    @cached_property
+    def has_all_continuations(self) -> bool:
+        """Whether tokens of one byte can complete every character, as in all byte-level vocabularies."""
+        return {bytes([byte]) for byte in CONTINUATION} <= {self.texts[id] for id in self.continuing}
+
+    def completions(self, pending: bytes) -> frozenset[tuple[str, bytes]]:
+        """Return how one token can continue an incomplete character without breaking any."""
+        found = self._completions.get(pending)
+        if found is None:
+            pairs = map(_characters, {pending + self.texts[id] for id in self.continuing})
+            found = self._completions[pending] = frozenset(pair for pair in pairs if pair is not None)
+        return found
+
+
+def _characters(data: bytes) -> tuple[str, bytes] | None:
+    """Return characters, and the bytes of an incomplete one behind them; None if a byte is invalid."""
+    try:
+        characters, used = codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    return characters, data[used:]
 
 
 class TokenMasks:
@@ -66,7 +135,7 @@ class TokenMasks:
                 continue
             self._within[id] = automaton.completes(ROOT, stream)
             if closing:
-                self._within_last[id] = automaton.completes(ROOT, stream + automaton.end_symbols)
+                self._within_last[id] = automaton.completes(ROOT, stream + BOUNDARY)
         self._silent = table.silent.numpy()
         self._ranges: dict[tuple[int, bool], Ids] = {}
         self._masks: dict[tuple[PhraseState, int], Tensor] = {}
@@ -74,9 +143,8 @@ class TokenMasks:
         self._symbols: dict[bytes, list[str]] = {}
         self._completable: dict[tuple[PhraseState, int], bool] = {}
         self._most = max(256, KEPT_BYTES // size)
-        self._spans = _spans(automaton)
-        for node, (first, stop) in enumerate(self._spans):
-            if node != ROOT and stop - first >= EAGER_PHRASES:
+        for node, below in enumerate(automaton.below):
+            if node != ROOT and len(below) >= EAGER_PHRASES:
                 self._starting(node, False)
 
     def allowed(self, state: PhraseState, left: int = FAR) -> Tensor:
@@ -95,12 +163,15 @@ class TokenMasks:
         if state.pending:
             return self._forbidden_mid_character(state, left)
         forbidden = self._within.copy() if left else (self._within | self._within_last)
-        for node in self.automaton.suffixes(state.node):
+        node = state.node
+        while node != ROOT:  # each suffix of the text that begins a pattern
             forbidden[self._starting(node, False)] = True
             if not left:
                 forbidden[self._starting(node, True)] = True
+            node = self.automaton.fallback[node]
         for (symbols, pending), ids in self._opening.items():
-            if self._is_always_completable(pending, left):
+            can_always = self.table.has_all_continuations and missing_bytes(pending) <= left
+            if can_always and OTHER in self._becomes(pending):  # in any state, one that no pattern has
                 continue
             if not self._can_complete(PhraseState(self.automaton.walk(state.node, symbols), pending), left):
                 forbidden[ids] = True
@@ -109,12 +180,12 @@ class TokenMasks:
     def _forbidden_mid_character(self, state: PhraseState, left: int) -> npt.NDArray[np.bool_]:
         """Return the forbidden tokens where the text ends within a character."""
         automaton, texts = self.automaton, self.table.texts
-        node, broken = state.node, automaton.broken(state.pending)
+        node, broken = state.node, automaton.symbols.of(state.pending.decode("utf-8", "replace"))
         if automaton.completes(node, broken):
             forbidden = np.ones(len(texts), dtype=bool)
         else:
             forbidden = self._forbidden(PhraseState(automaton.walk(node, broken)), left)
-        ends = automaton.completes(node, automaton.end_symbols)
+        ends = automaton.completes(node, automaton.symbols.edge)
         forbidden[self._silent] = ends and not left
         for id in self.table.ends:
             if not texts[id]:
@@ -125,7 +196,7 @@ class TokenMasks:
 
     def _may_continue(self, state: PhraseState, symbols: str, pending: bytes, left: int) -> bool:
         automaton = self.automaton
-        if automaton.completes(state.node, symbols + ("" if left else automaton.end_symbols)):
+        if automaton.completes(state.node, symbols + ("" if left else automaton.symbols.edge)):
             return False
         return not pending or self._can_complete(
             PhraseState(automaton.walk(state.node, symbols), pending), left
@@ -147,7 +218,7 @@ class TokenMasks:
         is_legal = not all(automaton.completes(node, symbols) for symbols in self._becomes(state.pending))
         if left == FAR and (not is_legal or self.table.has_all_continuations):
             return is_legal
-        if not is_legal and automaton.completes(node, automaton.end_symbols):
+        if not is_legal and automaton.completes(node, automaton.symbols.edge):
             return False
         after = left if left == FAR else left - 1
         return any(
@@ -159,64 +230,46 @@ class TokenMasks:
         """Return the symbols of all characters that an incomplete one can become; OTHER for unnamed ones."""
         found = self._symbols.get(pending)
         if found is None:
-            points = code_points(pending)
+            points, symbols = code_points(pending), self.automaton.symbols
             named = [code for code in self._named if code in points]
-            found = [self.automaton.symbols.of(chr(code)) for code in named]
-            if self.automaton.symbols.whole_words:
-                named_words = sum(is_word(chr(code)) for code in named)
-                words = words_within(points)
-                if words > named_words:
-                    found.append(OTHER)
-                if len(points) - words > len(named) - named_words:
-                    found.append(f"{BOUNDARY}{OTHER}{BOUNDARY}")
+            found = [symbols.of(chr(code)) for code in named]
+            if symbols.whole_words:
+                words = word_characters()[points.start : points.stop]
+                words = np.delete(words, [code - points.start for code in named])
+                found += [OTHER] if words.any() else []
+                found += [] if words.all() else [f"{BOUNDARY}{OTHER}{BOUNDARY}"]
             elif len(points) > len(named):
                 found.append(OTHER)
             self._symbols[pending] = found
         return found
 
-    def _is_always_completable(self, pending: bytes, left: int) -> bool:
-        """Return whether an incomplete character can become, in any state, one that no pattern has."""
-        return (
-            self.table.has_all_continuations
-            and missing_bytes(pending) <= left
-            and OTHER in self._becomes(pending)
-        )
-
     def _named_by_patterns(self) -> list[int]:
         """Return the code points of all characters whose symbols a pattern has."""
         symbols = self.automaton.symbols
-        alphabet = {symbol for pattern in self.automaton.patterns for symbol in pattern} - {BOUNDARY}
-        named = alphabet | (
-            {each for each in cased_characters() if symbols.of(each).strip(BOUNDARY) in alphabet}
-            if symbols.ignore_case
-            else set()
-        )
+        named = {symbol for pattern in self.automaton.patterns for symbol in pattern} - {BOUNDARY}
+        if symbols.ignore_case:
+            named |= {each for each in cased_characters() if symbols.of(each).strip(BOUNDARY) in named}
         return sorted(map(ord, named))
 
     def _starting(self, node: int, whole: bool) -> Ids:
         """Return the tokens that start with the remainder of a pattern after `node`."""
         found = self._ranges.get((node, whole))
         if found is None:
-            (first, stop), depth = self._spans[node], self.automaton.depth[node]
-            remainders = {pattern[depth:] for pattern in self.automaton.patterns[first:stop]} - {""}
-            ranges = [self._equal(each) if whole else self._prefixed(each) for each in remainders]
-            parts = [self._order[low:high] for low, high in ranges if low < high]
+            automaton, below = self.automaton, self.automaton.below[node]
+            patterns, depth = automaton.patterns[below.start : below.stop], automaton.depth[node]
+            remainders = {pattern[depth:] for pattern in patterns} - {""}
+            if whole:
+                remainders = {each[:-1] for each in remainders if each.endswith(BOUNDARY)}
+            parts = [self._order[self._range(each, whole)] for each in remainders]
             found = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
             self._ranges[node, whole] = found
         return found
 
-    def _prefixed(self, start: str) -> tuple[int, int]:
-        """Return the range of the sorted vocabulary that starts with `start`."""
-        low = bisect_left(self._sorted, start)
-        if low == len(self._sorted) or not self._sorted[low].startswith(start):
-            return 0, 0
-        return low, bisect_left(self._sorted, start[:-1] + chr(ord(start[-1]) + 1), low)
-
-    def _equal(self, remainder: str) -> tuple[int, int]:
-        if not remainder.endswith(BOUNDARY):
-            return 0, 0
-        text = remainder[:-1]
-        return bisect_left(self._sorted, text), bisect_right(self._sorted, text)
+    def _range(self, start: str, whole: bool) -> slice:
+        """Return which part of the sorted vocabulary starts with a text, or is that text as a whole."""
+        low, length = bisect_left(self._sorted, start), len(start)
+        key = None if whole else lambda stream: stream[:length]
+        return slice(low, bisect_right(self._sorted, start, low, key=key))
 
 
 def _codes(streams: list[str]) -> tuple[npt.NDArray[np.uint32], Ids]:
@@ -227,15 +280,12 @@ def _codes(streams: list[str]) -> tuple[npt.NDArray[np.uint32], Ids]:
 
 def _nearly_sorted(codes: npt.NDArray[np.uint32], ends: Ids) -> list[int]:
     """Return all ids by the first symbols of their streams, then by id; the rest of a sort is short."""
-    at, keys = np.concatenate([[0], ends[:-1]]), list[Ids]()
     padded = np.concatenate([codes.astype(np.int64) + 1, [0]])
-    for _ in range(SORT_KEYS):
-        key = np.zeros(len(ends), dtype=np.int64)
-        for _ in range(SYMBOLS_IN_A_KEY):
-            key = key << SYMBOL_BITS | np.where(at < ends, padded[np.minimum(at, len(codes))], 0)
-            at = at + 1
-        keys.append(key)
-    ids: list[int] = np.lexsort(keys[::-1]).tolist()
+    places = np.concatenate([[0], ends[:-1]])[:, None] + np.arange(SORT_KEYS * SYMBOLS_IN_A_KEY)
+    symbols = np.where(places < ends[:, None], padded[np.minimum(places, len(codes))], 0)
+    bits = SYMBOL_BITS * np.arange(SYMBOLS_IN_A_KEY)[::-1]
+    keys = (symbols.reshape(-1, SORT_KEYS, SYMBOLS_IN_A_KEY) << bits).sum(-1)
+    ids: list[int] = np.lexsort(keys.T[::-1]).tolist()
     return ids
 
 
@@ -251,12 +301,3 @@ def _where_patterns_may_begin(codes: npt.NDArray[np.uint32], ends: Ids, patterns
         at = at[np.isin(begun, [*wanted])]
     ids: list[int] = np.unique(np.searchsorted(ends, at, side="right")).tolist()
     return ids
-
-
-def _spans(automaton: PhraseAutomaton) -> list[tuple[int, int]]:
-    """Return each node's range of the sorted patterns: those that begin as the node does."""
-    spans = [(0, 0)] * len(automaton.depth)
-    for place, pattern in enumerate(automaton.patterns):
-        for node in automaton.path(pattern):
-            spans[node] = (place if spans[node] == (0, 0) else spans[node][0]), place + 1
-    return spans

@@ -20,6 +20,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ from foredraft.kernels import building
 from foredraft.kernels.building import NATIVE, Level
 
 logger = logging.getLogger(__name__)
-
 
 VARIABLE = "FOREDRAFT_CPU_LEVEL"
 MACOS = {  # what macOS calls instruction sets, in lower case -> what Linux calls them
@@ -94,39 +94,18 @@ def _system_lines() -> list[str]:
 
 def find_shipped() -> Path | None:
     """Return the best library that the wheel carries for this CPU, named by its level; None: no whole one."""
-    levels = usable_levels()
-    if (digests := _read_manifest()) is None:
-        return None
-    for level in levels:
-        path = building.LIBRARIES / f"{level.name}{building.SUFFIX}"
-        if level.name in digests:
-            if _digest_of(path) == digests[level.name]:
-                return path
-            logger.warning("%s is damaged and is not used; install foredraft again", path)
-    return None
-
-
-def no_shipped_because() -> str:
-    if not building.LIBRARIES.is_dir():
-        return "this installation carries no kernels"
-    if not cpu_levels():
-        return "this installation carries no kernels for this CPU"
-    return "the kernels that this installation carries are damaged or of another version"
-
-
-def _read_manifest() -> dict[str, str] | None:
+    levels, folder = usable_levels(), building.LIBRARIES
     try:
-        found = json.loads((building.LIBRARIES / building.MANIFEST).read_text(encoding="utf-8"))
-        return dict(found["libraries"]) if found["sources"] == building.sources_digest() else None
+        found = json.loads((folder / building.MANIFEST).read_text(encoding="utf-8"))
+        digests = dict(found["libraries"]) if found["sources"] == building.sources_digest() else {}
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _digest_of(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None
+    for path in (folder / f"{level.name}{building.SUFFIX}" for level in levels if level.name in digests):
+        with suppress(OSError):
+            if hashlib.sha256(path.read_bytes()).hexdigest() == digests[path.stem]:
+                return path
+        logger.warning("%s is damaged and is not used; install foredraft again", path)
+    return None
 
 
 KIND = "kernels"  # of the user's cache
@@ -204,7 +183,7 @@ def _library_or_reason() -> _Loaded | str:
             logger.warning("the kernels of this installation cannot be loaded (%s)", error)
     command = building.compiler()
     if command is None:
-        return f"{no_shipped_because()}, and {_no_compiler_because()}"
+        return _none_because()
     try:
         level = _level_of(command)
         return _Loaded(_compiled(command, level), level.name, compiled=True)
@@ -212,10 +191,16 @@ def _library_or_reason() -> _Loaded | str:
         return f"the kernels cannot be compiled ({_reason(error)})"
 
 
-def _no_compiler_because() -> str:
-    named = os.environ.get("CC")
-    found = "no C compiler was found (CC may name one)"
-    return f"CC is {named!r}, which is not a program" if named else found
+def _none_because() -> str:
+    """Return why there are no kernels where there is no compiler."""
+    shipped = "the kernels that this installation carries are damaged or of another version"
+    if not building.LIBRARIES.is_dir():
+        shipped = "this installation carries no kernels"
+    elif not cpu_levels():
+        shipped = "this installation carries no kernels for this CPU"
+    if named := os.environ.get("CC"):
+        return f"{shipped}, and CC is {named!r}, which is not a program"
+    return f"{shipped}, and no C compiler was found (CC may name one)"
 
 
 def _level_of(command: list[str]) -> Level:
@@ -246,19 +231,15 @@ def _compiled(command: list[str], level: Level) -> ctypes.CDLL:
                 return _build(command, new, level)
     except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, foreign, or mounted noexec
         failed = error
-    built = _built_elsewhere(command, level)
+    user_cache.sweep(Path(tempfile.gettempdir()), ELSEWHERE)
+    with tempfile.TemporaryDirectory(prefix=ELSEWHERE) as folder:  # a loaded library outlives its file
+        built = _build(command, Path(folder) / f"kernels{building.SUFFIX}", level)
     if failed is not None:
         # The cache warned of a folder that others can write.
         severity = logging.INFO if isinstance(failed, user_cache.NotPrivateError) else logging.WARNING
         message = "the kernels are compiled at every start: the cache cannot hold them (%s)"
         logger.log(severity, message, _reason(failed))
     return built
-
-
-def _built_elsewhere(command: list[str], level: Level) -> ctypes.CDLL:
-    user_cache.sweep(Path(tempfile.gettempdir()), ELSEWHERE)
-    with tempfile.TemporaryDirectory(prefix=ELSEWHERE) as folder:  # a loaded library outlives its file
-        return _build(command, Path(folder) / f"kernels{building.SUFFIX}", level)
 
 
 def _build(command: list[str], path: Path, level: Level) -> ctypes.CDLL:

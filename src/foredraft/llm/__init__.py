@@ -18,8 +18,7 @@ from typing import Any, Literal, Unpack, cast
 import torch
 
 from foredraft.arguments import clear_calls
-from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.banned import KEPT_BYTES, KEPT_LISTS, LRUCache
+from foredraft.constraints import KEPT_BYTES, KEPT_LISTS, ConstraintFactory, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
