@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,10 @@ import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
-from foredraft.llm.driver import Inbox
 from foredraft.llm.requests import Submission
+from foredraft.llm.service import AHEAD
 from tests.support import checkpoints
-from tests.support.loaded import engine_of
+from tests.support.loaded import between_steps, engine_of
 
 PARAMS = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 LONG = PARAMS.replace(max_new_tokens=400)
@@ -72,41 +74,13 @@ def test_commands_of_threads_survive_one_fault(llm: foredraft.LLM, monkeypatch: 
 
     monkeypatch.setattr(engine_of(llm), "step", slow)
     monkeypatch.setattr(Engine, "submit", unlucky(Engine.submit, 5))
-    found: dict[int, foredraft.Output] = {}
-
-    def work(token: int) -> None:
-        [found[token]] = llm.generate([token, 7], PARAMS)
-
-    threads = [threading.Thread(target=work, args=(token,), daemon=True) for token in (8, 5, 6)]
-    for waiting, thread in enumerate(threads):
-        thread.start()
-        while len(llm._driver._waiters) <= waiting:  # the order of the commands is that of the threads
-            thread.join(timeout=0.01)
+    with ThreadPoolExecutor(3) as pool:
+        asked = {token: pool.submit(llm.generate, [token, 7], PARAMS) for token in (8, 5, 6)}
         assert begun.wait(60)
-    go_on.set()
-    for thread in threads:
-        thread.join(timeout=60)
+        go_on.set()
+        found = {token: each.result(60)[0] for token, each in asked.items()}
     assert found[6].token_ids == want and found[8].finish_reason == "length"
     assert found[5].error == "ValueError: unlucky"
-
-
-def test_a_thread_that_leaves_hands_on_its_turn(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, found = engine_of(llm).step, list[foredraft.Output]()
-    worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], LONG)), daemon=True)
-
-    def slow() -> Any:
-        if threading.current_thread() is not worker and not worker.is_alive():
-            worker.start()
-            while len(llm._driver._waiters) < 2:
-                worker.join(0.01)
-            worker.join(0.1)  # by now it waits
-        return step()
-
-    with monkeypatch.context() as planted:
-        planted.setattr(engine_of(llm), "step", slow)
-        llm.generate([6, 7], PARAMS.replace(max_new_tokens=1))
-    worker.join(timeout=60)
-    assert [output.finish_reason for output in found] == ["length"]
 
 
 def sequence_of(llm: foredraft.LLM) -> Sequence:
@@ -128,16 +102,14 @@ def test_cancelling_a_sequence_that_never_began_or_has_ended_changes_nothing(llm
     assert engine.scheduler.idle
 
 
-def test_a_dropped_stream_is_cancelled_before_the_next_step(llm: foredraft.LLM) -> None:
+def test_a_dropped_stream_is_cancelled(llm: foredraft.LLM) -> None:
     stream = llm.stream([5, 6], LONG)
     next(stream)
     [dropped] = engine_of(llm).rows.sequences
-    rounds = dropped.round_count
     del stream
     gc.collect()
-    llm.generate([6, 7], PARAMS)
-    assert dropped.finish == "cancelled" and dropped.round_count == rounds
-    assert engine_of(llm).scheduler.idle and not llm._driver.inbox._watched
+    between_steps(llm)
+    assert dropped.finish == "cancelled" and engine_of(llm).scheduler.idle
 
 
 def test_a_stream_dropped_meanwhile_is_cancelled(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +128,9 @@ def test_a_stream_dropped_meanwhile_is_cancelled(llm: foredraft.LLM, monkeypatch
 
     monkeypatch.setattr(Engine, "cancel", cancel_and_collect)
     streams[0].close()
-    assert engine_of(llm).scheduler.idle and not llm._driver.inbox
+    between_steps(llm)
+    between_steps(llm)
+    assert engine_of(llm).scheduler.idle
 
 
 def test_a_closed_stream_has_no_more_pieces_and_never_starts(llm: foredraft.LLM) -> None:
@@ -167,22 +141,48 @@ def test_a_closed_stream_has_no_more_pieces_and_never_starts(llm: foredraft.LLM)
     next(stream)
     stream.close()
     stream.close()
+    between_steps(llm)
     assert list(stream) == [] and engine_of(llm).scheduler.idle
 
 
-def test_a_command_of_the_last_moment_is_kept(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_waits_for_the_reader_of_a_stream(llm: foredraft.LLM) -> None:
     stream = llm.stream([5, 6], LONG)
     next(stream)
-    carry_out, closed = Inbox.carry_out, []
+    [sequence] = engine_of(llm).rows.sequences
+    while stream._request.wants:
+        between_steps(llm)
+    rounds = sequence.round_count
+    between_steps(llm)
+    assert sequence.round_count == rounds <= 1 + AHEAD
+    assert [*stream][-1].output.finish_reason == "length"  # type: ignore[union-attr]
 
-    def close_after(inbox: Inbox) -> None:
-        carry_out(inbox)
-        if not closed:
-            closed.append(threading.Thread(target=stream.close))
-            closed[0].start()
-            closed[0].join(60)  # it finds the turn taken, and does not wait
 
-    monkeypatch.setattr(Inbox, "carry_out", close_after)
-    llm.cancel_all()
-    assert closed and not closed[0].is_alive()
-    assert engine_of(llm).scheduler.idle and not llm._driver.inbox
+def test_a_failure_of_the_engine_reaches_every_caller(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise OSError("the device is gone")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(engine_of(llm), "step", broken)
+        for call in (lambda: llm.generate([6, 7], PARAMS), lambda: next(llm.stream([6, 7], PARAMS))):
+            with pytest.raises(OSError, match="the device is gone"):
+                call()
+        assert engine_of(llm).scheduler.idle
+    assert llm.generate([6, 7], PARAMS)[0].finish_reason == "length"
+
+
+def test_the_progress_of_a_prompt_is_reported_to_its_caller(tmp_path: Path) -> None:
+    reports: list[tuple[Any, ...]] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "prefill":
+            reports.append((threading.current_thread(), done, total))
+            raise ZeroDivisionError
+
+    folder = checkpoints.save_checkpoint(tmp_path / "model")
+    with foredraft.load(folder, drafter="none", max_length=512, policy="fixed", progress=progress) as llm:
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([5] * 300, PARAMS)
+        between_steps(llm)
+        assert reports == [(threading.current_thread(), 256, 299)] and engine_of(llm).scheduler.idle
