@@ -20,7 +20,9 @@ from foredraft.decode import engine as engine_module
 from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, DraftPass, ModelFreeDrafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
+from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import Sequence
 from foredraft.model.runner import DraftInputs, Forward
 from foredraft.profiling import host, measured_samples, profile, timing

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.policy import Signal
-from foredraft.decode.policy.base import target_confidence
+from foredraft.decode.policy import Signal, target_confidence
 from foredraft.decode.round_draft import AcceptResult, Draft
 from foredraft.decode.scores import Integers, Score, score, scores_in
 from foredraft.decode.sequence import Sequence

@@ -335,9 +335,14 @@ class RequestHandle(Request):
         self.service, self.pieces, self.owner = service, pieces, owner
 
     @property
+    def prompt(self) -> list[int]:
+        """The ids of the prompt as it is read."""
+        return self.sequences[0].prompt
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt as it is read."""
-        return len(self.sequences[0].prompt)
+        return len(self.prompt)
 
     @property
     def over(self) -> bool:

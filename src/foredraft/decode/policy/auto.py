@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias
 
-from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
+from foredraft.decode.policy import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import (
     PRIOR_ALPHA,
     AcceptanceEstimate,
