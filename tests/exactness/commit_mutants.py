@@ -386,7 +386,7 @@ def confidence_of_the_first_position() -> tuple[Edit, ...]:
     def mutate_confidence(sound: Function) -> Function:
         return lambda logits, tokens, signal: sound(seen["logits"][:, 0], tokens, signal)
 
-    remember = before(lambda sequences, draft, verdict, p, logits, *rest: seen.update(logits=logits))
+    remember = before(lambda sequences, draft, given, *rest: seen.update(logits=given.logits))
     return (fetch_results, remember), (target_confidence, mutate_confidence)
 
 

@@ -154,7 +154,7 @@ def engine_of(
     target: Any = FakeRunner(machine, "target", 2.0, 0.1)
     drafters = drafters or (Small(FakeRunner(machine, "small", 0.3, 0.01)), Free())
     named, cache = {each.name: each for each in drafters}, target.new_cache(4, positions)
-    return Engine(target, cache, policy or Fixed(3), named, vocabulary=VOCABULARY, device=CPU)
+    return Engine(target, cache, policy or Fixed(3), named, vocabulary=VOCABULARY)
 
 
 def measured(machine: Machine) -> profile.Profile:
