@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from foredraft import SamplingParams
-from foredraft.constraints import ConstraintFactory
+from foredraft.constraints.factory import ConstraintFactory
 from foredraft.decode.engine import Engine
 from foredraft.decode.text_buffer import StopAutomaton
 from foredraft.llm import LLM

@@ -15,8 +15,8 @@ from llguidance import LLParserLimits
 
 import foredraft
 from foredraft import LLM, Output, RequestError, SamplingParams
-from foredraft.constraints import grammar
-from foredraft.constraints.banned import KEPT_BYTES, BannedByMask, BannedByRollback, LRUCache
+from foredraft.constraints import KEPT_BYTES, LRUCache, grammar
+from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.grammar import SPELLED, Grammar, MaskThreads
 from foredraft.decode.constraint import Constraint
 from foredraft.model.byte_codec import ByteCodec
@@ -152,8 +152,9 @@ def test_a_mask_that_takes_long_ends_its_own_request(
     llm: LLM, failing: Failing, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     """The fourth mask takes until all texts have ended. Samples share a grammar, so one mask ends all."""
-    assert llm.requests.constraints is not None
-    threads, go_on, asked = llm.requests.constraints._mask_threads, threading.Event(), itertools.count()
+    factory = llm.requests.constraints()
+    assert factory is not None
+    threads, go_on, asked = factory._mask_threads, threading.Event(), itertools.count()
     compute = MaskThreads.compute
 
     def stall(self: MaskThreads, matcher: Any) -> tuple[bytes, float]:
@@ -178,7 +179,7 @@ def test_a_mask_that_takes_long_ends_its_own_request(
 
 
 def test_masks_that_still_run_bar_further_grammars(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.requests.constraints._mask_threads, "overdue", 2)  # type: ignore[union-attr]
+    monkeypatch.setattr(llm.requests.constraints()._mask_threads, "overdue", 2)  # type: ignore[union-attr]
     with pytest.raises(
         RequestError, match="^regex cannot be used now: 2 masks .* still run; try again later$"
     ):
@@ -205,7 +206,8 @@ def test_tokens_taken_back_are_bounded_by_the_longest_text(llm: LLM) -> None:
 def test_a_large_ban_is_not_kept(llm: LLM) -> None:
     params = SamplingParams(ban="a" * (KEPT_BYTES + 1), ban_mode="rollback", max_new_tokens=1, drafter="none")
     llm.generate(PROMPT, params)
-    assert llm.requests.constraints is not None and llm.requests.constraints._lists.total <= KEPT_BYTES
+    factory = llm.requests.constraints()
+    assert factory is not None and factory._lists.total <= KEPT_BYTES
 
 
 def test_what_is_kept_is_bounded_by_its_size() -> None:

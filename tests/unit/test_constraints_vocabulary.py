@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from torch import Tensor
 
-import foredraft.constraints as constraints
-from foredraft.constraints import ConstraintFactory
+from foredraft.constraints import factory as factories
 from foredraft.constraints import grammar as grammars
+from foredraft.constraints.factory import ConstraintFactory
 from foredraft.constraints.phrases import (
     BLOCK,
     BOUNDARY,
@@ -138,7 +138,7 @@ def test_slices_are_made_for_the_second_request_once(monkeypatch: pytest.MonkeyP
         made.append(tables)
         return grammars.with_slices(tables)
 
-    monkeypatch.setattr(constraints, "with_slices", note)
+    monkeypatch.setattr(factories, "with_slices", note)
     factory = ConstraintFactory(tokenizer, 384, frozenset([2]))
     make = factory.maker([1], SamplingParams(regex="[a-z]+", max_new_tokens=9))
     make()

@@ -10,15 +10,15 @@ import gc
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import torch
 
 from foredraft.arguments import clear_calls
-from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.banned import KEPT_BYTES, KEPT_LISTS, LRUCache
+from foredraft.constraints import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import StopAutomaton
@@ -30,7 +30,11 @@ from foredraft.llm.requests import SAMPLING_OPTIONS, Prompts, Requests, Submissi
 from foredraft.llm.service import EngineThread, Pieces, WholeOutputs, closed
 from foredraft.model.chat import Message
 from foredraft.model.memory import dtype_name
-from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
+from foredraft.model.spec import ModelSpec
+from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, Tokenizer
+
+if TYPE_CHECKING:
+    from foredraft.constraints.factory import ConstraintFactory
 
 __all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
@@ -72,9 +76,7 @@ class LLM:
         self._loaded: Loaded | None = loaded  # None once closed
         self._thread: EngineThread | None = EngineThread(loaded.engine, progress)
         self._stops = LRUCache[tuple[str, ...], StopAutomaton](KEPT_LISTS, KEPT_BYTES)
-        self._constraints = None if loaded.tokenizer is None else ConstraintFactory(
-            loaded.tokenizer, loaded.spec.vocab_size, frozenset(loaded.spec.eos_token_ids)
-        )  # fmt: skip
+        self._constraints = lru_cache(1)(partial(_constraint_factory, loaded.tokenizer, loaded.spec))
 
     def __repr__(self) -> str:
         if self._loaded is None:
@@ -377,3 +379,11 @@ class LLM:
             self.loaded, self.default_drafter, self.max_length, self._ids, self._constraints, self._policies,
             self._stops,
         )  # fmt: skip
+
+
+def _constraint_factory(tokenizer: Tokenizer | None, spec: ModelSpec) -> ConstraintFactory | None:
+    if tokenizer is None:
+        return None
+    from foredraft.constraints.factory import ConstraintFactory
+
+    return ConstraintFactory(tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids))

@@ -7,11 +7,9 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.banned import LRUCache
-from foredraft.constraints.combined import AllowedTokens, mask_of
+from foredraft.constraints import LRUCache
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.params import GRAMMARS, SamplingKeywords, SamplingParams
@@ -28,6 +26,9 @@ from foredraft.kinds.tables import PREDICTION
 from foredraft.llm.loaded import Loaded, RequestPolicies
 from foredraft.llm.output import Output
 from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER, check_unicode
+
+if TYPE_CHECKING:
+    from foredraft.constraints.factory import ConstraintFactory
 
 SAMPLING_OPTIONS = tuple(each.name for each in fields(SamplingParams))
 
@@ -80,7 +81,7 @@ class Requests:
     default_drafter: str | None  # the drafter of requests that do not give one; None is plain decoding
     max_length: int  # prompt and new tokens together, at most
     ids: Iterator[int]  # fresh ids of sequences
-    constraints: ConstraintFactory | None  # makes constraints; None without a tokenizer
+    constraints: Callable[[], ConstraintFactory | None]  # makes constraints; None without a tokenizer
     policies: RequestPolicies  # that requests name
     stops: LRUCache[tuple[str, ...], StopAutomaton]  # that all prompts and samples of a request share
 
@@ -206,12 +207,15 @@ class Requests:
         self, prompt: list[int], params: SamplingParams, show_special: bool, thinking: ThinkingMarkers | None
     ) -> Callable[[], Constraint | None]:
         """Return a function that makes each sequence's constraint, None where the request asks for none."""
-        if self.constraints is None:
-            if params.allowed_token_ids is None:
-                return lambda: None
-            mask = mask_of(params.allowed_token_ids, self.loaded.spec.vocab_size)
-            return lambda: AllowedTokens(mask)
-        return self.constraints.maker(prompt, params, show_special=show_special, thinking=thinking)
+        ids = params.allowed_token_ids
+        if not params.ban and params.text_grammar is None and ids is None:
+            return lambda: None
+        if (factory := self.constraints()) is not None:
+            return factory.maker(prompt, params, show_special=show_special, thinking=thinking)
+        from foredraft.constraints.combined import AllowedTokens, mask_of
+
+        mask = mask_of(ids or (), self.loaded.spec.vocab_size)
+        return lambda: AllowedTokens(mask)
 
     def _text_buffer(
         self,

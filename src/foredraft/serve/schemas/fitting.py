@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from foredraft.constraints.banned import LRUCache
+from foredraft.constraints import LRUCache
 from foredraft.constraints.grammar import check_grammar
 from foredraft.errors import RequestError, shortened
 
