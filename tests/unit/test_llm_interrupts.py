@@ -200,17 +200,6 @@ def busy(llm: foredraft.LLM, text: list[int]) -> Iterator[list[list[int]]]:
     assert made and all(tokens == text for tokens in made)
 
 
-def test_interrupts_beside_another_thread_leave_nothing(llm: foredraft.LLM, texts: list[list[int]]) -> None:
-    """Which instruction the interrupt meets depends on the other thread, so some runs end before it."""
-    dice = random.Random(1)
-    with busy(llm, texts[1]), handler_of_sigint():
-        for number in range(200):
-            call = CALLS[number % 4]
-            interrupted = InterruptAt(dice.randint(1, 3000)).run(call(llm))
-            assert interrupted.raised == interrupted.sent
-    assert not leftovers(llm, texts[1])
-
-
 def test_a_storm_of_interrupts_does_not_harm_another_thread(
     llm: foredraft.LLM, texts: list[list[int]]
 ) -> None:

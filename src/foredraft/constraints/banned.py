@@ -46,12 +46,9 @@ class BanList:
     def masks(self) -> TokenMasks:
         return TokenMasks(self._phrases, self._table)
 
-    def has_safe_token(self, *, ends_are_barred: bool) -> bool:
-        """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
-        return bool(self._table.ends and not ends_are_barred) or self._speaks_safely
-
     @cached_property
-    def _speaks_safely(self) -> bool:
+    def has_safe_token(self) -> bool:
+        """Whether some token of text can never be forbidden by a rollback: it begins no phrase."""
         phrases, table = self._phrases, self._table
         first = {pattern.lstrip(BOUNDARY)[0] for pattern in phrases.patterns}
         for id in table.speaks.nonzero()[:, 0].tolist():

@@ -107,9 +107,8 @@ class ConstraintFactory:
         if params.ban_mode == "mask":
             masks = banned.masks
             return lambda: BannedByMask(masks, PhraseTrack(automaton, start, params.max_new_tokens))
-        holds_all = params.text_grammar is not None or not banned.has_safe_token(
-            ends_are_barred=params.min_new_tokens > 0
-        )
+        may_end = bool(ends) and params.min_new_tokens == 0
+        holds_all = params.text_grammar is not None or not (may_end or banned.has_safe_token)
         return lambda: BannedByRollback(
             PhraseTrack(automaton, start, params.max_new_tokens),
             self._vocabulary, params.ban_rollbacks, holds_all=holds_all,

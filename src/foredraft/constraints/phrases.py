@@ -140,22 +140,18 @@ class PhraseAutomaton:
         self.depth, self.shortest, self.fallback = [0], [0], [ROOT]
         self._next: list[dict[str, int]] = [{}]
         for pattern in self.patterns:
-            self.shortest[self._insert(pattern)] = len(pattern)
+            node = ROOT
+            for symbol in pattern:
+                if symbol not in self._next[node]:
+                    self._next[node][symbol] = len(self._next)
+                    self._next.append({})
+                    self.depth.append(self.depth[node] + 1)
+                    self.shortest.append(0)
+                    self.fallback.append(ROOT)
+                node = self._next[node][symbol]
+            self.shortest[node] = len(pattern)
         self._link()
         self.start = PhraseState(self.step(ROOT, BOUNDARY) if symbols.whole_words else ROOT)
-
-    def _insert(self, pattern: str) -> int:
-        node = ROOT
-        for symbol in pattern:
-            child = self._next[node].get(symbol)
-            if child is None:
-                child = self._next[node][symbol] = len(self._next)
-                self._next.append({})
-                self.depth.append(self.depth[node] + 1)
-                self.shortest.append(0)
-                self.fallback.append(ROOT)
-            node = child
-        return node
 
     def _link(self) -> None:
         """Set every node's fallback, and the shortest pattern that ends with it."""
@@ -192,11 +188,6 @@ class PhraseAutomaton:
         data = pending + text
         characters, used = codecs.utf_8_decode(data, "replace", False)
         return self.symbols.of(characters), data[used:]
-
-    def first_symbols(self, pending: bytes, text: bytes) -> str:
-        """Return the symbols of the first character that bytes complete."""
-        characters, _ = codecs.utf_8_decode(pending + text, "replace", False)
-        return self.symbols.of(characters[:1])
 
     def broken(self, pending: bytes) -> str:
         """Return the symbols of an incomplete character that no further byte completes."""
@@ -258,17 +249,17 @@ class TokenAutomaton:
     def _move(self, state: PhraseState, token: int, last: bool) -> Move:
         phrases, text = self.phrases, self.table.texts[token]
         symbols, pending = phrases.decoded(state.pending, text)
-        joined = len(phrases.first_symbols(state.pending, text)) if state.pending else 0
+        joined = 0
+        if state.pending:  # the symbols of the first character
+            characters, _ = codecs.utf_8_decode(state.pending + text, "replace", False)
+            joined = len(phrases.symbols.of(characters[:1]))
         waits = bool(state.pending) and not symbols
         if last or token in self.table.ends:
             symbols += phrases.end_symbols
-        node, found = self._search(state.node, symbols)
+        node, found = self.search(state.node, symbols)
         return Move(PhraseState(node, pending), len(symbols), joined, waits, found)
 
-    def found_at_end(self, state: PhraseState) -> int | None:
-        return self._search(state.node, self.phrases.end_symbols)[1]
-
-    def _search(self, node: int, symbols: str) -> tuple[int, int | None]:
+    def search(self, node: int, symbols: str) -> tuple[int, int | None]:
         """Return the node after more symbols, and the symbol with which the first phrase in them begins."""
         phrases, found = self.phrases, None
         for count, symbol in enumerate(symbols, start=1):
@@ -336,7 +327,7 @@ class PhraseTrack:
     def awaits_boundary(self) -> int | None:
         """Return the first token of a phrase that the end of the text would complete; None without one."""
         state, emitted, *_ = self._steps[-1]
-        found = self.automaton.found_at_end(state)
+        _, found = self.automaton.search(state.node, self.automaton.phrases.end_symbols)
         return None if found is None else max(0, self._owner(emitted + found))
 
     def may_be_cut(self) -> int:

@@ -204,18 +204,14 @@ def _library_or_reason() -> _Loaded | str:
             logger.warning("the kernels of this installation cannot be loaded (%s)", error)
     command = building.compiler()
     if command is None:
-        return f"{no_shipped_because()}, and {_no_compiler_because()}"
+        named, missing = os.environ.get("CC"), "no C compiler was found (CC may name one)"
+        missing = f"CC is {named!r}, which is not a program" if named else missing
+        return f"{no_shipped_because()}, and {missing}"
     try:
         level = _level_of(command)
         return _Loaded(_compiled(command, level), level.name, compiled=True)
     except (OSError, subprocess.SubprocessError) as error:
         return f"the kernels cannot be compiled ({_reason(error)})"
-
-
-def _no_compiler_because() -> str:
-    named = os.environ.get("CC")
-    found = "no C compiler was found (CC may name one)"
-    return f"CC is {named!r}, which is not a program" if named else found
 
 
 def _level_of(command: list[str]) -> Level:
@@ -246,19 +242,15 @@ def _compiled(command: list[str], level: Level) -> ctypes.CDLL:
                 return _build(command, new, level)
     except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, foreign, or mounted noexec
         failed = error
-    built = _built_elsewhere(command, level)
+    user_cache.sweep(Path(tempfile.gettempdir()), ELSEWHERE)
+    with tempfile.TemporaryDirectory(prefix=ELSEWHERE) as folder:  # a loaded library outlives its file
+        built = _build(command, Path(folder) / f"kernels{building.SUFFIX}", level)
     if failed is not None:
         # The cache warned of a folder that others can write.
         severity = logging.INFO if isinstance(failed, user_cache.NotPrivateError) else logging.WARNING
         message = "the kernels are compiled at every start: the cache cannot hold them (%s)"
         logger.log(severity, message, _reason(failed))
     return built
-
-
-def _built_elsewhere(command: list[str], level: Level) -> ctypes.CDLL:
-    user_cache.sweep(Path(tempfile.gettempdir()), ELSEWHERE)
-    with tempfile.TemporaryDirectory(prefix=ELSEWHERE) as folder:  # a loaded library outlives its file
-        return _build(command, Path(folder) / f"kernels{building.SUFFIX}", level)
 
 
 def _build(command: list[str], path: Path, level: Level) -> ctypes.CDLL:

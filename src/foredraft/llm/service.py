@@ -363,7 +363,7 @@ class RequestHandle(Request):
         except Exception as error:
             logger.exception("the text of a request cannot be shown; it ends with an error")
             sequence, pieces.over = pieces.sequence, True
-            self.service.cancel_sample(sequence)
+            self.service.thread.tell(self.service.thread.engine.cancel, [sequence])
             output = Output(
                 text=None, token_ids=[], origins=[], finish_reason="error", seed=sequence.seed,
                 sample=sequence.sample, prompt_tokens=len(sequence.prompt), stats=Stats(),
@@ -393,48 +393,45 @@ class Service:
 
     def __init__(self, llm: LLM, publish: Callable[[list[StreamEvent]], None]) -> None:
         self._llm, self._publish = llm, publish
-        self._thread = llm._open_thread()
+        self.thread = llm._open_thread()
         self.events: list[StreamEvent] = []  # of the step that ran last
         self._stopped = False
-        self._thread.after_step.add(self._publish_events)
-        self._thread.start()
+        self.thread.after_step.add(self._publish_events)
+        self.thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether the thread lives; it ends by `stop`, or by a defect."""
-        return self._thread.alive
+        return self.thread.alive
 
     def submit(self, asked: Submission, *, owner: Any = None) -> RequestHandle:
         """Start the samples of a submission; the handle has `owner`."""
         if self._stopped:
             raise closed()
-        self._thread.check_process()
+        self.thread.check_process()
         requests = self._llm.requests
         sequences, output = requests.sequences(requests.encoded(asked)), requests.output
         handle = RequestHandle(self, [TextStreamer(sequence, output) for sequence in sequences], owner)
-        self._thread.submit(handle)
+        self.thread.submit(handle)
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request after the step that runs; what it has is published. It may have ended."""
-        self._thread.cancel(handle)
-
-    def cancel_sample(self, sequence: Sequence) -> None:
-        self._thread.tell(self._thread.engine.cancel, [sequence])
+        self.thread.cancel(handle)
 
     def pause(self, handle: RequestHandle) -> None:
         """Leave a request out of the steps after the one that runs. Its texts are the same."""
-        self._thread.tell(self._thread.engine.pause, handle.sequences)
+        self.thread.tell(self.thread.engine.pause, handle.sequences)
 
     def resume(self, handle: RequestHandle) -> None:
         """Let a paused request go on, once a row is free if another request took its row."""
-        self._thread.tell(self._thread.engine.resume, handle.sequences)
+        self.thread.tell(self.thread.engine.resume, handle.sequences)
 
     def stop(self) -> None:
         """Cancel all requests, publish what they have, and end the thread."""
         self._stopped = True
-        self._thread.stop()
-        self._thread.after_step.discard(self._publish_events)
+        self.thread.stop()
+        self.thread.after_step.discard(self._publish_events)
 
     def _publish_events(self) -> None:
         events, self.events = self.events, []

@@ -345,12 +345,9 @@ class AdaptiveExit(Policy):
         return _ExitState(self.first)
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
-        return max_prob(q, logits) >= upload([self._threshold(s) for s in sequences], logits.device)
-
-    def _threshold(self, sequence: Sequence) -> float:
-        """Return a row's threshold; rows of other policies have none, and their answers do not count."""
-        state = sequence.policy_state
-        return state.threshold if isinstance(state, _ExitState) else 0.0
+        # rows of other policies have no threshold, and their answers do not count
+        thresholds = [getattr(sequence.policy_state, "threshold", 0.0) for sequence in sequences]
+        return max_prob(q, logits) >= upload(thresholds, logits.device)
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         if outcome.drafted == 0:

@@ -180,7 +180,9 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
     first = [product.shape for product in (*outline.layers[0].products, outline.output)]
     others = dict.fromkeys(product.shape for product in outline.products if product.shape not in first)
     for shape in (*first, *others):
-        agreeing = _agreeing_counts(agreeing, shape, like, random)
+        probe = ProductProbe(pack, shape, max(ROW_COUNTS), like, random)
+        agreeing = {rows for rows in agreeing if probe.agrees(rows, REFERENCE)}
+        del probe  # two at a time may be too large
     for step in ROW_STEPS:
         counts = [rows for rows in ROW_COUNTS if rows % step == 0]
         low = _last_agreeing(agreeing, [rows for rows in reversed(counts) if rows <= REFERENCE])
@@ -188,13 +190,6 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
         if high >= 2 * REFERENCE:
             return RowSpan(low, high, step)
     return None
-
-
-def _agreeing_counts(
-    counts: set[int], shape: tuple[int, int], like: Tensor, random: torch.Generator
-) -> set[int]:
-    probe = ProductProbe(pack, shape, max(ROW_COUNTS), like, random)
-    return {rows for rows in counts if probe.agrees(rows, REFERENCE)}
 
 
 def _last_agreeing(agreeing: set[int], counts: list[int]) -> int:
