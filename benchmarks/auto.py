@@ -50,7 +50,9 @@ import foredraft
 from benchmarks.timing import spread
 from benchmarks.workload import DEMO_LAYERS, demo_plan, fluent, heldout, machine, padded_demo, write
 from foredraft import LLM, Output, SamplingParams, demo
-from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
+from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import State
 from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel

@@ -179,7 +179,6 @@ def make_llm(target: Runner, draft: Runner | None, positions: int, longest: int 
         Fixed(longest),
         drafters,
         vocabulary=spec.vocab_size,
-        device=target.decoder.device,
     )
     loaded = Loaded(
         engine=engine, runner=target, spec=spec, tokenizer=None, model="random", weights=None,

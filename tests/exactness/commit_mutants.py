@@ -16,8 +16,7 @@ from foredraft.decode.draft_choice import choose_drafts
 from foredraft.decode.drafting import propose
 from foredraft.decode.engine import Engine
 from foredraft.decode.engine_target import reset_drafter
-from foredraft.decode.policy import Policy
-from foredraft.decode.policy.base import target_confidence
+from foredraft.decode.policy import Policy, target_confidence
 from foredraft.decode.round_draft import RoundInputs
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.scheduler import Rows, Scheduler
@@ -387,7 +386,7 @@ def confidence_of_the_first_position() -> tuple[Edit, ...]:
     def mutate_confidence(sound: Function) -> Function:
         return lambda logits, tokens, signal: sound(seen["logits"][:, 0], tokens, signal)
 
-    remember = before(lambda sequences, draft, verdict, p, logits, *rest: seen.update(logits=logits))
+    remember = before(lambda sequences, draft, given, *rest: seen.update(logits=given.logits))
     return (fetch_results, remember), (target_confidence, mutate_confidence)
 
 

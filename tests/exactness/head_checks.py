@@ -137,7 +137,7 @@ def fresh_engine(
     drafters = [Lookup(), type(own)(loaded.target, cache, weights)]
     return ForkingEngine(
         loaded.target, cache, policy, {drafter.name: drafter for drafter in drafters},
-        vocabulary=loaded.vocabulary, device=loaded.device, vocab_ops=loaded.vocab_ops, noise=noise,
+        vocabulary=loaded.vocabulary, vocab_ops=loaded.vocab_ops, noise=noise,
     )  # fmt: skip
 
 

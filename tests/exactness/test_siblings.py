@@ -14,7 +14,8 @@ import torch
 import foredraft
 from foredraft import LLM, SamplingParams, kernels
 from foredraft.decode.constraint import Constraint
-from foredraft.decode.policy import Auto, Confidence, Fixed, Policy
+from foredraft.decode.policy import Confidence, Fixed, Policy
+from foredraft.decode.policy.auto import Auto
 from foredraft.decode.sequence import Finish, Sequence, TokenOrigin
 from tests.exactness import test_bits as bits
 from tests.exactness import test_coupled as coupled

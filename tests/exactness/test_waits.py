@@ -152,7 +152,7 @@ def made_on_the_host(
 DEFECTS: dict[str, tuple[Any, Mutation]] = {
     "a read of the verdict": (
         round_results.fetch_results,
-        before(lambda sequences, draft, verdict, *rest: verdict.accepted.tolist()),
+        before(lambda sequences, draft, given, found, *rest: found.verdict.accepted.tolist()),
     ),
     "two reads": (device.download, lambda download: lambda tensors: [download([x])[0] for x in tensors]),
     "a read of an accepted length": (vocab_ops.leading, after(lambda found: found.sum().item())),

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.model import attention
 from foredraft.model.config import ConfigReader
 from foredraft.model.decoder import EAGER_PARTS, Attention, Decoder
-from foredraft.model.runner.runner import Runner
+from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.parity import test_logits

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foredraft import SamplingParams
 from foredraft.decode import vocab_ops
-from foredraft.decode.policy.base import target_confidence
+from foredraft.decode.policy import target_confidence
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.scores import score
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS

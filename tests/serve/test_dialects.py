@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from foredraft.decode.policy import Auto
+from foredraft.decode.policy.auto import Auto
 from foredraft.llm import LLM
 from tests.serve.routes import CHAT, MESSAGE, MESSAGES, PROMPT, RESPONSES, TEXT, post, record
 from tests.support.loaded import engine_of

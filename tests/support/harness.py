@@ -53,7 +53,7 @@ def forking_engine(
     llm: Any, cache: Any, policy: Policy, drafters: list[Drafter], noise: Any
 ) -> ForkingEngine:
     loaded = engine_of(llm)
-    given = {"vocabulary": loaded.vocabulary, "device": loaded.device, "vocab_ops": loaded.vocab_ops}
+    given = {"vocabulary": loaded.vocabulary, "vocab_ops": loaded.vocab_ops}
     by_name = {drafter.name: drafter for drafter in drafters}
     return ForkingEngine(loaded.target, cache, policy, by_name, noise=noise, **given)
 
@@ -200,7 +200,7 @@ def make_engine(
         parts.low_bit(model, cache, draft),
         *(of_the_table(name, model, cache, rows, positions) for name in TABLE),
     ]
-    options = {"device": CPU, "vocab_ops": PRESENT, "noise": noise, "greedy_drafts": greedy_drafts}
+    options = {"vocab_ops": PRESENT, "noise": noise, "greedy_drafts": greedy_drafts}
     drafters = {kind.name: kind for kind in kinds}
     return CheckedEngine(model, cache, policy or Fixed(3), drafters, vocabulary=model.vocabulary, **options)
 

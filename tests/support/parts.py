@@ -16,7 +16,9 @@ from torch import Tensor
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import AutoregressiveDrafter, ModelFreeDrafter, Peek
-from foredraft.decode.policy import Auto, Candidates, CostTable, Decision, Policy, Signal
+from foredraft.decode.policy import Candidates, Decision, Policy, Signal
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel, VocabularyMap

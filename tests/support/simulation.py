@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from foredraft.decode.policy import Candidates, CostTable, Decision, Policy
-from foredraft.decode.policy.cost_table import round_ms
+from foredraft.decode.policy import Candidates, Decision, Policy
+from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.stats import Round
 
 Right = Callable[[int], bool]  # does the drafter have the token at this position of the text right?

@@ -24,7 +24,8 @@ from foredraft.bench.contenders import CONTENDERS, PROGRAMS, resolve_methods
 from foredraft.bench.machine_record import Memory, model_record
 from foredraft.bench.measurement import mean_log_probability, measure_costs
 from foredraft.decode.engine_target import SILENT
-from foredraft.decode.policy import CostTable, Policy
+from foredraft.decode.policy import Policy
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.kinds import POLICIES
 from foredraft.loading.checkpoints import make_policy
 from foredraft.model.hub import resolve

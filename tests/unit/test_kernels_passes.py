@@ -176,7 +176,7 @@ def test_one_row_may_have_several_groups_of_columns(dtype: torch.dtype) -> None:
         states = decoder.embed(TOKENS[2:3, order])[0].clone()
         columns = [(2, start, stop - start, start) for start, stop in runs]
         cache, layers = runner.new_cache(4, 128), decoder.spec.layers
-        native.forward(None, states, cache, columns, Plan.full(layers), 0, layers)
+        native.forward(None, states, cache, columns, (Plan.full(layers), 0, layers))
         assert torch.equal(native.head(states), whole[order])
 
 

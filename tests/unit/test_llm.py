@@ -111,26 +111,6 @@ def test_many_samples_of_a_prompt_forward_it_once(folders: tuple[Path, Path], dr
     assert forwarded == ([300 + 500 * 2, 0] if drafter == "none" else [300 + columns, 300 + 500])
 
 
-def test_a_stream_dropped_in_a_step_blocks_none(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collector may close an iterator anywhere, also in the thread that steps the engine."""
-    stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
-    next(stream)
-    step = engine_of(llm).step
-    open_ = [stream]
-
-    def drop() -> Any:
-        if open_:
-            open_.pop().close()
-        return step()
-
-    monkeypatch.setattr(engine_of(llm), "step", drop)
-    worker = threading.Thread(target=llm.generate, args=("voix", PLAIN), daemon=True)
-    worker.start()
-    worker.join(timeout=60)
-    assert not worker.is_alive()
-    assert engine_of(llm).scheduler.idle
-
-
 def test_a_failed_forward_ends_only_its_batch(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     want = [o.token_ids for o in llm.generate([[10 + i, 9] for i in range(7)], params)]
@@ -148,37 +128,6 @@ def test_a_failed_forward_ends_only_its_batch(llm: foredraft.LLM, monkeypatch: p
         assert output.token_ids == ids[: len(output.token_ids)]
         assert output.error == ("RuntimeError: out of memory" if output.finish_reason == "error" else None)
     assert [len(o.token_ids) > 0 for o in outputs] == [True] * 7, "earlier tokens are kept"
-
-
-def test_failed_forwards_spare_stepping_threads(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the requests in the failed batch end with an error, whichever thread steps the engine."""
-    forward, calls = llm.loaded.runner.forward, iter(range(100_000))
-
-    def break_often(*args: Any, **more: Any) -> Any:
-        if next(calls) % 31 == 5:
-            raise RuntimeError("unlucky")
-        return forward(*args, **more)
-
-    monkeypatch.setattr(llm.loaded.runner, "forward", break_often)
-    found: list[foredraft.Output] = []
-
-    def work(index: int) -> None:
-        for turn in range(4):
-            params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-            if turn % 2:
-                pieces = list(llm.stream([10 + index, turn + 3], params))
-                assert pieces[-1].output is not None
-                assert [i for p in pieces for i in p.token_ids] == pieces[-1].output.token_ids
-                assert [o for p in pieces for o in p.origins] == pieces[-1].output.origins
-                found.append(pieces[-1].output)
-            else:
-                found.extend(llm.generate([10 + index, turn + 3], params, n=2))
-
-    with ThreadPoolExecutor(5) as pool:
-        list(pool.map(work, range(5)))
-    assert len(found) == 5 * 6
-    assert {o.finish_reason for o in found} == {"error", "length"}
-    assert engine_of(llm).scheduler.idle
 
 
 def test_cancel_all_keeps_generated_tokens(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:

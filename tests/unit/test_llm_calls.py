@@ -21,7 +21,7 @@ import foredraft
 from foredraft import LLM, ConfigError, RequestError, SamplingParams
 from foredraft.decode.params import SamplingKeywords
 from foredraft.errors import did_you_mean
-from foredraft.llm import driver
+from foredraft.llm import service
 from foredraft.model import tokenizer as tokenizer_module
 from tests.support import checkpoints
 from tests.support.loaded import engine_of
@@ -161,7 +161,7 @@ def test_an_unknown_drafter_is_refused_at_once(llm: foredraft.LLM, monkeypatch: 
     def fail(*_: object) -> None:
         raise AssertionError("work was done for a request that cannot be served")
 
-    monkeypatch.setattr(driver, "use_profile", fail)
+    monkeypatch.setattr(service, "use_profile", fail)
     monkeypatch.setattr("foredraft.llm.requests.Requests.encode", fail)
     params = [SamplingParams(), SamplingParams(drafter="draftmodel")]
     with pytest.raises(RequestError, match="draftmodel"):

@@ -15,10 +15,10 @@ import pytest
 
 import foredraft
 from foredraft import SamplingParams
-from foredraft.llm.driver import Inbox, Interrupts, _Waiter
+from foredraft.llm.service import EngineThread, Request
 from tests.support import checkpoints
 from tests.support.interrupting import LLM_FOLDER, LOCKS, InterruptAt, handler_of_sigint
-from tests.support.loaded import engine_of
+from tests.support.loaded import between_steps, engine_of
 
 PARAMS = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 LONG = PARAMS.replace(max_new_tokens=400)
@@ -78,25 +78,14 @@ CALLS = [generate, stream, close, drop, cancel_all]
 
 
 def leftovers(llm: foredraft.LLM, text: list[int]) -> list[str]:
-    """Return what an interrupted call left behind, found while another request runs; removes it."""
-    engine, driver = engine_of(llm), llm._driver
-    found = ["the turn is taken"] if driver.turn.locked() else []
-    if driver._waiters:
-        found.append("a thread waits")
-    with contextlib.suppress(RuntimeError):
-        driver.turn.release()
-    driver._waiters.clear()
-    running = [(sequence, sequence.round_count) for sequence in engine.rows.sequences]
-    [output] = llm.generate(PROMPTS[1], PARAMS)
-    if output.token_ids != text:
+    """Return what an interrupted call left behind; removes it."""
+    engine = engine_of(llm)
+    between_steps(llm)
+    found = [] if engine.scheduler.idle else ["a request is left"]
+    if llm.generate(PROMPTS[1], PARAMS)[0].token_ids != text:
         found.append("the next text is wrong")
-    if any(sequence.round_count > rounds for sequence, rounds in running):
-        found.append("a row is decoded on")
-    if engine.rows.sequences or engine.scheduler.waiting:
-        found.append("a request is left")
-    if driver.inbox:
-        found.append("a command is left")
     llm.cancel_all()
+    between_steps(llm)
     return found
 
 
@@ -109,8 +98,8 @@ def consequences(llm: foredraft.LLM, call: Call, instruction: int, text: list[in
 
 
 def sample(count: int) -> list[int]:
-    ends = {*range(1, 21), *range(count - 20, count + 1)}
-    return sorted(ends | {*random.Random(count).sample(range(1, count + 1), 60)})
+    ends = {*range(1, min(21, count)), *range(max(1, count - 20), count + 1)}
+    return sorted(ends | {*random.Random(count).sample(range(1, count + 1), min(60, count))})
 
 
 def every(count: int) -> list[int]:
@@ -126,7 +115,7 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_behind(
     files = InterruptAt(0).files if chosen is sample else (LLM_FOLDER, *LOCKS)
     with handler_of_sigint():
         instructions = InterruptAt(sys.maxsize, files).run(call(llm)).seen
-        assert not leftovers(llm, texts[1]) and instructions > 100
+        assert not leftovers(llm, texts[1]) and instructions > 20
         bad = {at: consequences(llm, call, at, texts[1], files) for at in chosen(instructions)}
     assert not any(bad.values()), bad
 
@@ -136,33 +125,36 @@ def test_an_interrupted_stream_has_no_more_parts(llm: foredraft.LLM, monkeypatch
     next(stream)
 
     def interrupted() -> Any:
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
         return step()
 
     with monkeypatch.context() as planted, handler_of_sigint():
         planted.setattr(engine_of(llm), "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            next(stream)
-    assert engine_of(llm).scheduler.idle and not llm._driver.inbox
+            list(stream)
+        between_steps(llm)
+    assert engine_of(llm).scheduler.idle
     assert list(stream) == []
 
 
-def not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interrupts, "__enter__", lambda self: self)
+def not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineThread, "cancel", lambda self, request: None)
+    dropped_unnoticed(monkeypatch)
 
 
 def dropped_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Inbox, "cancel_with", lambda self, owner, sequence: None)
+    submit = EngineThread.submit
+    monkeypatch.setattr(EngineThread, "submit", lambda self, request, owner: submit(self, request))
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("call", "defect", "consequence"),
     [
-        (generate, not_deferred, "the turn is taken"),
-        (stream, not_deferred, "the turn is taken"),
-        (close, not_deferred, "the turn is taken"),
-        (drop, dropped_unnoticed, "a row is decoded on"),
+        (generate, not_cancelled, "a request is left"),
+        (stream, not_cancelled, "a request is left"),
+        (close, not_cancelled, "a request is left"),
+        (drop, dropped_unnoticed, "a request is left"),
     ],
 )
 def test_the_check_finds_planted_defects(
@@ -208,18 +200,6 @@ def busy(llm: foredraft.LLM, text: list[int]) -> Iterator[list[list[int]]]:
     assert made and all(tokens == text for tokens in made)
 
 
-def test_interrupts_beside_another_thread_leave_nothing(llm: foredraft.LLM, texts: list[list[int]]) -> None:
-    """Which instruction the interrupt meets depends on the other thread, so some runs end before it."""
-    dice = random.Random(1)
-    with busy(llm, texts[1]), handler_of_sigint():
-        for number in range(200):
-            call = CALLS[number % 4]
-            interrupted = InterruptAt(dice.randint(1, 3000)).run(call(llm))
-            assert interrupted.raised == interrupted.sent
-            assert not llm._driver._waiters[1:], "a thread waits"
-    assert not leftovers(llm, texts[1])
-
-
 def test_a_storm_of_interrupts_does_not_harm_another_thread(
     llm: foredraft.LLM, texts: list[list[int]]
 ) -> None:
@@ -254,61 +234,6 @@ def test_a_storm_of_interrupts_does_not_harm_another_thread(
     assert not leftovers(llm, texts[1])
 
 
-class Pressed:
-    """Sends SIGINT at some instructions of `Interrupts`, and counts those that its handler receives."""
-
-    def __init__(self, *at: int) -> None:
-        self.at = at
-        self.instructions = self.handled = self.woken = 0
-
-    def __call__(self, number: int, frame: Any) -> None:
-        self.handled += 1
-
-    def trace(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_qualname.startswith("Interrupts"):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            self.instructions += 1
-            if self.instructions in self.at:
-                signal.raise_signal(signal.SIGINT)
-        return self.trace
-
-    def run(self) -> Pressed:
-        """Do what a call of `generate` does that takes no step."""
-        tracing = sys.gettrace()
-        with handler_of_sigint(self):
-            try:
-                sys.settrace(self.trace)
-                with Interrupts(self.wake) as interrupts:
-                    interrupts.deliver()
-            finally:
-                sys.settrace(tracing)
-        return self
-
-    def wake(self) -> None:
-        self.woken += 1
-
-
-def test_interrupts_are_handled_wherever_they_come() -> None:
-    """Two within a few instructions of each other may count as one, as the operating system has it."""
-    undisturbed = Pressed().run()
-    assert undisturbed.handled == 0
-    for first in range(1, undisturbed.instructions + 1):
-        assert Pressed(first).run().handled == 1, first
-        for second in range(first + 1, undisturbed.instructions + 1, 2) if first % 3 == 1 else ():
-            assert Pressed(first, second).run().handled in (1, 2), (first, second)
-
-
-def test_a_deferred_interrupt_ends_a_wait() -> None:
-    pressed = Pressed()
-    with handler_of_sigint(pressed):
-        with Interrupts(pressed.wake):
-            signal.raise_signal(signal.SIGINT)
-            assert (pressed.woken, pressed.handled) == (1, 0)
-        assert (pressed.woken, pressed.handled) == (1, 1)
-
-
 def test_an_interrupt_waits_for_no_other_step(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, begun, go_on, waited = engine_of(llm).step, threading.Event(), threading.Event(), []
 
@@ -322,18 +247,19 @@ def test_an_interrupt_waits_for_no_other_step(llm: foredraft.LLM, monkeypatch: p
     worker = threading.Thread(target=llm.generate, args=([5, 6], PARAMS), daemon=True)
     worker.start()
     assert begun.wait(60)
-    wait = _Waiter.wait
+    wait = EngineThread.wait
 
-    def interrupted(waiter: Any) -> None:
+    def interrupted(thread: EngineThread, request: Request) -> Any:
         threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
-        wait(waiter)
+        return wait(thread, request)
 
-    monkeypatch.setattr(_Waiter, "wait", interrupted)
+    monkeypatch.setattr(EngineThread, "wait", interrupted)
     try:
         with handler_of_sigint(), pytest.raises(KeyboardInterrupt):
             llm.generate([7, 8], PARAMS)
-        assert not waited, "the interrupted thread takes no step"
+        assert not waited, "the interrupted call waits for the step"
     finally:
         go_on.set()
         worker.join(timeout=60)
+    between_steps(llm)
     assert engine_of(llm).scheduler.idle

@@ -37,7 +37,7 @@ def test_the_record_holds_what_was_loaded(llm: LLM) -> None:
 
 def test_no_other_room_reaches_into_a_model(llm: LLM) -> None:
     own = {name for name in (*vars(LLM), *vars(llm)) if name.startswith("_") and not name.endswith("__")}
-    assert {"_driver", "_loaded", "_open_driver"} <= own
+    assert {"_thread", "_loaded", "_open_thread"} <= own
     reach = re.compile(rf"\b(?:llm|\w+_llm|loaded\([^()]*\)|load\([^()]*\))\.(?:{'|'.join(own)})\b")
     room = (ROOT / "src/foredraft/llm", *(ROOT / "tests/unit").glob("test_llm*.py"))
     found = [

@@ -8,7 +8,8 @@ import pytest
 
 import foredraft
 from foredraft import SamplingParams, demo
-from foredraft.decode.policy import Auto, ByRequest
+from foredraft.decode.policy import ByRequest
+from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.errors import RequestError
 from foredraft.kinds import POLICIES

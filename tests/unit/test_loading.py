@@ -19,7 +19,7 @@ import foredraft
 from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
 from foredraft.bench.bench_records import DraftCost
 from foredraft.bench.measurement import measure_costs
-from foredraft.decode.policy.base import Policy
+from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Round
 from foredraft.drafters.asset import Nothing
 from foredraft.drafters.lookup import Lookup

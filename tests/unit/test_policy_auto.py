@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from foredraft.decode.params import RuleName, SamplingParams
-from foredraft.decode.policy import PLAIN, Auto, Candidates, CostTable, Decision, Fixed
-from foredraft.decode.policy.auto import DECISION_ROUNDS, FIRST_WAIT, LATE_CONTEXT, LONGEST_WAIT, LossAccount
+from foredraft.decode.policy import PLAIN, Candidates, Decision, Fixed
+from foredraft.decode.policy.auto import (
+    DECISION_ROUNDS,
+    FIRST_WAIT,
+    LATE_CONTEXT,
+    LONGEST_WAIT,
+    Auto,
+    LossAccount,
+)
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.stats import Round
 from tests.support.simulation import Right, Row, Simulated, flat, right_with, sequence_of, simulate
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import Auto, Candidates, cost_table
+from foredraft.decode.policy import Candidates, cost_table
+from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CorrectedTable, LatencyCorrection, TimedRound
 from foredraft.decode.stats import Round
 from tests.support.mutation import Mutant, assert_caught, defect

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import CostTable
+from foredraft.decode.policy import Decision
 from foredraft.decode.policy.auto import HeldDecision, _together
-from foredraft.decode.policy.base import Decision
 from foredraft.decode.policy.budgets import (
     AcceptanceEstimate,
     Candidate,
@@ -20,7 +19,7 @@ from foredraft.decode.policy.budgets import (
     best_budgets,
     best_length,
 )
-from foredraft.decode.policy.cost_table import round_ms
+from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.stats import Round
 from tests.support.simulation import flat
 

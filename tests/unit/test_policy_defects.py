@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import Auto, Candidates, CostTable
+from foredraft.decode.policy import PLAIN, Candidates
 from foredraft.decode.policy import auto as auto_module
 from foredraft.decode.policy import budgets as budgets_module
-from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Estimate, HeldDecision, LossAccount
-from foredraft.decode.policy.base import PLAIN
+from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Auto, Estimate, HeldDecision, LossAccount
 from foredraft.decode.policy.budgets import (
     AcceptanceEstimate,
     Candidate,
@@ -24,7 +23,7 @@ from foredraft.decode.policy.budgets import (
     best_budgets,
     best_length,
 )
-from foredraft.decode.policy.cost_table import round_ms
+from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.stats import Round
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import around, during, holding

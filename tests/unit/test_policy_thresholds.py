@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
-from foredraft.decode.policy.base import target_confidence
+from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence, target_confidence
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES

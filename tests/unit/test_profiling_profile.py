@@ -20,7 +20,9 @@ from foredraft.decode import engine as engine_module
 from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, DraftPass, ModelFreeDrafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
+from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import Sequence
 from foredraft.model.runner import DraftInputs, Forward
 from foredraft.profiling import host, measured_samples, profile, timing
@@ -152,7 +154,7 @@ def engine_of(
     target: Any = FakeRunner(machine, "target", 2.0, 0.1)
     drafters = drafters or (Small(FakeRunner(machine, "small", 0.3, 0.01)), Free())
     named, cache = {each.name: each for each in drafters}, target.new_cache(4, positions)
-    return Engine(target, cache, policy or Fixed(3), named, vocabulary=VOCABULARY, device=CPU)
+    return Engine(target, cache, policy or Fixed(3), named, vocabulary=VOCABULARY)
 
 
 def measured(machine: Machine) -> profile.Profile:

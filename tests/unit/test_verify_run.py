@@ -22,7 +22,7 @@ from foredraft.decode import accept, step_draws
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafting import _Steps
 from foredraft.decode.engine import Engine
-from foredraft.decode.policy import CostTable
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.round_draft import RoundInputs
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence

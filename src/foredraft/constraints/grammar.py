@@ -288,17 +288,14 @@ class Grammar(Constraint):
             return None
         mask = self._masks.get(self._length)
         if mask is None:
-            mask = self._compute_mask()
+            packed = np.frombuffer(self._ask(lambda: self._pace.mask(self._matcher)), dtype=np.uint8)
+            bits = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
+            bits[self._end] = False
+            bits[list(self._ends)] = self._matcher.is_accepting()
+            mask = torch.from_numpy(bits)
             self._masks = {at: kept for at, kept in self._masks.items() if at > self._length - KEPT}
             self._masks[self._length] = mask
         return mask
-
-    def _compute_mask(self) -> Tensor:
-        packed = np.frombuffer(self._ask(lambda: self._pace.mask(self._matcher)), dtype=np.uint8)
-        mask = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
-        mask[self._end] = False
-        mask[list(self._ends)] = self._matcher.is_accepting()
-        return torch.from_numpy(mask)
 
     def _ask(self, ask: Callable[[], T]) -> T:
         began = time.thread_time()

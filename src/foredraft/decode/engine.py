@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from foredraft.decode.accept import ONCE, GraphCache, Rule, VerifyInputs, accept, decide
-from foredraft.decode.draft_choice import JUMP_FORWARD, JumpForward, choose_drafts, has_drafters
+from foredraft.decode.draft_choice import JUMP_FORWARD, JumpForward, choose_drafts
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine_target import (
@@ -60,14 +60,13 @@ class Engine:
         drafters: Mapping[str, Drafter],
         *,
         vocabulary: int,  # size V
-        device: torch.device,  # of the target
         vocab_ops: VocabOps = TORCH_VOCAB_OPS,  # vocabulary operations: kernels or PyTorch
         noise: Noise | None = None,  # random draws; tests swap in noise that enumerates all branches
         greedy_drafts: bool = False,
     ) -> None:
         self.target, self.cache, self.policy = target, cache, policy
         self.drafters = dict(drafters)  # by name
-        self.vocabulary, self.device = vocabulary, device
+        self.vocabulary, self.device = vocabulary, cache.device
         self.vocab_ops, self.noise = vocab_ops, noise or Noise()
         self.greedy_drafts = greedy_drafts  # autoregressive drafters draft their argmax, with a one-hot q
         # attributes so that `verify --self-test` can plant a defective one
@@ -78,7 +77,7 @@ class Engine:
         self.prefix_cache: PrefixCache | None = None  # servers turn it on
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
-        self.replays = GraphCache.on(device)  # run what a round makes of logits, on a GPU as graphs
+        self.replays = GraphCache.on(self.device)  # run what a round makes of logits, on a GPU as graphs
         self._table: tuple[list[int], SamplingTable] | None = None
 
     def submit(self, sequence: Sequence) -> None:
@@ -184,15 +183,12 @@ class Engine:
         )  # fmt: skip
         replays = self.replays if inputs.one_rule and verify_inputs.transforms else ONCE
         found = replays.run(decide, verify_inputs, forward.logits, self.noise)
-        results = fetch_results(
-            inputs.sequences, draft, found.verdict, found.p, forward.logits, found.finite,
-            judge=found.p if found.limit is None else found.limit.judge,
-            p_after=found.p_after,
-            dead_ends=dead_ends,
-            masks=masks,
-            signal=policy.target_signal if has_drafters(inputs.sequences) else None,
-        )  # fmt: skip
-        return inputs, results, forward
+        signal = policy.target_signal if inputs.has_drafters else None
+        return (
+            inputs,
+            fetch_results(inputs.sequences, draft, verify_inputs, found, dead_ends, signal),
+            forward,
+        )
 
     def _give_up_one(self, error: str) -> None:
         """End the youngest request of a round that broke off for want of memory; the others go on."""
@@ -246,56 +242,54 @@ class Engine:
 
     def _commit(self, inputs: RoundInputs, results: list[RowResult], forward: Forward) -> list[Sequence]:
         """Move tokens, cache length, constraint, drafters and policy of every row together."""
-        learns = has_drafters(inputs.sequences)
-        finished: list[tuple[Sequence, Finish, str | None]] = []
-        siblings = inputs.siblings or [0] * len(results)
-        rows = zip(
-            inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, siblings, results, strict=True
-        )
-        for sequence, idle, budget, drafter, wanted, result in rows:
-            if idle:
-                continue
-            if sequence.failure is not None:  # what the round decided for the row was perhaps not constrained
-                finished.append((sequence, Finish.ERROR, sequence.failure))
-                continue
-            base = len(sequence.tokens) - 1
-            sequence.round_count += 1
-            sequence.skip_draft, sequence.cache_finite = result.target_nonfinite, not result.target_nonfinite
-            if result.target_nonfinite and result.drafted == 0:
-                finished.append((sequence, Finish.ERROR, nonfinite_message(sequence, self.cache.dtype)))
-                continue
-            outcome = self._append(sequence, result, drafter)
-            if wanted:  # those beyond a draft that ended early were left out
-                siblings = wanted if result.drafted == budget else min(wanted, result.drafted)
-                outcome = replace(outcome, siblings=siblings)
-            sequence.rounds.append(outcome)
-            self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
-            failure = None
-            try:
-                self._tell_drafters(sequence, base, outcome.emitted, forward)
-                whole = outcome.emitted == result.accepted + 1 and sequence.finish is None
-                if result.sibling is not None and whole:
-                    column = 1 + len(result.tokens) + result.sibling
-                    emitted = self._append_after_sibling(sequence, result, base, column, forward)
-                    outcome = replace(outcome, emitted=outcome.emitted + emitted, sibling=True)
-                    sequence.rounds[-1] = outcome
-            except torch.OutOfMemoryError as error:
-                failure = memory_message(error)
-            if sequence.traced:
-                sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
-            if failure is not None and sequence.finish is None:  # else the text needs no drafter any more
-                finished.append((sequence, Finish.ERROR, failure))
-                continue
-            if learns and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
-                self.policy_of(sequence).learn(sequence, outcome, result.target_confidence)
-            if result.drafter_nonfinite:
-                assert drafter is not None
-                reset_drafter(sequence, self.drafters[drafter], self.cache)
-            if sequence.finish is not None:
-                finished.append((sequence, sequence.finish, sequence.failure))
-        for sequence, finish, failure in finished:
-            self._leave(sequence, finish, failure)
-        return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]
+        active = [row for row, idle in enumerate(inputs.idle) if not idle]
+        ends = [
+            (inputs.sequences[row], self._commit_row(inputs, row, results[row], forward)) for row in active
+        ]
+        for sequence, end in ends:
+            if end is not None:
+                self._leave(sequence, *end)
+        return [inputs.sequences[row] for row in active]
+
+    def _commit_row(
+        self, inputs: RoundInputs, row: int, result: RowResult, forward: Forward
+    ) -> tuple[Finish, str | None] | None:
+        """Commit one row; return why its text ends, and the error, or None where it goes on."""
+        sequence, budget, drafter = inputs.sequences[row], inputs.budgets[row], inputs.drafters[row]
+        if sequence.failure is not None:  # what the round decided for the row was perhaps not constrained
+            return Finish.ERROR, sequence.failure
+        base = len(sequence.tokens) - 1
+        sequence.round_count += 1
+        sequence.skip_draft, sequence.cache_finite = result.target_nonfinite, not result.target_nonfinite
+        if result.target_nonfinite and result.drafted == 0:
+            return Finish.ERROR, nonfinite_message(sequence, self.cache.dtype)
+        outcome = self._append(sequence, result, drafter)
+        if inputs.siblings and (wanted := inputs.siblings[row]):  # those beyond a short draft were left out
+            siblings = wanted if result.drafted == budget else min(wanted, result.drafted)
+            outcome = replace(outcome, siblings=siblings)
+        sequence.rounds.append(outcome)
+        self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
+        failure = None
+        try:
+            self._tell_drafters(sequence, base, outcome.emitted, forward)
+            whole = outcome.emitted == result.accepted + 1 and sequence.finish is None
+            if result.sibling is not None and whole:
+                column = 1 + len(result.tokens) + result.sibling
+                emitted = self._append_after_sibling(sequence, result, base, column, forward)
+                outcome = replace(outcome, emitted=outcome.emitted + emitted, sibling=True)
+                sequence.rounds[-1] = outcome
+        except torch.OutOfMemoryError as error:
+            failure = memory_message(error)
+        if sequence.traced:
+            sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
+        if failure is not None and sequence.finish is None:  # else the text needs no drafter any more
+            return Finish.ERROR, failure
+        if inputs.has_drafters and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
+            self.policy_of(sequence).learn(sequence, outcome, result.target_confidence)
+        if result.drafter_nonfinite:
+            assert drafter is not None
+            reset_drafter(sequence, self.drafters[drafter], self.cache)
+        return None if sequence.finish is None else (sequence.finish, sequence.failure)
 
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
         """Append the tokens of the round; tokens after the end of the text count nowhere."""

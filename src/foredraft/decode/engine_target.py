@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from foredraft.decode.sequence import Sequence
 from foredraft.decode.vocab_ops import VocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.memory import upload
-from foredraft.model.runner import Forward, Leaves, Resume, next_chunk
+from foredraft.model.runner import Forward, PassOptions, next_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,7 @@ class Target(Protocol):
         *,
         idle: Seq[bool] | None = None,
         counts: list[int] | None = None,
-        resume: Resume | None = None,
-        aux_layers: Seq[int] = (),
-        leaves: Leaves | None = None,
+        **options: Unpack[PassOptions],
     ) -> Forward: ...
 
     def prefill(

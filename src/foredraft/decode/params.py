@@ -103,6 +103,11 @@ SHARE = Number("above 0 and at most 1 (off)", most=1.0, above=True)
 PENALTY = Number("from -2 to 2; 0 is off", least=-2.0, most=2.0)
 
 
+def _option(default: Any, value: Value, *, elsewhere: str = "", hash: bool | None = None) -> Any:
+    """Return the field of an option: its default, what it takes, and what other programs call it."""
+    return field(default=default, hash=hash, metadata=option(value, elsewhere=elsewhere))
+
+
 class SamplingKeywords(TypedDict, total=False):
     """The fields of `SamplingParams` as keywords, for type checkers and editors; a test compares the two."""
 
@@ -207,78 +212,58 @@ class SamplingParams:
         True
     """
 
-    temperature: float = field(default=1.0, metadata=option(Number("0 (greedy) or more"), elsewhere="temp"))
-    top_k: int = field(default=0, metadata=option(COUNT))
-    top_p: float = field(default=1.0, metadata=option(SHARE))
-    min_p: float = field(default=0.0, metadata=option(Number("from 0 (off) to 1", most=1.0)))
-    typical_p: float = field(default=1.0, metadata=option(SHARE, elsewhere="typical"))
-    repetition_penalty: float = field(
-        default=1.0,
-        metadata=option(
-            Number("from 0.01 to 100; 1 is off", least=0.01, most=100.0), elsewhere="repeat_penalty"
-        ),
+    temperature: float = _option(1.0, Number("0 (greedy) or more"), elsewhere="temp")
+    top_k: int = _option(0, COUNT)
+    top_p: float = _option(1.0, SHARE)
+    min_p: float = _option(0.0, Number("from 0 (off) to 1", most=1.0))
+    typical_p: float = _option(1.0, SHARE, elsewhere="typical")
+    repetition_penalty: float = _option(
+        1.0, Number("from 0.01 to 100; 1 is off", least=0.01, most=100.0), elsewhere="repeat_penalty"
     )
-    presence_penalty: float = field(default=0.0, metadata=option(PENALTY))
-    frequency_penalty: float = field(default=0.0, metadata=option(PENALTY))
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False, metadata=option(Biases()))
-    min_new_tokens: int = field(default=0, metadata=option(COUNT))
-    max_new_tokens: int = field(
-        default=128, metadata=option(COUNT, elsewhere="max_tokens n_predict predict -n")
+    presence_penalty: float = _option(0.0, PENALTY)
+    frequency_penalty: float = _option(0.0, PENALTY)
+    logit_bias: Mapping[int, float] | None = _option(None, Biases(), hash=False)
+    min_new_tokens: int = _option(0, COUNT)
+    max_new_tokens: int = _option(128, COUNT, elsewhere="max_tokens n_predict predict -n")
+    ignore_eos: bool = _option(False, Flag())
+    stop: str | tuple[str, ...] | list[str] = _option((), Strings())
+    stop_token_ids: tuple[int, ...] | list[int] = _option((), Ids())
+    include_stop: bool = _option(False, Flag())
+    seed: int | None = _option(None, Whole("0 to 2**63 - 1", most=2**63 - 1), elsewhere="-s")
+    logprobs: int | None = _option(None, SCORES)
+    prompt_logprobs: int | None = _option(None, SCORES)
+    acceptance: RuleName | None = _option(
+        None, Choice("'speculative', 'block', 'coupled', 'bild' (which is not lossless) or None", RULES)
     )
-    ignore_eos: bool = field(default=False, metadata=option(Flag()))
-    stop: str | tuple[str, ...] | list[str] = field(default=(), metadata=option(Strings()))
-    stop_token_ids: tuple[int, ...] | list[int] = field(default=(), metadata=option(Ids()))
-    include_stop: bool = field(default=False, metadata=option(Flag()))
-    seed: int | None = field(
-        default=None, metadata=option(Whole("0 to 2**63 - 1", most=2**63 - 1), elsewhere="-s")
+    rollback: float | None = _option(None, Number("0 nats or more, or leave it out", most=math.inf))
+    allowed_token_ids: tuple[int, ...] | list[int] | None = _option(
+        None, Ids("a list of whole token ids, 1 or more", least=1)
     )
-    logprobs: int | None = field(default=None, metadata=option(SCORES))
-    prompt_logprobs: int | None = field(default=None, metadata=option(SCORES))
-    acceptance: RuleName | None = field(
-        default=None,
-        metadata=option(
-            Choice("'speculative', 'block', 'coupled', 'bild' (which is not lossless) or None", RULES)
-        ),
+    ban: str | tuple[str, ...] | list[str] = _option((), Strings(), elsewhere="bad_words banned_strings")
+    ban_mode: Literal["mask", "rollback"] = _option(
+        "mask", Choice("'mask' or 'rollback'", ("mask", "rollback"))
     )
-    rollback: float | None = field(
-        default=None, metadata=option(Number("0 nats or more, or leave it out", most=math.inf))
+    ban_ignore_case: bool = _option(False, Flag())
+    ban_whole_words: bool = _option(False, Flag())
+    ban_prompt: bool = _option(True, Flag())
+    ban_rollbacks: int = _option(100, Whole(f"a whole number from 0 to {MAX_ROLLBACKS}", most=MAX_ROLLBACKS))
+    regex: str | None = _option(None, Words(), elsewhere="guided_regex")
+    choices: str | tuple[str, ...] | list[str] | None = _option(
+        None, Strings(least=1), elsewhere="guided_choice"
     )
-    allowed_token_ids: tuple[int, ...] | list[int] | None = field(
-        default=None, metadata=option(Ids("a list of whole token ids, 1 or more", least=1))
+    json_schema: str | Mapping[str, Any] | type | None = _option(
+        None, Schema("a JSON schema that allows some text"), elsewhere="guided_json", hash=False
     )
-    ban: str | tuple[str, ...] | list[str] = field(
-        default=(), metadata=option(Strings(), elsewhere="bad_words banned_strings")
+    json_object: bool = _option(False, Flag())
+    grammar: str | None = _option(None, Words(), elsewhere="guided_grammar")
+    prediction: str | tuple[int, ...] | list[int] | None = _option(
+        None, TextOrIds("text or a list of token ids")
     )
-    ban_mode: Literal["mask", "rollback"] = field(
-        default="mask", metadata=option(Choice("'mask' or 'rollback'", ("mask", "rollback")))
+    drafter: str | None = _option(
+        None, Name("'none', the name of a drafter, or None"), elsewhere="speculation"
     )
-    ban_ignore_case: bool = field(default=False, metadata=option(Flag()))
-    ban_whole_words: bool = field(default=False, metadata=option(Flag()))
-    ban_prompt: bool = field(default=True, metadata=option(Flag()))
-    ban_rollbacks: int = field(
-        default=100,
-        metadata=option(Whole(f"a whole number from 0 to {MAX_ROLLBACKS}", most=MAX_ROLLBACKS)),
-    )
-    regex: str | None = field(default=None, metadata=option(Words(), elsewhere="guided_regex"))
-    choices: str | tuple[str, ...] | list[str] | None = field(
-        default=None, metadata=option(Strings(least=1), elsewhere="guided_choice")
-    )
-    json_schema: str | Mapping[str, Any] | type | None = field(
-        default=None,
-        hash=False,
-        metadata=option(Schema("a JSON schema that allows some text"), elsewhere="guided_json"),
-    )
-    json_object: bool = field(default=False, metadata=option(Flag()))
-    grammar: str | None = field(default=None, metadata=option(Words(), elsewhere="guided_grammar"))
-    prediction: str | tuple[int, ...] | list[int] | None = field(
-        default=None, metadata=option(TextOrIds("text or a list of token ids"))
-    )
-    drafter: str | None = field(
-        default=None,
-        metadata=option(Name("'none', the name of a drafter, or None"), elsewhere="speculation"),
-    )
-    policy: str | None = field(default=None, metadata=option(Name("a name or None")))
-    max_draft: int | None = field(default=None, metadata=option(Whole("1 token or more, or None", least=1)))
+    policy: str | None = _option(None, Name("a name or None"))
+    max_draft: int | None = _option(None, Whole("1 token or more, or None", least=1))
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
         """Refuse unknown options with a remedy, which the dataclass's own error lacks."""

@@ -204,6 +204,11 @@ class RoundInputs:
     siblings: Seq[int] = ()  # [B] leaves of each row's token tree, at most; empty: all drafts are chains
 
     @cached_property
+    def has_drafters(self) -> bool:
+        """Whether any sequence has a drafter; without one, the policy neither decides nor learns."""
+        return any(sequence.drafters for sequence in self.sequences)
+
+    @cached_property
     def penalty_context(self) -> PenaltyContext | None:
         return PenaltyContext.of(self.sequences, self.device)
 

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.decode.distribution import Distribution
-from foredraft.decode.policy import Signal
-from foredraft.decode.policy.base import target_confidence
-from foredraft.decode.round_draft import AcceptResult, Draft
+from foredraft.decode.accept import VerifyInputs, VerifyResult
+from foredraft.decode.policy import Signal, target_confidence
+from foredraft.decode.round_draft import Draft
 from foredraft.decode.scores import Integers, Score, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round, RoundTrace
@@ -68,52 +67,24 @@ class RowResult:
 def fetch_results(
     sequences: Seq[Sequence],
     draft: Draft,
-    verdict: AcceptResult,
-    p: Distribution,
-    logits: Tensor,
-    finite: Tensor,
-    *,
-    judge: Distribution,
-    p_after: Distribution | None = None,
+    given: VerifyInputs,  # what the accept step read
+    found: VerifyResult,  # and what it gave
     dead_ends: Seq[int | None],
-    masks: Tensor | None = None,
     signal: Signal | None = None,
 ) -> list[RowResult]:
-    """Read the device once and return every row's result; logits [B, K + 1 + S, V], finite [B, K + 1 + S]."""
+    """Read the device once and return every row's result."""
     rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     top = max((sequences[row].params.logprobs or 0 for row in rows), default=0)
-    traced = any(s.traced for s in sequences)
-    # Tensors to fetch, by name, in the order of travel.
-    wanted = {
-        "accepted": verdict.accepted, "next_token": verdict.next_token, "drafted": draft.lengths,
-        "tokens": draft.tokens, "finite": finite,
-    }  # fmt: skip
-    if draft.nonfinite is not None:
-        wanted["drafter_nonfinite"] = draft.nonfinite
-    if draft.undrawn is not None:
-        wanted["undrawn"] = draft.undrawn
-    last, k = verdict.last_column(draft.tokens.shape[1]), draft.tokens.shape[1]
-    if verdict.sibling is not None and verdict.after_sibling is not None:
-        wanted |= {"sibling": verdict.sibling, "after_sibling": verdict.after_sibling}
-    if rows or traced:
-        # the decided tokens in their columns; nothing reads past them
-        accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
-        new = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted, next_token)
+    wanted = _wanted(draft, given, found, signal)
     if rows:
-        index = upload(rows, logits.device)
-        wanted["scores"] = score(logits[index, : k + 1], p.rows(index), new[index], top)
-        if p_after is not None:
-            own = logits[index, last[index]][:, None]
-            after = score(own, p_after.rows(index), verdict.last_token[index][:, None], top)
-            wanted["scores"] = torch.cat([wanted["scores"], after], 1)
-    if traced:
+        wanted["scores"] = _scores(draft, given.logits, found, rows, top)
+    if any(s.traced for s in sequences):
+        accepted = found.verdict.accepted[:, None]
+        judge = found.p if found.limit is None else found.limit.judge
         pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
-        wanted["chances"] = torch.cat([*pair, p.at(new).gather(1, accepted)], 1)
-        if masks is not None:
-            wanted["legal"] = masks.sum(-1)
-    if signal is not None:
-        own = logits[torch.arange(len(sequences), device=logits.device), last]  # [B, V]
-        wanted["target_confidence"] = target_confidence(own, verdict.last_token, signal)
+        wanted["chances"] = torch.cat([*pair, found.p.at(_new(draft, found)).gather(1, accepted)], 1)
+        if given.masks is not None:
+            wanted["legal"] = given.masks.sum(-1)
     fetched = dict(zip(wanted, download(list(wanted.values())), strict=True))
     scores = dict(zip(rows, fetched.pop("scores").numpy(), strict=True)) if rows else {}
     columns = {name: tensor.tolist() for name, tensor in fetched.items()}
@@ -123,6 +94,39 @@ def fetch_results(
         )
         for row, (sequence, dead_end) in enumerate(zip(sequences, dead_ends, strict=True))
     ]
+
+
+def _wanted(
+    draft: Draft, given: VerifyInputs, found: VerifyResult, signal: Signal | None
+) -> dict[str, Tensor]:
+    """Return the tensors of every round to fetch, by name, in the order of travel."""
+    verdict = found.verdict
+    wanted = {
+        "accepted": verdict.accepted, "next_token": verdict.next_token, "drafted": draft.lengths,
+        "tokens": draft.tokens, "finite": found.finite, "drafter_nonfinite": draft.nonfinite,
+        "undrawn": draft.undrawn, "sibling": verdict.sibling, "after_sibling": verdict.after_sibling,
+    }  # fmt: skip
+    if signal is not None:
+        every = torch.arange(len(draft.tokens), device=given.logits.device)
+        own = given.logits[every, verdict.last_column(draft.tokens.shape[1])]  # [B, V]
+        wanted["target_confidence"] = target_confidence(own, verdict.last_token, signal)
+    return {name: tensor for name, tensor in wanted.items() if tensor is not None}
+
+
+def _new(draft: Draft, found: VerifyResult) -> Tensor:
+    """Return the decided tokens in their columns [B, K + 1]; nothing reads past them."""
+    accepted, next_token = found.verdict.accepted[:, None], found.verdict.next_token[:, None]
+    return torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted, next_token)
+
+
+def _scores(draft: Draft, logits: Tensor, found: VerifyResult, rows: list[int], top: int) -> Tensor:
+    index, k = upload(rows, logits.device), draft.tokens.shape[1]
+    scores = score(logits[index, : k + 1], found.p.rows(index), _new(draft, found)[index], top)
+    if found.p_after is None:
+        return scores
+    own = logits[index, found.verdict.last_column(k)[index]][:, None]
+    after = score(own, found.p_after.rows(index), found.verdict.last_token[index][:, None], top)
+    return torch.cat([scores, after], 1)
 
 
 def _row_result(

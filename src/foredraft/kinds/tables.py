@@ -111,11 +111,11 @@ def _in(module: str) -> Any:
     return import_module(f"foredraft.{module}")
 
 
-def _policy(name: str) -> Callable[..., Policy]:
-    """Return the `make` of a policy class in `decode.policy`."""
+def _policy(name: str, module: str = "decode.policy") -> Callable[..., Policy]:
+    """Return the `make` of a policy class in a module."""
 
     def make(longest: int, **settings: float | str) -> Policy:
-        made: Policy = getattr(_in("decode.policy"), name)(longest, **settings)
+        made: Policy = getattr(_in(module), name)(longest, **settings)
         return made
 
     return make
@@ -207,7 +207,7 @@ DRAFTERS: dict[str, DrafterKind] = {
 POLICIES: dict[str, PolicyKind] = {
     "auto": PolicyKind(
         "drafts while one more token pays by measured costs, and not at all where no draft pays",
-        _policy("Auto"),
+        _policy("Auto", "decode.policy.auto"),
         max_draft=10,
         uses_costs=True,
     ),

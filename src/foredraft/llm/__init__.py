@@ -1,8 +1,7 @@
 """LLM: prompts in, outputs or a stream of pieces out; safe to use from several threads.
 
-Requests of all threads share one engine and one running batch (`driver`). An interrupt (Ctrl-C) is deferred
-to the end of the round, so that no state is left half-written (`interrupts`). A process that was forked from
-the one that loaded the model cannot use it (`foredraft.workers`).
+Requests of all threads share one engine and one running batch, which a thread of their own steps (`service`).
+A process that was forked from the one that loaded the model cannot use it (`foredraft.workers`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import torch
 from foredraft.arguments import clear_calls
 from foredraft.constraints import KEPT_BYTES, KEPT_LISTS, ConstraintFactory, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
-from foredraft.decode.sequence import Sequence, State
+from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import StopAutomaton
 from foredraft.drafters.suffix import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
-from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.loaded import Loaded, RequestPolicies
 from foredraft.llm.output import Output, Piece, Stream
 from foredraft.llm.requests import SAMPLING_OPTIONS, Prompts, Requests, Submission, with_keywords
+from foredraft.llm.service import EngineThread, Pieces, WholeOutputs, closed
 from foredraft.model.chat import Message
 from foredraft.model.memory import dtype_name
 from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
@@ -70,16 +69,16 @@ class LLM:
         self.profile_seconds = loaded.profile_seconds
         self._ids, self._policies = itertools.count(), RequestPolicies()
         self._loaded: Loaded | None = loaded  # None once closed
-        self._driver: Driver | None = Driver(loaded.engine, progress)
+        self._thread: EngineThread | None = EngineThread(loaded.engine, progress)
         self._stops = LRUCache[tuple[str, ...], StopAutomaton](KEPT_LISTS, KEPT_BYTES)
         self._constraints = None if loaded.tokenizer is None else ConstraintFactory(
             loaded.tokenizer, loaded.spec.vocab_size, frozenset(loaded.spec.eos_token_ids)
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        if self._driver is None:
+        if self._loaded is None:
             return f"<LLM {self.model!r}: closed>"
-        engine = self._driver.engine
+        engine = self._loaded.engine
         names = " + ".join(map(repr, (self.model, *self.lora)))
         return (
             f"<LLM {names}: drafters {', '.join(engine.drafters) or 'none'}; policy"
@@ -87,7 +86,7 @@ class LLM:
         )
 
     def __enter__(self) -> LLM:
-        self._open_driver()
+        self._open_thread()
         return self
 
     def __exit__(
@@ -200,8 +199,8 @@ class LLM:
             >>> drafted.text == plain.text
             True
         """
-        driver, requests = self._open_driver(), self.requests
-        driver.check_process()
+        thread, requests = self._open_thread(), self.requests
+        thread.check_process()
         chosen = with_keywords(params, self.default_params, options)
         for own in chosen if isinstance(chosen, list) else [chosen]:
             requests.drafters(own)  # refuses an unknown one before any work
@@ -216,13 +215,8 @@ class LLM:
         sequences: list[Sequence] = []
         for ids, own in zip(encoded, each, strict=True):
             sequences += requests.sequences(Submission(ids, own, n, truncate, show_special, trace))
-
-        def outputs() -> list[Output] | None:
-            if any(s.state is not State.FINISHED for s in reversed(sequences)):
-                return None
-            return [requests.output(s) for s in sequences]
-
-        return driver.run(Request(sequences), outputs)
+        outputs: list[Output] = thread.run(WholeOutputs(sequences, requests.output))
+        return outputs
 
     @clear_calls(RequestError, ELSEWHERE, SAMPLING_OPTIONS)
     def stream(
@@ -261,11 +255,11 @@ class LLM:
         own = with_keywords(params, self.default_params, options)
         if isinstance(own, list):
             raise RequestError("stream takes one SamplingParams, not a list", remedy="give one")
-        driver, requests = self._open_driver(), self.requests
-        driver.check_process()
+        thread, requests = self._open_thread(), self.requests
+        thread.check_process()
         asked = requests.encoded(Submission(prompt, own, 1, truncate, show_special, trace))
         [sequence] = requests.sequences(asked)
-        return Stream(driver, sequence, requests.output)
+        return Stream(thread, Pieces(sequence, requests.output))
 
     def save_texts(self, file: str | Path | None = None) -> int:
         """Save the texts that drafter "suffix" keeps, and return how many there are.
@@ -308,8 +302,8 @@ class LLM:
             >>> list(stream)[-1].output.finish_reason
             'cancelled'
         """
-        if self._driver is not None:
-            self._driver.cancel_all()
+        if (thread := self._thread) is not None:
+            thread.cancel_all()
 
     def close(self) -> None:
         """Cancel every request and free the weights and the caches; repeating it does nothing.
@@ -323,26 +317,27 @@ class LLM:
             >>> llm
             <LLM 'demo': closed>
         """
-        driver, self._driver, self._loaded = self._driver, None, None
-        if driver is None:
+        thread, self._thread, self._loaded = self._thread, None, None
+        if thread is None:
             return
-        driver.close()
-        on_gpu = driver.engine.device.type == "cuda"
-        del driver
+        thread.closed = True
+        thread.stop()
+        on_gpu = thread.engine.device.type == "cuda"
+        del thread
         gc.collect()  # parts of an engine may refer to each other
         if on_gpu:
             torch.cuda.empty_cache()
 
-    def _open_driver(self) -> Driver:
-        """Return the driver.
+    def _open_thread(self) -> EngineThread:
+        """Return the engine's thread.
 
         Raises:
             RequestError: The model is closed.
         """
-        driver = self._driver
-        if driver is None:
+        thread = self._thread
+        if thread is None:
             raise closed()
-        return driver
+        return thread
 
     @property
     def loaded(self) -> Loaded:

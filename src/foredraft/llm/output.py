@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import RoundTrace, Stats
-from foredraft.llm.driver import Driver, Interrupts, Request
+
+if TYPE_CHECKING:
+    from foredraft.llm.service import EngineThread, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +150,8 @@ class Stream(Iterator[Piece]):
     """An iterator over the pieces of one sample, one after every round; `LLM.stream` makes one.
 
     The request starts with the first `next`. `close` cancels it, and so does whatever `next` raises, an
-    interrupt (Ctrl-C) too. A stream that is dropped before its end is cancelled before the model computes
-    anything else. One thread at a time calls `next`.
-
-    It is a class and not a generator, because an interrupt may end a generator before its `finally`.
+    interrupt (Ctrl-C) too. A stream that is dropped before its end is cancelled after the round that runs.
+    One thread at a time calls `next`.
 
     Examples:
         >>> stream = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=64, ignore_eos=True))
@@ -161,17 +162,18 @@ class Stream(Iterator[Piece]):
         []
     """
 
-    def __init__(self, driver: Driver, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
-        self._driver = driver
-        self._pieces = TextStreamer(sequence, output)
-        self._request = Request([sequence])
-        self._over = False
+    def __init__(self, thread: EngineThread, request: Request) -> None:
+        self._thread, self._request = thread, request
+        self._begun = self._over = False
 
     def __next__(self) -> Piece:
         if self._over:
             raise StopIteration
         try:
-            piece = self._driver.run(self._request, self._pieces.next, owner=self)
+            if not self._begun:
+                self._begun = True
+                self._thread.submit(self._request, self)
+            piece: Piece = self._thread.wait(self._request)
             self._over = piece.output is not None
             return piece
         except BaseException:
@@ -181,12 +183,6 @@ class Stream(Iterator[Piece]):
     def close(self) -> None:
         """Cancel the request, without waiting for the step that runs; the iterator has no more pieces."""
         try:
-            self._end()
-        except BaseException:
-            self._end()  # an interrupt came before it could be deferred
-            raise
-
-    def _end(self) -> None:
-        with Interrupts():
             self._over = True
-            self._driver.cancel(self._request)
+        finally:
+            self._thread.cancel(self._request)

@@ -1,32 +1,343 @@
-"""Service: one thread that steps the engine, for programs that must not wait for it, such as servers.
+"""The engine's thread, which alone steps an engine, while requests want tokens; and `Service`, for servers.
 
-After each step it calls `publish` once, with what all requests have to show since the step before.
+A command comes from any thread, from a signal handler or from the garbage collector: it is one `put` into a
+queue, and is carried out between two steps. A caller only waits for its news, so an interrupt reaches it at
+once, and cancels its request. So does the end of the request's owner, as garbage. While no request wants a
+token the thread refers to no engine, so a model that is dropped frees its memory.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
-from collections import deque
+import time
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from foredraft.decode.sequence import Sequence
+import torch
+
+from foredraft.decode.draft_choice import has_drafters
+from foredraft.decode.engine import Engine
+from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Stats
-from foredraft.llm import LLM
-from foredraft.llm.driver import Request, closed
+from foredraft.errors import RequestError
+from foredraft.kernels import pool
 from foredraft.llm.output import Output, Piece, TextStreamer
 from foredraft.llm.requests import Submission
+from foredraft.profiling.profile import use_profile
+from foredraft.workers import check_process, release_workers
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
 
 logger = logging.getLogger(__name__)
 
+NAME = "foredraft-engine"
+NAP = 0.001  # seconds between two looks whether the thread has ended
+AHEAD = 2  # unread pieces of a stream from which on the engine waits for its reader
+Command: TypeAlias = Callable[[], object]
+Report: TypeAlias = Callable[[str, int, int], None]
 
-class RequestHandle:
+
+def closed() -> RequestError:
+    """Return the error of a request to a closed model."""
+    return RequestError("this LLM is closed", remedy="load the model again")
+
+
+class Request:
+    """Sequences that are submitted and cancelled together. Its caller alone reads its news."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences  # in the order in which they start
+        self.news = SimpleQueue[Any]()  # results, reports of progress to be called, or an error to be raised
+        self.watch: _Owner | None = None  # kept here: a reference that is garbage itself tells nothing
+
+    @property
+    def wants(self) -> bool:
+        """Whether the engine has to step for it, unless it is over."""
+        return True
+
+    def show(self) -> bool:
+        """Put into the news what the last step gave; return whether that is all."""
+        raise NotImplementedError
+
+    def report(self, progress: Report, done: int, total: int) -> None:
+        """Report how far the prompt is read, in the caller's thread."""
+        self.news.put(partial(progress, "prefill", done, total))
+
+    def fail(self, engine: Engine, error: BaseException) -> bool:
+        """End a request that cannot go on or be shown; return whether nothing is left to show."""
+        for sequence in self.sequences[::-1]:
+            engine.cancel(sequence)
+        self.news.put(error)
+        return True
+
+
+class WholeOutputs(Request):
+    """A request whose caller waits until all is there."""
+
+    def __init__(self, sequences: list[Sequence], output: Callable[[Sequence], Output]) -> None:
+        super().__init__(sequences)
+        self._output = output
+
+    def show(self) -> bool:
+        if any(each.state is not State.FINISHED for each in reversed(self.sequences)):
+            return False
+        self.news.put([self._output(each) for each in self.sequences])
+        return True
+
+
+class Pieces(Request):
+    """A request whose caller reads piece after piece."""
+
+    def __init__(self, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
+        super().__init__([sequence])
+        self._streamer = TextStreamer(sequence, output)
+
+    @property
+    def wants(self) -> bool:
+        return self.news.qsize() < AHEAD
+
+    def show(self) -> bool:
+        if (piece := self._streamer.next()) is not None:
+            self.news.put(piece)
+        return self._streamer.over
+
+
+def _go_on() -> None:
+    """Do nothing: as a command it wakes the thread, for which a reader has made room."""
+
+
+class _Owner(weakref.ref[Any]):
+    """A reference to the owner of a request; once the owner is garbage, the command to cancel it."""
+
+    cancel: Command = staticmethod(_go_on)  # until it is set, nothing was submitted
+
+    def __call__(self) -> None:
+        self.cancel()
+
+
+class _Call:
+    """The owner of a request, for the time of one call."""
+
+
+_THREADS = weakref.WeakSet["EngineThread"]()
+
+
+class EngineThread:
+    """Steps `engine`; `progress` gets ("prefill", done, total) in tokens of a prompt that is read."""
+
+    def __init__(self, engine: Engine, progress: Report | None) -> None:
+        self.engine, self._progress = engine, progress
+        self.closed = False
+        self.after_step: set[Callable[[], None]] = set()  # called when all requests have shown their news
+        self._commands = SimpleQueue[Command | None]()  # None ends the thread
+        self._requests: list[Request] = []  # that are not over; the thread's own
+        self._process = os.getpid()
+        self._serving = threading.Lock()  # held by the thread that works; another one ends at once
+        weakref.finalize(self, self._commands.put, None).atexit = False
+        _THREADS.add(self)
+
+    @property
+    def alive(self) -> bool:
+        return self._serving.locked()  # an interrupt in `Thread.is_alive` would end the thread for Python
+
+    def check_process(self) -> None:
+        """Check that this process loaded the model."""
+        check_process(self._process)
+
+    def start(self) -> None:
+        if not self.alive:
+            given = self._commands, self._serving, weakref.ref(self)
+            threading.Thread(target=_serve, args=given, name=NAME, daemon=True).start()
+
+    def submit(self, request: Request, owner: object = None) -> None:
+        """Start a request, which is cancelled once its owner is garbage."""
+        self.check_process()
+        if self.closed:
+            raise closed()
+        if owner is not None:
+            request.watch = _Owner(owner, self._commands.put)
+            request.watch.cancel = partial(self._each, request.sequences[::-1], self.engine.cancel)
+        release_workers()  # this thread's, or they would slow down the engine's
+        self._commands.put(partial(self._take_up, request, torch.get_num_threads()))
+        self.start()
+
+    def run(self, request: Request) -> Any:
+        """Submit a request and return its result; an error and an interrupt cancel it."""
+        call = _Call()  # for an interrupt that comes while another one is handled
+        try:
+            self.submit(request, call)
+            return self.wait(request)
+        except BaseException:
+            self.cancel(request)
+            raise
+
+    def wait(self, request: Request) -> Any:
+        """Return the next result of a request, or raise its error; report progress meanwhile."""
+        self.check_process()
+        while True:
+            news = request.news.get()
+            if request.news.qsize() == AHEAD - 1:
+                self._commands.put(_go_on)
+            if isinstance(news, BaseException):
+                raise news
+            if not isinstance(news, partial):
+                return news
+            news()
+
+    def cancel(self, request: Request) -> None:
+        """End a request after the step that runs. It may be over, or never have been submitted."""
+        # last first: otherwise the row of a cancelled sequence would pass to a waiting choice of its prompt
+        self.tell(self.engine.cancel, request.sequences[::-1])
+
+    def tell(self, method: Callable[[Sequence], None], sequences: list[Sequence]) -> None:
+        """Call a method of the engine for each sequence after the step that runs; not in a forked process."""
+        if self._process == os.getpid():
+            self._commands.put(partial(self._each, sequences, method))
+
+    def cancel_all(self) -> None:
+        """Cancel every request that was submitted so far."""
+        self.check_process()
+        self._commands.put(self._cancel_all)
+
+    def stop(self) -> None:
+        """Cancel every request, and end the thread; in a forked process nothing runs."""
+        if self._process != os.getpid() or threading.current_thread().name == NAME:
+            return
+        while self.alive or not self._commands.empty():
+            self.start()
+            self._commands.put(self._cancel_all)
+            self._commands.put(None)
+            while self.alive:
+                time.sleep(NAP)
+
+    def work(self, command: Command | None) -> None:
+        """Carry out commands, and step the engine until no request wants a step."""
+        while command is not None:
+            command()
+            while self._commands.empty():
+                self._show()
+                wanted = any(each.wants for each in self._requests)
+                if not wanted or self.engine.scheduler.stalled:
+                    return
+                self._step()
+            command = self._commands.get()
+        self._show()
+        self._commands.put(None)
+
+    def _show(self) -> None:
+        before = len(self._requests)
+        self._requests = [each for each in self._requests if not self._has_shown_all(each)]
+        for call in tuple(self.after_step):
+            call()
+        if before and not self._requests:
+            release_workers()
+            pool.settle()
+
+    def _has_shown_all(self, request: Request) -> bool:
+        try:
+            return request.show()
+        except BaseException as error:
+            return request.fail(self.engine, error)
+
+    def _take_up(self, request: Request, threads: int) -> None:
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)  # as many as the caller's
+        self._requests.append(request)
+        self._each(request.sequences, self.engine.cancel if self.closed else self.engine.submit)
+
+    def _cancel_all(self) -> None:
+        self._each([*self.engine.scheduler.waiting, *self.engine.rows.sequences], self.engine.cancel)
+
+    def _each(self, sequences: list[Sequence], method: Callable[[Sequence], None]) -> None:
+        """Call a method of the engine for sequences; one for which that fails ends with an error."""
+        for sequence in sequences:
+            try:
+                method(sequence)
+            except Exception as error:
+                logger.exception("a request cannot be submitted or cancelled; it ends with an error")
+                self.engine.fail(sequence, message_of(error))
+
+    def _step(self) -> None:
+        """Take a step; a failure of one that has no request to blame is every request's error."""
+        scheduler = self.engine.scheduler
+        sequence = scheduler.prefilling
+        try:
+            try:
+                self._profile()
+                self.engine.step()
+            except Exception as error:
+                # The batch cannot go on (out of memory, a broken operator), so its requests fail with this.
+                if not self.engine.rows.sequences:
+                    raise
+                logger.exception("a forward failed; the requests in its batch end with an error")
+                self.engine.fail_batch(message_of(error))
+            if self._progress is not None and (sequence := sequence or scheduler.prefilling) is not None:
+                self._report(sequence, self._progress)
+        except BaseException as error:
+            if self.after_step:
+                logger.exception("the engine failed; all requests end with an error")
+            self._requests = [each for each in self._requests if not each.fail(self.engine, error)]
+
+    def _profile(self) -> None:
+        """Measure costs unless loading did: the default drafter may be none, and requests name policies."""
+        waiting = self.engine.scheduler.waiting
+        if not self.engine.rows.sequences and has_drafters(waiting):
+            for policy in {sequence.policy for sequence in waiting if sequence.drafters}:
+                use_profile(self.engine, policy=policy)
+
+    def _report(self, sequence: Sequence, progress: Report) -> None:
+        done = total = len(sequence.prompt) - 1
+        if sequence.state is State.PREFILLING:
+            done = self.engine.cache.lengths[sequence.row]
+        owns = (each for each in self._requests if any(own is sequence for own in each.sequences))
+        if (request := next(owns, None)) is not None:
+            request.report(progress, done, total)
+
+
+def _serve(
+    commands: SimpleQueue[Command | None], serving: threading.Lock, of: weakref.ref[EngineThread]
+) -> None:
+    """Work on commands; between them refer to no engine."""
+    if not serving.acquire(blocking=False):
+        return
+    try:
+        while (command := commands.get()) is not None:
+            thread = of()
+            if thread is not None:
+                thread.work(command)
+            del thread, command
+    finally:
+        serving.release()
+
+
+def message_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@atexit.register
+def _stop_threads() -> None:
+    for thread in list(_THREADS):
+        thread.stop()
+
+
+class RequestHandle(Request):
     """A request of a service."""
 
-    def __init__(self, pieces: list[TextStreamer], owner: Any) -> None:
-        self.pieces, self.owner = pieces, owner
-        self.prompt = pieces[0].sequence.prompt  # the ids of the prompt as it is read
+    def __init__(self, service: Service, pieces: list[TextStreamer], owner: Any) -> None:
+        super().__init__([each.sequence for each in pieces])
+        self.service, self.pieces, self.owner = service, pieces, owner
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids of the prompt as it is read."""
+        return self.sequences[0].prompt
 
     @property
     def prompt_tokens(self) -> int:
@@ -34,13 +345,39 @@ class RequestHandle:
         return len(self.prompt)
 
     @property
-    def sequences(self) -> list[Sequence]:
-        return [pieces.sequence for pieces in self.pieces]
-
-    @property
     def over(self) -> bool:
         """Whether the last piece of every sample was given."""
         return all(pieces.over for pieces in self.pieces)
+
+    def show(self) -> bool:
+        for sample in range(len(self.pieces)):
+            if (piece := self._next(sample)) is not None:
+                self.service.events.append(StreamEvent(self, sample, piece))
+        return self.over
+
+    def _next(self, sample: int) -> Piece | None:
+        """Return the next piece of a sample; a defect there ends that sample, with an error, and no other."""
+        pieces = self.pieces[sample]
+        try:
+            return pieces.next()
+        except Exception as error:
+            logger.exception("the text of a request cannot be shown; it ends with an error")
+            sequence, pieces.over = pieces.sequence, True
+            self.service.thread.tell(self.service.thread.engine.cancel, [sequence])
+            output = Output(
+                text=None, token_ids=[], origins=[], finish_reason="error", seed=sequence.seed,
+                sample=sequence.sample, prompt_tokens=len(sequence.prompt), stats=Stats(),
+                error=message_of(error),
+            )  # fmt: skip
+            return Piece(None, [], [], output=output)
+
+    def report(self, progress: Report, done: int, total: int) -> None:
+        progress("prefill", done, total)
+
+    def fail(self, engine: Engine, error: BaseException) -> bool:
+        for sequence in self.sequences:
+            engine.fail(sequence, message_of(error))
+        return False
 
 
 class StreamEvent(NamedTuple):
@@ -52,113 +389,54 @@ class StreamEvent(NamedTuple):
 
 
 class Service:
-    """Steps the engine of an LLM in a thread of its own while there are requests."""
+    """Requests of a program that must not wait for them: after each step, `publish` gets what all show."""
 
     def __init__(self, llm: LLM, publish: Callable[[list[StreamEvent]], None]) -> None:
         self._llm, self._publish = llm, publish
-        self._driver = llm._open_driver()
-        self._new: deque[RequestHandle] = deque()  # from any thread; the engine's thread takes them over
-        self._handles: list[RequestHandle] = []
-        self._work = threading.Event()  # set: there may be something to step or to publish
+        self.thread = llm._open_thread()
+        self.events: list[StreamEvent] = []  # of the step that ran last
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
-        self._thread.start()
+        self.thread.after_step.add(self._publish_events)
+        self.thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether the thread lives; it ends by `stop`, or by a defect."""
-        return self._thread.is_alive()
+        return self.thread.alive
 
     def submit(self, asked: Submission, *, owner: Any = None) -> RequestHandle:
         """Start the samples of a submission; the handle has `owner`."""
         if self._stopped:
             raise closed()
-        self._driver.check_process()
+        self.thread.check_process()
         requests = self._llm.requests
         sequences, output = requests.sequences(requests.encoded(asked)), requests.output
-        handle = RequestHandle([TextStreamer(sequence, output) for sequence in sequences], owner)
-        self._new.append(handle)
-        self._driver.inbox.submit(sequences)
-        self._work.set()
+        handle = RequestHandle(self, [TextStreamer(sequence, output) for sequence in sequences], owner)
+        self.thread.submit(handle)
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request after the step that runs; what it has is published. It may have ended."""
-        self._driver.inbox.cancel(handle.sequences)
-        self._work.set()
+        self.thread.cancel(handle)
 
     def pause(self, handle: RequestHandle) -> None:
         """Leave a request out of the steps after the one that runs. Its texts are the same."""
-        self._driver.inbox.pause(handle.sequences)
-        self._work.set()
+        self.thread.tell(self.thread.engine.pause, handle.sequences)
 
     def resume(self, handle: RequestHandle) -> None:
         """Let a paused request go on, once a row is free if another request took its row."""
-        self._driver.inbox.resume(handle.sequences)
-        self._work.set()
+        self.thread.tell(self.thread.engine.resume, handle.sequences)
 
     def stop(self) -> None:
         """Cancel all requests, publish what they have, and end the thread."""
         self._stopped = True
-        self._driver.inbox.cancel_all()
-        self._work.set()
-        self._thread.join()
+        self.thread.stop()
+        self.thread.after_step.discard(self._publish_events)
 
-    def _run(self) -> None:
-        idle = Request([])
-        idle.submitted = True  # there is nothing to submit
-        while not self._stopped or self._handles or self._new:
-            self._work.wait()
-            self._work.clear()
-            if self._stopped:
-                self._driver.inbox.cancel_all()  # a submission may have come after the first time
-            try:
-                self._driver.run(idle, self._publish_news)
-            except Exception as error:
-                logger.exception("the engine failed; all requests end with an error")
-                self._fail(f"{type(error).__name__}: {error}")
-                self._work.set()
-
-    def _publish_news(self) -> bool | None:
-        """Publish what there is to show; return True where nothing is left to step, else None."""
-        while self._new:
-            self._handles.append(self._new.popleft())
-        events = []
-        for handle in self._handles:
-            for sample in range(len(handle.pieces)):
-                if (piece := self._next(handle, sample)) is not None:
-                    events.append(StreamEvent(handle, sample, piece))
-        self._handles = [handle for handle in self._handles if not handle.over]
+    def _publish_events(self) -> None:
+        events, self.events = self.events, []
         if events:
             try:
                 self._publish(events)
             except Exception:
                 logger.exception("the news of a step are lost")
-        if self._new or self._driver.inbox:
-            return None
-        return None if self._handles and not self._driver.engine.scheduler.stalled else True
-
-    def _next(self, handle: RequestHandle, sample: int) -> Piece | None:
-        """Return the next piece of a sample; a defect there ends that sample, with an error, and no other."""
-        pieces = handle.pieces[sample]
-        try:
-            return pieces.next()
-        except Exception as error:
-            logger.exception("the text of a request cannot be shown; it ends with an error")
-            self._driver.inbox.cancel([pieces.sequence])
-            pieces.over = True
-            output = _failed(pieces.sequence, f"{type(error).__name__}: {error}")
-            return Piece(None, [], [], output=output)
-
-    def _fail(self, error: str) -> None:
-        """End every request with an error, after the engine broke off where no request was to blame."""
-        for handle in [*self._handles, *self._new]:
-            self._driver.inbox.fail(handle.sequences, error)
-
-
-def _failed(sequence: Sequence, error: str) -> Output:
-    """Return the output of a sequence whose text cannot be shown."""
-    return Output(
-        text=None, token_ids=[], origins=[], finish_reason="error", seed=sequence.seed,
-        sample=sequence.sample, prompt_tokens=len(sequence.prompt), stats=Stats(), error=error,
-    )  # fmt: skip

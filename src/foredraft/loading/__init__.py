@@ -174,7 +174,6 @@ def _engine(
         policy,
         _drafters(drafting, models, parts),
         vocabulary=target.spec.vocab_size,
-        device=runner.decoder.device,
         vocab_ops=vocab_ops_of(runner),
         greedy_drafts=options.draft_sampling == "greedy",
     )

@@ -124,7 +124,7 @@ class _Rounds:
             tokens = engine.cache.positions - PROMPT
         own = Engine(
             engine.target, engine.cache, self.policy, {"filler": self.filler},
-            vocabulary=engine.vocabulary, device=engine.device, vocab_ops=engine.vocab_ops,
+            vocabulary=engine.vocabulary, vocab_ops=engine.vocab_ops,
         )  # fmt: skip
         params = SamplingParams(temperature=float(self.draws), max_new_tokens=tokens, ignore_eos=True)
         drafters = ("filler",) if length else ()

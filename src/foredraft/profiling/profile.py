@@ -20,7 +20,9 @@ import torch
 from foredraft import user_cache
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
-from foredraft.decode.policy import Auto, CostTable, Policy
+from foredraft.decode.policy import Policy
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.kernels.compilation import describe_cpu
 from foredraft.profiling.measured_samples import Forwards, HostWork, Reading, Samples
 

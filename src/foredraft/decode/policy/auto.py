@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias
 
-from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
+from foredraft.decode.policy import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import (
     PRIOR_ALPHA,
     AcceptanceEstimate,
@@ -170,8 +170,10 @@ class Auto(Policy):
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
         standing = [_standing(row, key, left) for row, key in zip(rows, keys, strict=True)]
         if not all(standing):
-            if not self._stands_for(rows, standing, left, plain):
-                standing = [None] * len(rows)
+            choices = [held or HeldDecision(PLAIN) for held in standing]
+            for_as_many = self._stands >= 1 and len(rows) == self._decided
+            if not for_as_many or self._loss(choices, plain) > max(left, 0.0):
+                standing = [None] * len(rows)  # the batch's decision no longer stands
             self._decide_anew(rows, keys, standing, left, plain)
         self._stands -= 1
         return [self._within(row, key) for row, key in zip(rows, keys, strict=True)]
@@ -233,15 +235,6 @@ class Auto(Policy):
         self._reads.append(row.unread.get(name, 0) if context is None else context)
         budget = min(budget, row.limits[name])
         return Decision(name, budget, context, min(siblings, budget))
-
-    def _stands_for(
-        self, rows: Seq[Candidates], standing: Seq[HeldDecision | None], left: float, plain: float
-    ) -> bool:
-        """Return whether the batch's decision still stands: for as many rows, and within their cap."""
-        choices = [held or HeldDecision(PLAIN) for held in standing]
-        return (
-            self._stands >= 1 and len(rows) == self._decided and self._loss(choices, plain) <= max(left, 0.0)
-        )
 
     def _decide_anew(
         self,

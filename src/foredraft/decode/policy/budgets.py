@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foredraft.decode.policy.cost_table import Costs
 from foredraft.decode.stats import Round
@@ -184,25 +185,13 @@ def best_budgets(table: Costs, rows: Seq[Candidate | None], others: Others = NON
     depth, sibling, owner = (np.array([token[field] for token in tokens]) for field in (1, 2, 3))
     places = {drafter: place for place, drafter in enumerate(deepest)}
     drafter = np.array([places[token[4]] for token in tokens])
-    ms = {
-        name: [0.0, *table.drafts_up_to(name, batch, max(most, others.depths.get(name, 0)))]
-        for name, most in deepest.items()
-    }  # by drafter and steps
-    ranges = [range(most + 1) if any(ms[name]) else (most,) for name, most in deepest.items()]
-    depths = np.array(list(product(*ranges)))  # [C, drafters]; the first drafts as the others do
-    drafting = [
-        sum(
-            ms[name][max(steps, others.depths.get(name, 0))]
-            for name, steps in zip(deepest, each, strict=True)
-        )
-        for each in depths.tolist()
-    ]
+    depths, drafting = _drafting(table, batch, deepest, others)
     columns, tree_ms = batch + others.columns, table.tree(batch)
     passes = np.array([table.verify(batch, columns + more) for more in range(len(tokens) + 1)])
     taken = depth <= depths[:, drafter]  # [C, tokens]
     emitted = batch + others.tokens + (chance * taken).cumsum(1)
     added = tree_ms * (np.logical_or.accumulate(taken & (sibling == 1), 1) | others.siblings)
-    rates = emitted / (np.array(drafting)[:, None] + passes[taken.cumsum(1)] + added)
+    rates = emitted / (drafting[:, None] + passes[taken.cumsum(1)] + added)
     choice, last = np.unravel_index(rates.argmax(), rates.shape)
     kept_ms = drafting[0] + passes[0] + tree_ms * others.siblings
     if rates[choice, last] <= (batch + others.tokens) / kept_ms:
@@ -213,3 +202,17 @@ def best_budgets(table: Costs, rows: Seq[Candidate | None], others: Others = NON
         for kind in (0, 1)
     )
     return [TreeShape(*pair) for pair in zip(budgets, siblings, strict=True)]
+
+
+def _drafting(
+    table: Costs, batch: int, deepest: Mapping[str, int], others: Others
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return depths of the drafters [C, drafters], and the ms of their steps [C]; first as the others do."""
+    ms = {
+        name: [0.0, *table.drafts_up_to(name, batch, max(most, others.depths.get(name, 0)))]
+        for name, most in deepest.items()
+    }  # by drafter and steps
+    depths = list(product(*(range(most + 1) if any(ms[name]) else (most,) for name, most in deepest.items())))
+    pairs = ([*zip(deepest, each, strict=True)] for each in depths)
+    drafting = [sum(ms[name][max(n, others.depths.get(name, 0))] for name, n in each) for each in pairs]
+    return np.array(depths), np.array(drafting)

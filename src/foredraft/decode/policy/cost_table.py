@@ -247,8 +247,9 @@ class LatencyCorrection:
             self._learn_plain(sample)
         else:
             self._learn_drafting(self._paces.setdefault((drafter, reads), DrafterPace(at=self._now)), sample)
-        if self._last is not None:
-            self._judge(self._last)
+        pace, plain = self._last, self._plain.median
+        if pace is not None and plain is not None and (own := pace.window.median) is not None:
+            pace.found = own._replace(ratio=own.ratio / plain.ratio)
 
     def _learn_plain(self, sample: TimedRound) -> None:
         if self._plain.add(sample):
@@ -270,11 +271,6 @@ class LatencyCorrection:
         if pace.window.median is not None and (self._plain.median is None or self._drafting >= self._check):
             self._checking, self._drafting = LEAST, 0
             self._check = min(2 * self._check, LAST_CHECK)
-
-    def _judge(self, pace: DrafterPace) -> None:
-        own, plain = pace.window.median, self._plain.median
-        if own is not None and plain is not None:
-            pace.found = own._replace(ratio=own.ratio / plain.ratio)
 
 
 class CorrectedTable:

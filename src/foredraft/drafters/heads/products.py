@@ -81,7 +81,7 @@ class EagleKernels:
         ids, x = tokens.flatten(), states.reshape(batch * width, -1)
         ids, x = (ids.contiguous(), x.clone()) if real is None else (ids[real], x[real])
         self.backend.use_rotary_tables(tables)
-        self.backend.forward(ids, x, cache, groups, self.plan, 0, len(self.plan.attention))
+        self.backend.forward(ids, x, cache, groups, (self.plan, 0, len(self.plan.attention)))
         return at_columns(x, real, batch * width).view(batch, width, -1)
 
     def draft(

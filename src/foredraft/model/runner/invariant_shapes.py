@@ -35,6 +35,7 @@ LENGTH_QUANTA = (256, 512, 1024)  # candidates for the quantum of attended lengt
 WHOLE = 2**40  # a quantum of attended lengths that is longer than any cache
 LONG_CONTEXT = 700  # positions; libraries cut sums over so many into blocks, by the padded length
 FAR_CONTEXT = 5000  # positions; a GPU's kernels may cut sums over thousands otherwise
+POSITIONS = 4096  # that are attended over shorter contexts, at most
 FAR_LENGTHS = 5120, 7168  # attended lengths that cover such a context: multiples of all quanta
 REFERENCE = 8  # queries and rows of the reference shape: a common verifying pass
 TRIAL_START = 150  # first position of the confirmed row, whose context lies within one quantum
@@ -137,9 +138,9 @@ def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
     probe = partial(AttentionProbe, outline.spec, queries=queries, like=like, random=random)
     probes = [
         (
-            probe(context, rows=reach.batches[-1], window=window),
-            probe(LONG_CONTEXT, rows=1, window=window),
-            probe(FAR_CONTEXT, positions=FAR_LENGTHS[-1], window=window) if reach.far else None,
+            probe(context, most=(reach.batches[-1], POSITIONS), window=window),
+            probe(LONG_CONTEXT, most=(1, POSITIONS), window=window),
+            probe(FAR_CONTEXT, most=(8, FAR_LENGTHS[-1]), window=window) if reach.far else None,
         )
         for window in outline.spec.windows_by_heads
     ]
@@ -179,7 +180,9 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
     first = [product.shape for product in (*outline.layers[0].products, outline.output)]
     others = dict.fromkeys(product.shape for product in outline.products if product.shape not in first)
     for shape in (*first, *others):
-        agreeing = _agreeing_counts(agreeing, shape, like, random)
+        probe = ProductProbe(pack, shape, max(ROW_COUNTS), like, random)
+        agreeing = {rows for rows in agreeing if probe.agrees(rows, REFERENCE)}
+        del probe  # two at a time may be too large
     for step in ROW_STEPS:
         counts = [rows for rows in ROW_COUNTS if rows % step == 0]
         low = _last_agreeing(agreeing, [rows for rows in reversed(counts) if rows <= REFERENCE])
@@ -187,13 +190,6 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
         if high >= 2 * REFERENCE:
             return RowSpan(low, high, step)
     return None
-
-
-def _agreeing_counts(
-    counts: set[int], shape: tuple[int, int], like: Tensor, random: torch.Generator
-) -> set[int]:
-    probe = ProductProbe(pack, shape, max(ROW_COUNTS), like, random)
-    return {rows for rows in counts if probe.agrees(rows, REFERENCE)}
 
 
 def _last_agreeing(agreeing: set[int], counts: list[int]) -> int:

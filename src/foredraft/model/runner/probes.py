@@ -70,8 +70,7 @@ class AttentionProbe:
         like: Tensor,  # a tensor of the device and dtype
         random: torch.Generator,  # the source of values
         blocked: bool = False,  # store keys in the layout of the C kernels
-        rows: int = 8,  # the rows of a batch, at most
-        positions: int = 4096,  # the attended positions, at most
+        most: tuple[int, int] = (8, 4096),  # the rows of a batch and the attended positions, at most
         window: int | None = None,  # the probed heads are those of layers with this window
     ) -> None:
         self.spec = spec = spec.plain_layer(window)  # the model
@@ -94,9 +93,7 @@ class AttentionProbe:
         )  # [1, Hk, T * G, D], [1, Hk, P, D]
         self.v = v.to(like.device, like.dtype)
         self.noise = _normal((1, heads, 1024, dim), random).to(like.device, like.dtype)
-        self.cache = KVCache(
-            self.spec, rows, positions, device=like.device, dtype=like.dtype, slack=0, blocked=blocked
-        )
+        self.cache = KVCache(self.spec, *most, device=like.device, dtype=like.dtype, slack=0, blocked=blocked)
 
     def output(self, batch: int, queries: int, length: int, place: int, scale: float, apart: bool) -> Tensor:
         """Return the attention output of the probed row by PyTorch operators, [T, Hk, G, D]."""

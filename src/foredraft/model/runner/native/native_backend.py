@@ -192,7 +192,7 @@ class NativeBackend:
             x = x.clone() if real is None else x[real]
         depths = sorted(depth for depth in pass_.aux_layers if depth < pass_.stop)
         logits, states = self.forward(
-            tokens, x, pass_.cache, groups, pass_.plan, pass_.start, pass_.stop,
+            tokens, x, pass_.cache, groups, (pass_.plan, pass_.start, pass_.stop),
             head=pass_.head and pass_.at is None, inputs=inputs, aux_layers=depths,
         )  # fmt: skip
         aux_states = {depth: asked(own) for depth, own in zip(depths, states, strict=True)}
@@ -211,16 +211,14 @@ class NativeBackend:
         hidden: Tensor,
         cache: CacheLayers,
         groups: Groups,
-        plan: Plan,
-        start: int,
-        stop: int,
+        layers: tuple[Plan, int, int],  # the sub-layers, the first layer and the one after the last
         *,
         head: bool = False,
         inputs: Tensor | None = None,
         aux_layers: Sequence[int] = (),
     ) -> tuple[Tensor | None, Tensor]:
-        """Run layers [start, stop) on `hidden` [N, D], in place, and store keys and values in the cache."""
-        count = len(hidden)
+        """Run layers on `hidden` [N, D], in place, and store keys and values in the cache."""
+        count, (plan, start, stop) = len(hidden), layers
         if self._pairs is not None:
             inputs = torch.empty_like(hidden)  # the embeddings
         pass_ = pass_struct(cache, groups, self._rotary, pointer(inputs))
@@ -228,11 +226,11 @@ class NativeBackend:
         logits = self._logits(hidden) if head else None
         states = hidden.new_empty(len(aux_layers), *hidden.shape)
         given = pointer(tokens), hidden.data_ptr(), count
-        layers = bytes(plan.attention), bytes(plan.mlp), start, stop
+        run = bytes(plan.attention), bytes(plan.mlp), start, stop
         read = (c_int64 * len(aux_layers))(*aux_layers), len(aux_layers), pointer(states)
         ends = scratch.data_ptr(), pointer(logits), own_threads()
         addresses = ctypes.addressof(self._model), ctypes.addressof(pass_)
-        result = self._forward(*addresses, *given, *layers, *read, *ends)
+        result = self._forward(*addresses, *given, *run, *read, *ends)
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, hidden, cache, scratch, inputs)
         return logits, states
@@ -271,54 +269,42 @@ class NativeBackend:
         exit: int | None,
         pairs: PairDraft | None = None,
     ) -> FusedDraft:
-        tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
-        rows, steps, draft_vocab = len(lengths), max(lengths), inputs.draft_vocab
-        vocabulary = self.decoder.spec.vocab_size if draft_vocab is None else draft_vocab.vocabulary
-        read = [token for row in active for token in tokens[row]]
-        pass_ = pass_struct(cache, _runs(starts, tokens, active), self._rotary)
-        most = max(inputs.choices, default=0)
-        choices = (*inputs.choices, *(0,) * (steps - len(inputs.choices)))
+        rows, steps, active = len(inputs.lengths), max(inputs.lengths), inputs.active
+        vocab, hidden_size = inputs.draft_vocab, self.decoder.spec.hidden_size
+        vocabulary = self.decoder.spec.vocab_size if vocab is None else vocab.vocabulary
+        read = [token for row in active for token in inputs.tokens[row]]
+        pass_ = pass_struct(cache, _runs(inputs.starts, inputs.tokens, active), self._rotary)
+        drawn, finite = (
+            torch.zeros(rows, steps, dtype=torch.int64),
+            torch.zeros(rows, steps, dtype=torch.bool),
+        )
+        most, sampling, keys, probs, states = max(inputs.choices, default=0), CSampling(), None, None, None
         further = torch.full((rows, steps, most), -1) if most else None
-        numbers = array("q", (*read, *active, *(lengths[row] for row in active), *choices))
-        address, _ = numbers.buffer_info()
-        active_address = address + numbers.itemsize * len(read)
-        drawn = torch.zeros(rows, steps, dtype=torch.int64)
-        finite = torch.zeros(rows, steps, dtype=torch.bool)
-        sampling, keys, probs = CSampling(), None, None
         if inputs.sampling is not None:
             sampling = CSampling(*(pointer(getattr(inputs.sampling, name)) for name in SAMPLING))
             keys, probs = inputs.sampling.keys, torch.zeros(rows, steps, vocabulary)
-        states = None
         if exit is not None:
-            hidden_size = self.decoder.spec.hidden_size
             states = torch.zeros(rows, steps, hidden_size, dtype=self.decoder.dtype)
         masks = None if inputs.allowed is None else (c_void_p * rows)(*map(pointer, inputs.allowed))
+        numbers = _draft_numbers(inputs, read, steps)
         draft = CDraft(
-            tokens=address,
-            columns=len(read),
-            steps=steps,
-            slot=active_address,
-            length=active_address + numbers.itemsize * len(active),
-            sampling=ctypes.addressof(sampling),
-            keys=pointer(keys),
+            columns=len(read), steps=steps, sampling=ctypes.addressof(sampling), keys=pointer(keys),
             allowed=None if masks is None else ctypes.addressof(masks),
-            drawn=drawn.data_ptr(),
-            finite=finite.data_ptr(),
-            probs=pointer(probs),
-            exit_layer=exit or 0,
-            states=pointer(states),
-            draft_vocab=None if draft_vocab is None else draft_vocab.tokens.data_ptr(),
-            vocabulary=vocabulary,
-            choices=active_address + 2 * numbers.itemsize * len(active),
-            most=most,
-            further=pointer(further),
-        )
-        per_column = self._scratch_per_column + self.decoder.spec.hidden_size + 2 * self._inputs
+            drawn=drawn.data_ptr(), finite=finite.data_ptr(), probs=pointer(probs),
+            exit_layer=exit or 0, states=pointer(states),
+            draft_vocab=None if vocab is None else vocab.tokens.data_ptr(), vocabulary=vocabulary,
+            most=most, further=pointer(further),
+        )  # fmt: skip
+        address, size = numbers.buffer_info()[0], numbers.itemsize
+        draft.tokens, draft.slot = address, address + size * len(read)
+        draft.length = draft.slot + size * len(active)
+        draft.choices = draft.length + size * len(active)
+        per_column = self._scratch_per_column + hidden_size + 2 * self._inputs
         logits = torch.empty(len(active) * self.decoder.output.shape[0] + vocabulary)
         if pairs is not None:
             assert len(pairs.states) == len(read)
             draft.pairs, draft.left = pairs.states.data_ptr(), pairs.left.data_ptr()
-            per_column += self.decoder.spec.hidden_size
+            per_column += hidden_size
         scratch = self._scratch(len(read) * per_column)
         layers = bytes(plan.attention), bytes(plan.mlp), self.decoder.spec.layers
         ends = scratch.data_ptr(), logits.data_ptr(), own_threads()
@@ -392,3 +378,10 @@ def _groups(pass_: Pass) -> Groups:
 
 def _runs(starts: Sequence[int], tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> Groups:
     return [(row, starts[row], len(tokens[row]), starts[row]) for row in rows]
+
+
+def _draft_numbers(inputs: DraftInputs, read: list[int], steps: int) -> array[int]:
+    """Return what a fused draft reads: tokens; of rows that draft their places and lengths; choices."""
+    active, missing = inputs.active, steps - len(inputs.choices)
+    lengths = (inputs.lengths[row] for row in active)
+    return array("q", (*read, *active, *lengths, *inputs.choices, *(0,) * missing))
