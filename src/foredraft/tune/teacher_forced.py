@@ -9,13 +9,12 @@ evenly spaced starts is too high, because rounds begin at hard tokens more often
 Every column attends to what it would attend to in decoding: the target's keys and values before the first
 column of its draft, and the draft's own from there on. The texts are cut into drafts of K columns, and passes
 go from the last draft of a text to its first, so that no pass reads what a draft wrote; `restore` copies the
-target's keys and values back before the next trial. Layers that several plans share are computed once: every
-plan is one path through a trie of layers.
+target's keys and values back before the next trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,47 +32,9 @@ from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.layer_geometry import Plan
 from foredraft.model.memory import upload
-from foredraft.model.runner import Resume, Runner, next_chunk
+from foredraft.model.runner import Runner, next_chunk
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.tune_settings import Progress, Steps, silent
-
-
-@dataclass(frozen=True, slots=True)
-class TrieNode:
-    """Layers `start` to `stop` - 1, which all plans of the node run alike."""
-
-    start: int  # first layer of the node
-    stop: int  # layer after the last one of the node
-    plan: Plan  # one of the node's plans
-    indices: tuple[int, ...]  # indices of the node's plans in the list that the trie was built from
-    children: tuple[TrieNode, ...]  # nodes that begin at layer `stop`; a leaf has none
-
-
-def build_trie(plans: Sequence[Plan]) -> TrieNode:
-    """Return the root of the trie of one or more plans of the same model."""
-    return _node(plans, range(len(plans)), 0)
-
-
-def _node(plans: Sequence[Plan], members: Iterable[int], start: int) -> TrieNode:
-    """Return the node at layer `start` of plans that agree below it and, unless it is layer 0, in it."""
-    indices = tuple(members)
-    layers, stop = len(plans[indices[0]].attention), start
-    while stop < layers and len(_group_by_layer(plans, indices, stop)) == 1:
-        stop += 1
-    groups = _group_by_layer(plans, indices, stop).values() if stop < layers else ()
-    children = tuple(_node(plans, group, stop) for group in groups)
-    return TrieNode(start, stop, plans[indices[0]], indices, children)
-
-
-def _group_by_layer(
-    plans: Sequence[Plan], indices: Iterable[int], layer: int
-) -> dict[tuple[bool, bool], list[int]]:
-    """Group plan indices by the sub-layers (attention, MLP) that the plans run in one layer."""
-    groups: dict[tuple[bool, bool], list[int]] = {}
-    for index in indices:
-        groups.setdefault((plans[index].attention[layer], plans[index].mlp[layer]), []).append(index)
-    return groups
-
 
 Floats = NDArray[np.float64]
 
@@ -175,40 +136,22 @@ class TeacherForced:
 
     def rounds(self, plan: Plan, *, every_start: bool = False) -> ExpectedRounds:
         """Return the expected rounds of a plan's drafts."""
-        acceptance = self.acceptance(plan, every_start=every_start)
-        return ExpectedRounds.from_acceptance(acceptance, self.lengths)
-
-    def rounds_of(self, plans: Sequence[Plan]) -> Iterator[ExpectedRounds]:
-        """Yield `rounds` of each plan, in less time than one call for each."""
-        for flat in self._flat_acceptance(plans):
-            yield ExpectedRounds.from_acceptance(self._at_any_place(flat), self.lengths)
+        return ExpectedRounds.from_acceptance(self.acceptance(plan, every_start=every_start), self.lengths)
 
     def acceptance(self, plan: Plan, *, every_start: bool = False) -> Floats:
         """Return acceptance probabilities [R, N, K], as `ExpectedRounds.from_acceptance` takes them."""
-        rows, max_draft = len(self.texts), self.max_draft
-        if not every_start:
-            [flat] = self._flat_acceptance([plan])
-            return self._at_any_place(flat)
-        acceptance = np.ones((rows, int(self.lengths[0]), max_draft))
+        rows, longest, max_draft = len(self.texts), int(self.lengths[0]), self.max_draft
+        if not every_start:  # each token is in one draft, whose probability serves for all its places
+            flat = np.ones((rows, longest + max_draft))
+            for (row, first, columns), own in self._score(plan, [row % max_draft for row in range(rows)]):
+                flat[row, first : first + columns] = own
+            return np.lib.stride_tricks.sliding_window_view(flat, max_draft, 1)[:, :longest]
+        acceptance = np.ones((rows, longest, max_draft))
         for offset in range(max_draft):
-            for _, (row, first, columns), own in self._score([plan], [offset] * rows):
+            for (row, first, columns), own in self._score(plan, [offset] * rows):
                 if (first - offset) % max_draft == 0:  # else a partial draft, which another offset has whole
                     acceptance[row, first, :columns] = own
         return acceptance
-
-    def _flat_acceptance(self, plans: Sequence[Plan]) -> Floats:
-        """Return the acceptance probability of each token in the one draft that holds it, [P, R, N + K]."""
-        rows = len(self.texts)
-        flat = np.ones((len(plans), rows, int(self.lengths[0]) + self.max_draft))
-        offsets = [row % self.max_draft for row in range(rows)]
-        for indices, (row, first, columns), own in self._score(plans, offsets):
-            flat[list(indices), row, first : first + columns] = own
-        return flat
-
-    def _at_any_place(self, flat: Floats) -> Floats:
-        """Use a token's probability for all its places in a draft: [R, N + K] -> [R, N, K]."""
-        windows = np.lib.stride_tricks.sliding_window_view(flat, self.max_draft, 1)
-        return windows[:, : int(self.lengths[0])]
 
     def blocks(self, offsets: list[int]) -> list[list[DraftSpan]]:
         """Cut each text into drafts, the first of them `offset` tokens long, and list the last one first."""
@@ -244,53 +187,29 @@ class TeacherForced:
         return upload(tokens, self.runner.decoder.device, torch.int64), starts
 
     @torch.inference_mode()
-    def _score(
-        self, plans: Sequence[Plan], offsets: list[int]
-    ) -> Iterator[tuple[tuple[int, ...], DraftSpan, NDArray[np.float32]]]:
-        """Yield plan indices, a draft, and the acceptance probabilities of its tokens under these plans."""
-        trie = build_trie(plans)
+    def _score(self, plan: Plan, offsets: list[int]) -> Iterator[tuple[DraftSpan, NDArray[np.float32]]]:
+        """Yield each draft and the acceptance probabilities of its tokens under a plan."""
         self.restore()
         for blocks in self.passes(self.blocks(offsets)):
             self.before_pass()
             tokens, starts = self.inputs(blocks)
             counts = [block.columns for block in blocks]
+            hidden = self.drafting.forward(
+                self.cache, tokens, starts, first_row=blocks[0].row, idle=[not count for count in counts],
+                counts=counts, plan=plan, want_logits=False, invariant=False,
+            ).hidden  # fmt: skip
             device = tokens.device
             real = torch.arange(tokens.shape[1], device=device) < upload(counts, device)[:, None]
-            next_tokens = upload(
-                [t for row, first, columns in blocks for t in self._new_ids(row)[first : first + columns]],
-                device,
-            )
+            drafted = [
+                token
+                for row, first, columns in blocks
+                for token in self.texts[row].ids[self.texts[row].prompt_length :][first : first + columns]
+            ]
             p = torch.cat([self._p[row, first : first + columns] for row, first, columns in blocks])
-            stops = np.cumsum(counts)
-            for indices, hidden in self._forward(trie, blocks, tokens, starts):
-                q = self._probabilities(self.drafting, hidden[real], next_tokens)
-                acceptance = (q / p).clamp_max(1).cpu().numpy()
-                for block, stop in zip(blocks, stops, strict=True):
-                    yield indices, block, acceptance[stop - block.columns : stop]
-
-    def _forward(
-        self,
-        node: TrieNode,
-        blocks: list[DraftSpan],
-        tokens: Tensor,
-        starts: list[int],
-        entering: Tensor | None = None,
-    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Run the plans below a node of the trie on tokens [B, T], from states [B, T, D] that enter it."""
-        counts = [block.columns for block in blocks]
-        known = [tokens.shape[1]] * len(blocks)
-        hidden = self.drafting.forward(
-            self.cache, tokens, starts, first_row=blocks[0].row, idle=[not count for count in counts],
-            counts=counts, plan=node.plan, stop=node.stop, want_logits=False, invariant=False,
-            resume=None if entering is None else Resume(node.start, entering, known),
-        ).hidden  # fmt: skip
-        if not node.children:
-            yield node.indices, hidden
-        for child in node.children:
-            yield from self._forward(child, blocks, tokens, starts, hidden)
-
-    def _new_ids(self, row: int) -> tuple[int, ...]:
-        return self.texts[row].ids[self.texts[row].prompt_length :]
+            q = self._probabilities(self.drafting, hidden[real], upload(drafted, device))
+            acceptance = (q / p).clamp_max(1).cpu().numpy()
+            for block, stop in zip(blocks, np.cumsum(counts), strict=True):
+                yield block, acceptance[stop - block.columns : stop]
 
     def _probabilities(self, runner: Runner, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the probability of each token [N] after a runner's states [N, D], a few at a time."""
