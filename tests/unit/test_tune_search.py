@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foredraft.bench.settings import SAMPLERS, TuneSettings
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import search as search_module
 from foredraft.tune import study as study_module
-from foredraft.tune.samplers import HillClimbingSampler, SeedsFirst
-from foredraft.tune.search import Deadline, Search, best_trials
+from foredraft.tune.search import Deadline, HillClimbingSampler, Search, SeedsFirst, best_trials
 from foredraft.tune.study import StudyStorage, optuna, run_trial
 from foredraft.tune.teacher_forced import ExpectedRounds
 from foredraft.tune.tune_records import ExitCosts, PlanCosts, Trial
-from foredraft.tune.tune_settings import SAMPLERS, TuneSettings
 from tests.support.foreign import as_another_user
 from tests.support.searching import (
     COSTS,

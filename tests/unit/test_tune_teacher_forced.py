@@ -20,8 +20,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import teacher_forced as teacher_forced_module
-from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.teacher_forced import ExpectedRounds, TeacherForced
+from foredraft.tune.teacher_forced import CalibrationText, CalibrationTexts, ExpectedRounds, TeacherForced
 from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of

@@ -18,6 +18,8 @@ from torch import Tensor
 
 import foredraft
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
+from foredraft.bench.settings import DEFECTS as PLANTED
+from foredraft.bench.settings import PENALISED, SETTINGS
 from foredraft.decode import accept, step_draws
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafting import _Steps
@@ -34,12 +36,18 @@ from foredraft.verify import DistributionTest, VerifyReport, VerifySettings, ver
 from foredraft.verify import verify_run as run
 from foredraft.verify.chi_square import Cells
 from foredraft.verify.distribution_tests import PROBES, DistributionCheck, choose_cases, run_test
-from foredraft.verify.planting import DraftsAlways, planted
-from foredraft.verify.sampler import BATCH, TARGET, TREE_WIDTHS, PlainTarget, Sampler, SamplingCase
+from foredraft.verify.sampler import (
+    BATCH,
+    TARGET,
+    TREE_WIDTHS,
+    DraftsAlways,
+    PlainTarget,
+    Sampler,
+    SamplingCase,
+    planted,
+)
 from foredraft.verify.verify_records import TextRun
 from foredraft.verify.verify_run import FAMILY_LEVEL, _affordable, _checks
-from foredraft.verify.verify_settings import DEFECTS as PLANTED
-from foredraft.verify.verify_settings import PENALISED, SETTINGS
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 from tests.support.mutation import Edit, Mutant, Mutation

@@ -18,11 +18,11 @@ from foredraft.bench.bench_records import (
     Row,
     TurnCount,
 )
-from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.contender import BenchContext, ForedraftContender, LineUp
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
 from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine, model_record
 from foredraft.bench.measurement import Measurement, Progress
+from foredraft.bench.settings import BenchSettings
 from foredraft.bench.workload import AS_IT_IS, PromptForm, Workload
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip

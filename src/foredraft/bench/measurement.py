@@ -27,11 +27,11 @@ from foredraft.bench.bench_records import (
     Spread,
     TurnCount,
 )
-from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.contender import BenchContext, Contender, LineUp, Timing
 from foredraft.bench.contenders import CONTENDERS, PLAIN
 from foredraft.bench.figures import Runs, Series, make_row
 from foredraft.bench.machine_record import Memory
+from foredraft.bench.settings import BenchSettings
 from foredraft.bench.workload import Group, groups_of, turns
 from foredraft.doctor.teacher_forced import read_text
 from foredraft.drafters.lookup import repeated

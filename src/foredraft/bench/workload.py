@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from foredraft.bench.contenders import ALL
 from foredraft.errors import ConfigError, Option, invalid_at
 from foredraft.model.config import parse_json
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
 
 
-ALL = "all"
 SUFFIX = ".jsonl"
 EXAMPLE = 'give lines like {"prompt": "Once upon a time"}'
 

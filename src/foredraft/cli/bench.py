@@ -10,23 +10,102 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from cyclopts import Group, Token
+
+from foredraft.bench.contenders import ALL, CONTENDERS
+from foredraft.bench.settings import BenchSettings, TuneSettings
 from foredraft.cli.interrupt import FAILED, INTERRUPTED, Raised
-from foredraft.cli.measuring import BATCH, PROMPTS, WORKLOAD, BenchOptions, PromptOptions, TuneOptions
-from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options, refuse_lossy
+from foredraft.cli.options import (
+    HTML,
+    DocumentOptions,
+    DraftingOptions,
+    ModelOptions,
+    PromptOptions,
+    bullets,
+    load_options,
+    refuse_lossy,
+)
 from foredraft.cli.output_files import check_places, table, with_weights, write_report
 from foredraft.cli.render import started
-from foredraft.cli.sections import NONE, Given, declared_in
+from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
 from foredraft.cli.words import as_flag, one_line, read_prompts
 from foredraft.errors import ConfigError
-from foredraft.tune.tune_settings import TuneSettings
 
 if TYPE_CHECKING:
     from foredraft.bench.bench_records import BenchReport, Exactness, Row, Spread
-    from foredraft.bench.bench_settings import BenchSettings
     from foredraft.tune.tune_records import TuneReport
+
+
+WORKLOAD, PROMPTS, BATCH = "all", 8, "1"  # what `bench` takes by default
+
+
+def parse_whole(_: type, words: Sequence[Token]) -> int:
+    """Parse a whole number, and refuse a fraction instead of rounding it; `2.0` counts as whole."""
+    word = words[0].value
+    with suppress(ValueError):
+        if "." not in word:
+            return int(word)
+        if float(word).is_integer():
+            return int(float(word))
+    raise ValueError(f"{word!r} is not a whole number")
+
+
+CONTENDER_HELP = bullets({name: kind.summary for name, kind in CONTENDERS.items()})
+BENCH = {
+    "methods": option(
+        str,
+        "Methods to time, separated by commas; plain is always timed.\n\n"
+        f"{CONTENDER_HELP}\nDefault, or with all: every lossless method that can run.",
+    ),
+    "policies": option(
+        str,
+        "Also time the drafters under these policies, separated by commas, or under all; the report then has"
+        " a table by policy. --policy-option applies to --policy only.",
+    ),
+    "workload": option(
+        str,
+        'Names or files, separated by commas. A file has a "prompt" in every line of JSON; all stands for the'
+        f" workloads that ship with Foredraft. [default: {WORKLOAD}]",
+    ),
+    "prompts": option(
+        int, f"Maximum number of prompts per workload, evenly spaced over it. [default: {PROMPTS}]"
+    ),
+    **measured(BenchSettings, "new_tokens", "repeats"),
+    "batch": option(str, f"Batch sizes, separated by commas. [default: {BATCH}]"),
+    **measured(BenchSettings, "temperature"),
+    **HTML,
+}
+TUNE = {
+    "prompts": option(
+        str,
+        'File of prompts: one per line, or .jsonl with a "prompt" in every line; a quarter of them is held'
+        " out. Required with --model; the demo model's prompts ship with Foredraft.",
+    ),
+    **measured(TuneSettings, whole=parse_whole),
+    "plan_out": option(
+        Path,
+        "Also write the plan to this file if it wins; generate, bench and verify find it in the cache"
+        " folder.",
+    ),
+    **HTML,
+}
+
+if TYPE_CHECKING:
+    BenchOptions: TypeAlias = Given
+    TuneOptions: TypeAlias = Given
+else:
+    BenchOptions = section(
+        "BenchOptions", Group("Benchmark", sort_key=3), BENCH,
+        ["methods", "workload", "prompts", "batch", "temperature", "html"],
+    )  # fmt: skip
+    TuneOptions = section(
+        "TuneOptions", Group("Search", sort_key=2), TUNE,
+        ["prompts", "trials", "timeout", "temperature", "html"],
+    )  # fmt: skip
 
 
 def bench(
@@ -78,7 +157,6 @@ def bench(
 
 
 def options_of(benchmark: BenchOptions, drafting: Given) -> BenchSettings:
-    from foredraft.bench.bench_settings import BenchSettings
 
     refuse_lossy(drafting)
     if (prompts := benchmark.get("prompts", PROMPTS)) < 1:
@@ -261,11 +339,11 @@ def tune(
 
 def refuse_empty(**values: str | Path | None) -> None:
     """Refuse empty values, as an unset shell variable gives them."""
-    for option, value in values.items():
+    for name, value in values.items():
         if value == "":
-            raise ConfigError(option=option, value=value, remedy="give it a value, or leave it out")
+            raise ConfigError(option=name, value=value, remedy="give it a value, or leave it out")
         if value == Path():
-            raise ConfigError("is '' or '.'", option=option, remedy="give a file in a folder that exists")
+            raise ConfigError("is '' or '.'", option=name, remedy="give a file in a folder that exists")
 
 
 def prompts_of(file: str | None, model: str | None) -> list[str]:
@@ -279,7 +357,7 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
             remedy="give a file with one prompt per line",
         )
     from foredraft import demo
-    from foredraft.bench.workload import ALL, load_workloads
+    from foredraft.bench.workload import load_workloads
 
     return [*demo.prompts(), *(prompt for each in load_workloads((ALL,)) for prompt in each.prompts)]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 
 from foredraft.arguments import declared
+from foredraft.bench.workload import PromptForm
 from foredraft.cli.sections import COMMON, Given, Repeatable, declared_in, derived, option, section
 from foredraft.cli.words import read_text
 from foredraft.decode.params import GRAMMARS, SamplingParams
@@ -31,6 +32,9 @@ SAMPLING = Group(
 )
 CHAT = Group("Chat", sort_key=5)
 OUTPUT = Group("Output", sort_key=6)
+
+
+HTML = {"html": option(Path, "Write a report with plots to this file, one self-contained page.")}
 
 
 def parse_threads(_: type, words: Sequence[Token]) -> int:
@@ -193,6 +197,21 @@ class ChatOptions:
     conversation: /help lists its commands, Ctrl-C ends a reply, /bye or Ctrl-D ends it."""
     system: str | None = None
     """With --chat: the system message."""
+
+
+@Parameter(name="*", group=CHAT)
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How the prompts of a measurement become token ids."""
+
+    chat: Flag = False
+    """Send each prompt as a user message in the model's chat template, as generate --chat does."""
+    system: str | None = None
+    """With --chat: the system message."""
+
+    @property
+    def form(self) -> PromptForm:
+        return PromptForm(self.chat, self.system)
 
 
 @Parameter(name="*", group=OUTPUT)

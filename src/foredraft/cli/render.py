@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from foredraft.cli.output_files import terminal_width, writing_stdout
 from foredraft.cli.words import as_flag
-from foredraft.pages.origins import ORIGINS
+from foredraft.pages.trace import ORIGINS
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

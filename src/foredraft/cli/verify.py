@@ -11,12 +11,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
+from cyclopts import Group
+
+from foredraft.bench.contenders import ALL
+from foredraft.bench.settings import DEFAULT_DEFECT, DEFECTS, no_drafter
 from foredraft.cli.interrupt import FAILED, INCONCLUSIVE
-from foredraft.cli.measuring import PromptOptions, VerifyOptions
 from foredraft.cli.options import (
+    HTML,
     DocumentOptions,
     DraftOptions,
     ModelOptions,
+    PromptOptions,
+    bullets,
     check_drafting_options,
     drafter_name,
     load_options,
@@ -24,18 +30,41 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.output_files import check_places, table, with_weights, write_report
 from foredraft.cli.render import started
-from foredraft.cli.sections import NONE, Given, declared_in
+from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
 from foredraft.cli.words import print_error, read_prompts
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS
 from foredraft.verify import VerifySettings
-from foredraft.verify.verify_settings import ALL, DEFECTS, no_drafter
 
 if TYPE_CHECKING:
     from foredraft.bench.workload import PromptForm
     from foredraft.model.tokenizer import Tokenizer
     from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, VerifyReport
     from foredraft.verify.verify_records import TextRun, Verdict
+
+VERIFY = {
+    "prompts": option(
+        str,
+        'File of prompts: one per line, or .jsonl with a "prompt" in every line. Default: the prompts that'
+        " ship with Foredraft.",
+    ),
+    **measured(VerifySettings),
+    "self_test": option(
+        str,
+        f"Plant a defect and check that the tests find it; the exit code is then 1. Without a name:"
+        f" {DEFAULT_DEFECT}.\n\n"
+        + bullets(
+            {name: defect.summary for name, defect in DEFECTS.items()} | {ALL: "each in turn"}
+        ).rstrip(),
+    ),
+    **HTML,
+}
+if TYPE_CHECKING:
+    VerifyOptions: TypeAlias = Given
+else:
+    VerifyOptions = section(
+        "VerifyOptions", Group("Verifying", sort_key=3), VERIFY, ["prompts", "tokens", "detect", "html"]
+    )
 
 Names: TypeAlias = dict[str, str | None]  # "model" and "draft" -> what the user gave for them
 

@@ -82,9 +82,9 @@ def made_ready(words: Sequence[str], app: App) -> list[str]:
     made: list[str] = []
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         if word == SELF_TEST and following.startswith("-"):
-            from foredraft.verify.verify_settings import DEFAULT
+            from foredraft.bench.settings import DEFAULT_DEFECT
 
-            made.append(f"{word}={DEFAULT}")
+            made.append(f"{word}={DEFAULT_DEFECT}")
         elif word != "-":
             made.append(word)
         elif made and made[-1] in valued:

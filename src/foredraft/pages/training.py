@@ -7,12 +7,16 @@ from itertools import accumulate
 from typing import Any
 
 from foredraft.drafters.skips import Skips
-from foredraft.pages.drawing import Axis, Bars, Panel, Points, ReferenceLine
 from foredraft.pages.report_page import (
+    Axis,
+    Bars,
     Cell,
     Line,
     PageVerdict,
+    Panel,
     Plot,
+    Points,
+    ReferenceLine,
     ReportPage,
     Table,
     make_plot,

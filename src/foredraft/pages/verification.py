@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foredraft.pages.drawing import Axis, Panel, Points, ReferenceLine
+from foredraft.bench.settings import DEFECTS
 from foredraft.pages.report_page import (
     DASH,
+    Axis,
     Cell,
     Line,
     PageVerdict,
+    Panel,
     Plot,
+    Points,
+    ReferenceLine,
     ReportPage,
     Table,
     make_plot,
@@ -19,7 +23,6 @@ from foredraft.pages.report_page import (
     render,
 )
 from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity, TextRun, VerifyReport
-from foredraft.verify.verify_settings import DEFECTS
 
 PASSED = PageVerdict("good", "Passed: no difference from plain decoding was found.")
 FAILED = PageVerdict("bad", "Failed: the output differs from plain decoding's, or a request failed.")

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
-from foredraft.pages.origins import ORIGINS, stylesheet
+from foredraft.pages.trace import ORIGINS, stylesheet
 from foredraft.serve.bodies import SHAPES
 from foredraft.serve.problems import Error
 from foredraft.serve.replies import Reply

@@ -22,6 +22,7 @@ import foredraft
 from foredraft.bench.bench_records import MAX_REPEATED, Spread
 from foredraft.bench.contender import ForedraftContender, Timing
 from foredraft.bench.measurement import measure_costs
+from foredraft.bench.settings import Progress, TuneSettings
 from foredraft.bench.workload import turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
@@ -37,10 +38,8 @@ from foredraft.llm.loaded import Loaded
 from foredraft.model.memory import dtype_name
 from foredraft.model.runner import Runner
 from foredraft.profiling.timing import replaced
-from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.teacher_forced import CalibrationText, CalibrationTexts, TeacherForced
 from foredraft.tune.tune_records import TAU_TOLERANCE, Finalist, Trial
-from foredraft.tune.tune_settings import Progress, TuneSettings
 from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError, check_folder, make_folder
 
 

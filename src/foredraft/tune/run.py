@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from foredraft import demo
 from foredraft.bench.machine_record import LoadWatch, machine
+from foredraft.bench.settings import Progress, TuneSettings, silent
 from foredraft.bench.workload import AS_IT_IS, PromptForm
 from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
@@ -24,14 +25,6 @@ from foredraft.model.hub import resolve
 from foredraft.model.lora.folder import with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
-from foredraft.tune.calibration import (
-    CalibrationCache,
-    CalibrationTexts,
-    calibration_prompt_count,
-    hold_out,
-    new_tokens_per_prompt,
-    write_calibration_texts,
-)
 from foredraft.tune.finals import (
     check_writable,
     decode_finalists,
@@ -43,9 +36,16 @@ from foredraft.tune.finals import (
 )
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage
-from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.teacher_forced import (
+    CalibrationCache,
+    CalibrationTexts,
+    TeacherForced,
+    calibration_prompt_count,
+    hold_out,
+    new_tokens_per_prompt,
+    write_calibration_texts,
+)
 from foredraft.tune.tune_records import Finalist, PlanCosts, Trial, TuneReport, measure_plan_costs
-from foredraft.tune.tune_settings import Progress, TuneSettings, silent
 
 Prompts: TypeAlias = Sequence[str] | Sequence[list[int]]  # texts, or the token ids of chats
 CALIBRATION_BATCH = 8  # calibration texts generated in one batch

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from foredraft.bench.bench_records import Spread, load_doubt
+from foredraft.bench.settings import Progress, Steps, silent
 from foredraft.decode.drafter import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
@@ -35,7 +36,6 @@ from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume, Runner
 from foredraft.profiling.timing import BareForwards, TimedDraws, Work, draft_seconds, in_sequence, interleaved
 from foredraft.tune.teacher_forced import Floats
-from foredraft.tune.tune_settings import Progress, Steps, silent
 
 Line = tuple[float, float]  # (intercept, slope by layer)
 LIKELIEST = TimedDraws(draw=lambda column, logits: logits.argmax(-1))

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from foredraft.bench.settings import Rule, Setting
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.stats import RoundTrace, Stats
 from foredraft.llm import Output
@@ -25,7 +26,6 @@ from foredraft.verify import chi_square
 from foredraft.verify.chi_square import Cells, Prefix, detectable_distance, pearson, survival
 from foredraft.verify.sampler import TARGET, TREE_WIDTHS, WIDTHS, PlainTarget, Sampler, SamplingCase
 from foredraft.verify.verify_records import DistributionTest, DraftPosition
-from foredraft.verify.verify_settings import Rule, Setting
 
 
 class PositionCounts:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from foredraft.verify.verify_settings import DEFECTS, Rule, Setting
+from foredraft.bench.settings import DEFECTS, Rule, Setting
 
 
 class TextRun(NamedTuple):

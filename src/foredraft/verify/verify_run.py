@@ -12,6 +12,15 @@ from typing import Any, Literal
 import torch
 
 import foredraft
+from foredraft.bench.settings import (
+    DISTANCES,
+    GREEDY,
+    GREEDY_PENALISED,
+    PENALISED,
+    SETTINGS,
+    VerifySettings,
+    no_drafter,
+)
 from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
@@ -25,18 +34,17 @@ from foredraft.verify.distribution_tests import (
     choose_stand_in,
     run_test,
 )
-from foredraft.verify.planting import drafting_always, planted
-from foredraft.verify.sampler import WIDTHS, PlainTarget, Sampler, SamplingCase, TextCheck, compare_tokens
-from foredraft.verify.verify_records import DistributionTest, Identity, VerifyReport
-from foredraft.verify.verify_settings import (
-    DISTANCES,
-    GREEDY,
-    GREEDY_PENALISED,
-    PENALISED,
-    SETTINGS,
-    VerifySettings,
-    no_drafter,
+from foredraft.verify.sampler import (
+    WIDTHS,
+    PlainTarget,
+    Sampler,
+    SamplingCase,
+    TextCheck,
+    compare_tokens,
+    drafting_always,
+    planted,
 )
+from foredraft.verify.verify_records import DistributionTest, Identity, VerifyReport
 
 FAMILY_LEVEL = 1e-3  # of all chi-square tests together; each has an equal share (Bonferroni)
 DEFAULTS = VerifySettings()
