@@ -209,9 +209,9 @@ def models(context: BenchContext) -> hugging_face.TransformersModels:
     return hugging_face.TransformersModels(context)
 
 
-@pytest.mark.parametrize("make", [hugging_face.plain, hugging_face.assisted, hugging_face.prompt_lookup])
-def test_transformers_writes_equal_tokens(context: BenchContext, models: Any, texts: Any, make: Any) -> None:
-    contender = make(models, context)
+@pytest.mark.parametrize("name", ["transformers", "transformers-assisted", "transformers-lookup"])
+def test_transformers_writes_equal_tokens(context: BenchContext, models: Any, texts: Any, name: str) -> None:
+    contender = hugging_face.Generate(name, models, context)
     plain = contender.name == "transformers"
     for prompts, expected in ((PROMPTS[:1], texts[:1]), (PROMPTS[1:2], texts[1:2])):
         timing = contender.run(prompts, TOKENS)
@@ -229,13 +229,13 @@ def test_transformers_writes_equal_tokens(context: BenchContext, models: Any, te
 
 def test_transformers_prefill_ends_at_one_token(context: BenchContext, models: Any, clock: Clock) -> None:
     clock.slow(models.target, "forward", lambda **named: 100.0 if named["input_ids"].shape[1] > 1 else 1.0)
-    timing = hugging_face.plain(models, context).run(PROMPTS[:1], TOKENS)
+    timing = hugging_face.Generate("transformers", models, context).run(PROMPTS[:1], TOKENS)
     assert (timing.prefill_seconds, timing.decode_seconds) == (100.0, TOKENS - 1.0)
 
 
 def test_transformers_samples_without_truncation(context: BenchContext, models: Any) -> None:
     warm = replace(context, draft=None, max_draft=None, temperature=50.0)
-    timing = hugging_face.plain(models, warm).run(PROMPTS[:1] * 200, 2)
+    timing = hugging_face.Generate("transformers", models, warm).run(PROMPTS[:1] * 200, 2)
     # nearly uniform over 384 tokens; the library's default top_k is 50
     assert len({text[0] for text in timing.tokens}) > 50
 
@@ -495,7 +495,7 @@ def test_peak_memory_includes_freed_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_beam_search_finds_likelier_texts_than_greedy_decoding(context: BenchContext, texts: Any) -> None:
     models = hugging_face.TransformersModels(context)
-    contender = hugging_face.beam(models, replace(context, temperature=1.0))
+    contender = hugging_face.Generate("beam", models, replace(context, temperature=1.0))
     assert not contender.lossless and not CONTENDERS["beam"].lossless and "beam" not in resolve_methods(None)
     runner = context.llm.loaded.runner
     timing = contender.run(PROMPTS, TOKENS)

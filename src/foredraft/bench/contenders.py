@@ -73,8 +73,7 @@ class ContenderKind:
 
 
 def _module(name: str) -> Any:
-    """Import a module of this package on first use."""
-    return import_module(f"foredraft.bench.{name}")
+    return import_module(f"foredraft.bench.{name}")  # on first use
 
 
 PROGRAMS: dict[str, Program] = {
@@ -105,13 +104,9 @@ def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) ->
             (f"{name} cannot follow ", Option("policy", policy)), remedy=("give another ", Option("policy"))
         )
     made: Contender = _module("contender").ForedraftContender(
-        name,
-        llm,
-        drafter,
-        temperature=context.temperature,
-        acceptance=context.acceptance,
+        name, llm, drafter, temperature=context.temperature, acceptance=context.acceptance,
         policy=context.policy_for(drafter, policy),
-    )
+    )  # fmt: skip
     return made
 
 
@@ -121,6 +116,11 @@ def _make_bild(llm: LLM, context: BenchContext) -> Contender:
     made: Contender = _module("contender").BigLittle(
         llm, context.policy_for("draft-model", BILD_POLICY), temperature=context.temperature
     )
+    return made
+
+
+def _make_transformers(name: str, models: Any, context: BenchContext) -> Contender:
+    made: Contender = _module("hugging_face").Generate(name, models, context)
     return made
 
 
@@ -145,25 +145,18 @@ CONTENDERS: dict[str, ContenderKind] = {
         policies=(BILD_POLICY,),
         lossless=RULES["bild"].lossless,
     ),
-    "transformers": ContenderKind(
-        "generate of transformers",
-        "transformers",
-        lambda models, context: _module("hugging_face").plain(models, context),
-    ),
-    "transformers-assisted": ContenderKind(
-        "generate with assistant_model",
-        "transformers",
-        lambda models, context: _module("hugging_face").assisted(models, context),
-    ),
-    "transformers-lookup": ContenderKind(
-        "generate with prompt_lookup_num_tokens",
-        "transformers",
-        lambda models, context: _module("hugging_face").prompt_lookup(models, context),
-    ),
+    **{
+        name: ContenderKind(summary, "transformers", partial(_make_transformers, name))
+        for name, summary in {
+            "transformers": "generate of transformers",
+            "transformers-assisted": "generate with assistant_model",
+            "transformers-lookup": "generate with prompt_lookup_num_tokens",
+        }.items()
+    },
     "beam": ContenderKind(
         "beam search by generate: a likely text, no accelerator (lossy; only if named)",
         "transformers",
-        lambda models, context: _module("hugging_face").beam(models, context),
+        partial(_make_transformers, "beam"),
         lossless=False,
         scored=True,
     ),

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.bench.contender import BenchContext, Timing
+from foredraft.bench.contender import BenchContext, Contender, Timing
 from foredraft.bench.contenders import module
 from foredraft.errors import ConfigError, Option
 from foredraft.model.checkpoint import IGNORED, CheckpointTensors
@@ -182,14 +182,11 @@ MAX_ROWS = 512  # tokens in one physical batch: llama.cpp's default
 LEAVE_OUT = ("leave it out of ", Option("methods"))
 
 
-class LlamaCpp:
+class LlamaCpp(Contender):
     """A llama.cpp model and context, freed by `close`; it decodes one prompt at a time, greedily."""
 
     name = method = "llama.cpp"
-    policy_name: str | None = None
-    peer = True
-    lossless = True
-    batch_sizes: tuple[int, ...] | None = (1,)
+    batch_sizes = (1,)
 
     def __init__(self, context: BenchContext) -> None:
         _check_supported(context)

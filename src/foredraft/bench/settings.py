@@ -131,10 +131,6 @@ class Setting:
     frequency_penalty: float = 0.0
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
     def penalised(self) -> bool:
         """Whether emitted tokens change the next distribution."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
@@ -226,10 +222,8 @@ class VerifySettings:
                 value=self.acceptance,
                 remedy=f"give {' or '.join(RULES)}, or leave it out",
             )
-        if self.self_test is not None:
-            self._check_defect(self.self_test)
-
-    def _check_defect(self, name: str) -> None:
+        if (name := self.self_test) is None:
+            return
         if name not in DEFECTS:
             raise ConfigError(
                 "which is no defect to plant", option="self_test", value=name,

@@ -44,7 +44,6 @@ class PositionCounts:
 
     @property
     def bonuses(self) -> int:
-        """Bonus tokens."""
         return self._tokens[-1].total()
 
     def add(self, tokens: list[int], trace: list[RoundTrace]) -> None:
@@ -165,9 +164,7 @@ def _stand_ins(sampler: Sampler, own: SamplingParams) -> Iterator[tuple[Sampling
     for params in (own, target):
         if sampler.draws(params):
             yield from ((params, temperature) for temperature in DRAFT_TEMPERATURES)
-        elif (
-            params is target
-        ):  # drafts are greedy, and the target often draws another token than the likeliest
+        elif params is target:  # greedy drafts, where the target often draws another than the likeliest token
             yield params, 1.0
 
 
@@ -177,9 +174,7 @@ def _probe(sampler: Sampler, case: SamplingCase, cells: Cells) -> _Probed:
     for output in outputs:
         counts.add(output.token_ids, output.trace or [])
     longest = len(Stats.merge(output.stats for output in outputs).drafted_at)
-    if not longest:
-        return _Probed(case, -1)
-    return _Probed(case, min(*counts.corrections[:longest], counts.bonuses))
+    return _Probed(case, min(*counts.corrections[:longest], counts.bonuses) if longest else -1)
 
 
 POWER = 0.9  # probability of detection that a test's `detectable` distance has

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from foredraft.bench.settings import DEFECTS, Setting
-from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.engine import Engine
@@ -42,6 +41,7 @@ from foredraft.llm import LLM, Output
 from foredraft.llm.loaded import Loaded
 from foredraft.model.memory import release_freed, upload
 from foredraft.model.runner import next_chunk
+from foredraft.profiling.timing import replaced
 from foredraft.verify.chi_square import NextToken
 from foredraft.verify.verify_records import Divergence, Identity, TextRun
 
@@ -55,27 +55,21 @@ class DraftsAlways(Policy):
         self.name, self.max_draft = loaded.name, loaded.max_draft
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
-        return [self._decide(row) for row in rows]
-
-    def _decide(self, row: Candidates) -> Decision:
-        names = list(row.limits)
-        if not names:
-            return PLAIN
-        # Samples of one prompt begin with different drafters, so that each meets every position of a text.
-        name = names[(row.sequence.sample + row.sequence.round_count) % len(names)]
-        return Decision(name, min(self.max_draft, row.limits[name]))
+        decisions = []
+        for row in rows:
+            # Samples of a prompt begin with different drafters, so that each meets every position of a text.
+            turn, names = row.sequence.sample + row.sequence.round_count, list(row.limits)
+            name = names[turn % len(names)] if names else ""
+            decisions.append(Decision(name, min(self.max_draft, row.limits[name])) if names else PLAIN)
+        return decisions
 
 
 @contextmanager
 def drafting_always(engine: Engine) -> Iterator[None]:
     """Let every round draft within the context, under policies that else would only where it pays."""
     loaded = engine.policy
-    if loaded.uses_costs:
-        engine.policy = DraftsAlways(loaded)
-    try:
+    with replaced(engine, "policy", DraftsAlways(loaded) if loaded.uses_costs else loaded):
         yield
-    finally:
-        engine.policy = loaded
 
 
 @contextmanager
@@ -85,52 +79,39 @@ def planted(engine: Engine, name: str | None) -> Iterator[None]:
         yield
         return
     point, mutate = _INJECTION_POINTS[name]
-    sound = getattr(engine, point)
-    setattr(engine, point, mutate(sound))
-    try:
+    with replaced(engine, point, mutate(getattr(engine, point))):
         yield
-    finally:
-        setattr(engine, point, sound)
 
 
 def _mutated_corrections(
-    correction: Callable[[Draft, Distribution, Tensor], Distribution],
-) -> Callable[..., Any]:
-    """Return what makes an acceptance rule draw the token after the accepted ones once more, from
-    `correction`.
+    accept: Callable[..., AcceptResult], correction: Callable[[Draft, Distribution, Tensor], Distribution]
+) -> Callable[..., AcceptResult]:
+    """Return an acceptance rule that draws the token after the accepted ones once more, from `correction`.
 
     Rows under the `coupled` rule are unchanged: that rule has no residual.
     """
 
-    def mutate(accept: Callable[..., AcceptResult]) -> Callable[..., AcceptResult]:
-        def defective(
-            draft: Draft,
-            p: Distribution,
-            keys: DrawKeys | None,
-            noise: Noise,
-            is_coupled: list[bool],
-            limit: SurpriseLimit | None,
-            is_block: list[bool],
-        ) -> AcceptResult:
-            verdict = accept(draft, p, keys, noise, is_coupled, limit, is_block)
-            if not draft.tokens.shape[1]:
-                return verdict
+    def defective(
+        draft: Draft,
+        p: Distribution,
+        keys: DrawKeys | None,
+        noise: Noise,
+        is_coupled: list[bool],
+        *others: Any,
+    ) -> AcceptResult:
+        verdict = accept(draft, p, keys, noise, is_coupled, *others)
+        if not draft.tokens.shape[1]:
+            return verdict
 
-            def pick(weights: Tensor) -> Tensor:
-                assert keys is not None
-                return noise.pick(weights, keys.columns(verdict.accepted), RESIDUAL)
+        def pick(weights: Tensor) -> Tensor:
+            assert keys is not None
+            return noise.pick(weights, keys.columns(verdict.accepted), RESIDUAL)
 
-            drawn = correction(draft, p, verdict.accepted).draw(pick)[:, 0]
-            unchanged = upload(is_coupled, drawn.device)
-            return replace(verdict, next_token=torch.where(unchanged, verdict.next_token, drawn))
+        drawn = correction(draft, p, verdict.accepted).draw(pick)[:, 0]
+        unchanged = upload(is_coupled, drawn.device)
+        return replace(verdict, next_token=torch.where(unchanged, verdict.next_token, drawn))
 
-        return defective
-
-    return mutate
-
-
-def _without_residual(draft: Draft, p: Distribution, accepted: Tensor) -> Distribution:
-    return p.position(accepted)
+    return defective
 
 
 def _residual_of_the_position_before(draft: Draft, p: Distribution, accepted: Tensor) -> Distribution:
@@ -189,8 +170,11 @@ class _PenaltiesNotAlong(RoundInputs):
 # Name of a defect -> the engine's attribute that it replaces, and a function from the sound attribute to the
 # defective one.
 _INJECTION_POINTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "residual": ("accept", _mutated_corrections(_without_residual)),
-    "position": ("accept", _mutated_corrections(_residual_of_the_position_before)),
+    "residual": (
+        "accept",
+        lambda sound: _mutated_corrections(sound, lambda draft, p, accepted: p.position(accepted)),
+    ),
+    "position": ("accept", lambda sound: _mutated_corrections(sound, _residual_of_the_position_before)),
     "coin": ("noise", _SharedCoin),
     "round-noise": ("round_inputs", lambda sound: _KeyedByRound),
     "penalties": ("round_inputs", lambda sound: _PenaltiesNotAlong),
@@ -210,9 +194,14 @@ class PlainTarget:
     def logits(self, prompt: list[int], new: list[int]) -> Tensor:
         """Return the logits of the token after prompt + new, [V] float32."""
         if prompt != self._prompt:
-            self._prefill(prompt)
+            start, stop = 0, len(prompt) - 1  # the last token stays pending
+            while start < stop:
+                end = next_chunk(start, stop, self.runner.chunk)
+                self.runner.prefill(self.cache, 0, prompt[start:end], start)
+                start = end
+            self._prompt, self._cached = prompt, prompt[:-1]
         tokens = [*prompt, *new]
-        start = len(prompt) - 1  # `_prefill` leaves the prompt's last token pending
+        start = len(prompt) - 1
         while start < min(len(self._cached), len(tokens) - 1) and self._cached[start] == tokens[start]:
             start += 1
         logits = None
@@ -242,14 +231,6 @@ class PlainTarget:
             return weights / weights.sum()
 
         return distribution
-
-    def _prefill(self, prompt: list[int]) -> None:
-        start, stop = 0, len(prompt) - 1
-        while start < stop:
-            end = next_chunk(start, stop, self.runner.chunk)
-            self.runner.prefill(self.cache, 0, prompt[start:end], start)
-            start = end
-        self._prompt, self._cached = prompt, prompt[:-1]
 
 
 # Separate tokens at each position of a sample (`cells`). More cells need more samples: these widths make 9
@@ -406,7 +387,9 @@ def _divergence(
     plain: PlainTarget, check: TextCheck, i: int, run: TextRun, want: Output, got: Output
 ) -> Divergence:
     """Return the first difference of a run's output of prompt `i` from the expected one."""
-    at = _first_difference(want.token_ids, got.token_ids)
+    pairs = enumerate(zip(want.token_ids, got.token_ids, strict=False))
+    ends = min(len(want.token_ids), len(got.token_ids))
+    at = next((i for i, (one, other) in pairs if one != other), ends)
     logits = plain.logits(check.prompts[i], want.token_ids[:at])
     first, second = likeliest(logits, 2).tolist()
     return Divergence(
@@ -419,9 +402,3 @@ def _divergence(
         best=(first, second),
         logits=(float(logits[first]), float(logits[second])),
     )
-
-
-def _first_difference(expected: list[int], found: list[int]) -> int:
-    """Return the first position at which the tokens differ, or the length of the shorter list."""
-    shorter = min(len(expected), len(found))
-    return next((i for i in range(shorter) if expected[i] != found[i]), shorter)

@@ -132,14 +132,11 @@ def _compare_texts(task: _Task) -> list[Identity]:
         ]
     return [
         compare_tokens(
-            task.sampler.llm,
-            task.plain,
-            check,
-            task.drafter,
+            task.sampler.llm, task.plain, check, task.drafter,
             partial(task.progress, f"Texts {number} of {len(checks)}"),
         )
         for number, check in enumerate(checks, start=1)
-    ]
+    ]  # fmt: skip
 
 
 def _run_tests(task: _Task) -> tuple[list[DistributionTest], float]:
