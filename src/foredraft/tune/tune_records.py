@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import comb
 from statistics import median
@@ -338,10 +338,10 @@ class TuneReport:
     costs: PlanCosts  # costs on which predictions rest
     trials: tuple[Trial, ...]  # all completed trials of the study
     importance: dict[str, float]  # share of each sub-layer in the differences between trials
-    finalists: tuple[Finalist, ...]  # the best plans in real decoding
-    winner: int | None  # index of the winner among the finalists; None if no plan won or none was timed
-    plan_files: tuple[str, ...]  # files to which the winner was written
-    seconds: dict[str, float]  # duration of each stage
+    finalists: tuple[Finalist, ...] = ()  # the best plans in real decoding
+    winner: int | None = None  # index among the finalists; None if no plan won or none was timed
+    plan_files: tuple[str, ...] = ()  # files to which the winner was written
+    seconds: dict[str, float] = field(default_factory=dict)  # duration of each stage
     finished: bool = True  # False if the search was interrupted
     notes: tuple[str, ...] = ()  # further remarks for a reader
     unwritten: tuple[str, ...] = ()  # for each file that could not be written, the reason
