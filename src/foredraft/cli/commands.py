@@ -166,7 +166,8 @@ class HelpPages:
         """Print the usage and the examples, to be copied: on a narrow terminal, meanings come first."""
         lines = str(usage or "").splitlines()
         if max(map(len, lines), default=0) > console.width:
-            lines = [part for line in lines for part in _meaning_first(line)]
+            parts = [line.partition("  # ") for line in lines]
+            lines = [f"# {meaning}\n{line.strip()}" if mark else line for line, mark, meaning in parts]
         if lines:
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
@@ -174,19 +175,12 @@ class HelpPages:
         """Print a panel where it belongs on the page."""
         from cyclopts.help import DefaultFormatter
 
-        if panel.title in ALWAYS or self._shows(panel.title):
-            DefaultFormatter()(console, options, panel)
+        if panel.title not in ALWAYS:
+            from foredraft.cli.sections import COMMON
 
-    def _shows(self, title: object) -> bool:
-        from foredraft.cli.sections import COMMON
-
-        return (title != COMMON.name) == self.everything
-
-
-def _meaning_first(line: str) -> list[str]:
-    """Return an example with its meaning on a line of its own; other lines as they are."""
-    example, mark, meaning = line.partition("  # ")
-    return [f"# {meaning}", example.strip()] if mark else [line]
+            if (panel.title != COMMON.name) != self.everything:
+                return
+        DefaultFormatter()(console, options, panel)
 
 
 app = App(

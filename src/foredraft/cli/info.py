@@ -73,7 +73,12 @@ def lines(found: Inspection, width: int | None = None) -> list[str]:
     shown = [line for model in found.models for line in (about(model), *map(about_lora, model.loras))]
     shown += ["", *memory(found, width), "", room(found.context, found), found.threads.why]
     shown += [] if found.kernels is None else [found.kernels]
-    shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)], width)]
+    rows = [("drafter", "at hand", "")]
+    for each in found.drafters:
+        fits = found.pair is not None and each.name == found.pair.drafter
+        note = fit(found.pair, found.models) if found.pair is not None and fits else each.note or ""
+        rows.append((each.name, "yes" if each.at_hand else "no", note))
+    shown += ["", *table(rows, width)]
     return shown + [
         f"The weights of the {model.role} are not downloaded, so its tensors were not checked."
         for model in found.models
@@ -155,16 +160,6 @@ def room(context: Context, found: Inspection) -> str:
     )
 
 
-def drafter_rows(found: Inspection) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for drafter in found.drafters:
-        note = drafter.note or ""
-        if found.pair is not None and drafter.name == found.pair.drafter:
-            note = fit(found.pair, found.models)
-        rows.append((drafter.name, "yes" if drafter.at_hand else "no", note))
-    return rows
-
-
 def fit(pair: PairInfo, models: tuple[ModelInfo, ...]) -> str:
     target, draft = models
     compared = target.tokenizer and draft.tokenizer
@@ -230,20 +225,16 @@ def diagnosis_lines(found: Diagnosis, width: int | None = None) -> list[str]:
     shown = [f"{found.drafter} {found.name}, {found.drafts} drafts on the sample", ""]
     positions = range(1, len(found.own.sampled) + 1)
     rows = [("", *(f"token {n}" for n in positions))]
-    rows.append(("accepted at temperature 1", *map(_percent, found.own.sampled)))
-    rows.append(("accepted at temperature 0", *map(_percent, found.own.greedy)))
+    rows.append(("accepted at temperature 1", *(f"{100 * share:.0f} %" for share in found.own.sampled)))
+    rows.append(("accepted at temperature 0", *(f"{100 * share:.0f} %" for share in found.own.greedy)))
     shown += table(rows, width)
     if found.trials:
-        shown += ["", *table([("setting", "tokens a round", "gain"), *_trials(found)], width)]
+        trials = [("setting", "tokens a round", "gain"), ("as its files say", f"{found.own.tau:.2f}", "")]
+        for each in sorted(found.trials, key=lambda trial: -trial.tau):
+            trials.append((described(each), f"{each.tau:.2f}", f"{each.gain:+.2f} ± {each.doubt:.2f}"))
+        shown += ["", *table(trials, width)]
     shown += ["", verdict(found)]
     return shown + [f"Note: {note}." for note in found.notes]
-
-
-def _trials(found: Diagnosis) -> list[tuple[str, str, str]]:
-    ranked = sorted(found.trials, key=lambda trial: -trial.tau)
-    rows = [("as its files say", f"{found.own.tau:.2f}", "")]
-    rows += [(described(each), f"{each.tau:.2f}", f"{each.gain:+.2f} ± {each.doubt:.2f}") for each in ranked]
-    return rows
 
 
 def described(trial: SettingTrial) -> str:
@@ -258,10 +249,6 @@ def verdict(found: Diagnosis) -> str:
     return (
         f"Better: {described(found.best)}, {found.own.tau:.2f} -> {found.best.tau:.2f} tokens a round.{kept}"
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 if TYPE_CHECKING:

@@ -197,15 +197,12 @@ def alternate(
         progress(done, total)
         return sum(len(output) for output in tokens) / seconds
 
-    rate(plain), rate(speculative)
     rates: list[tuple[float, float]] = []
-    for index in range(ALTERNATIONS):
-        if index % 2:
-            fast = rate(speculative)
-            rates.append((rate(plain), fast))
-        else:
-            slow = rate(plain)
-            rates.append((slow, rate(speculative)))
+    for index in range(-1, ALTERNATIONS):  # the first pair warms up
+        fast = rate(speculative) if index >= 0 and index % 2 else None
+        slow = rate(plain)
+        rates.append((slow, rate(speculative) if fast is None else fast))
+    rates = rates[1:]
     same = all([list(output) for output in text] == [list(output) for output in texts[0]] for text in texts)
     return Comparison(
         speedups=tuple(fast / slow for slow, fast in rates),

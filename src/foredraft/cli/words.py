@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -78,7 +79,10 @@ def made_ready(words: Sequence[str], app: App) -> list[str]:
         >>> made_ready(["verify", "--self-test", "--json"], app)
         ['verify', '--self-test=residual', '--json']
     """
-    valued = _options_with_value(words, app) if "-" in words else set()
+    valued: set[str] = set()  # options of the command that are followed by a value
+    if "-" in words:
+        arguments = app.parse_commands([*words])[1][-1].assemble_argument_collection()
+        valued = {name for each in arguments for name in each.names if each.token_count()[0]}
     made: list[str] = []
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         if word == SELF_TEST and following.startswith("-"):
@@ -92,17 +96,6 @@ def made_ready(words: Sequence[str], app: App) -> list[str]:
         else:
             made.append(STDIN)
     return made
-
-
-def _options_with_value(words: Sequence[str], app: App) -> set[str]:
-    """Return the options of the command that are followed by a value."""
-    _, apps, _ = app.parse_commands([*words])
-    return {
-        name
-        for argument in apps[-1].assemble_argument_collection()
-        for name in argument.names
-        if argument.token_count()[0]
-    }
 
 
 # Parameters of the Python API that the command line calls otherwise.
@@ -125,30 +118,22 @@ def as_flag(option: Option) -> str:
 def one_line(error: Exception | str) -> str:
     """Return the message on one line, with options as flags and the stdin marker as `-`."""
     message = str(error)
+    command = next(iter(getattr(error, "command_chain", None) or ()), "foredraft")
     if isinstance(error, ForedraftError):
         message = error.describe(as_flag)
-    elif isinstance(error, UnusedCliTokensError):
-        message = _too_many(error).describe(as_flag)
-    elif isinstance(error, UnknownOptionError):
-        message = _unknown(error) or message
+    elif isinstance(error, UnusedCliTokensError):  # most are a prompt without quotes
+        remedies = {"generate": "put a prompt of several words in quotes", "info": "give one model"}
+        unused = " ".join(error.unused_tokens or [])
+        message = ConfigError(
+            f"{command} has no place for {unused!r}",
+            remedy=remedies.get(command, "give options as --name value"),
+        ).describe(as_flag)
+    elif isinstance(error, UnknownOptionError):  # where it is another program's
+        word = error.token.keyword or error.token.value
+        options = [name for argument in error.argument_collection for name in argument.names]
+        if (here := name_here(word, options, command)) is not None:
+            message = f"Unknown option: {word}; here it is {here}"
     return " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
-
-
-def _too_many(error: UnusedCliTokensError) -> ForedraftError:
-    """Return the error of arguments beyond those that a command takes; most are a prompt without quotes."""
-    words = error.unused_tokens or []
-    command = next(iter(error.command_chain or ()), "foredraft")
-    remedies = {"generate": "put a prompt of several words in quotes", "info": "give one model"}
-    remedy = remedies.get(command, "give options as --name value")
-    return ConfigError(f"{command} has no place for {' '.join(words)!r}", remedy=remedy)
-
-
-def _unknown(error: UnknownOptionError) -> str | None:
-    """Return the error of an option that another program has; None where the parser's own error says more."""
-    word = error.token.keyword or error.token.value
-    options = [name for argument in error.argument_collection for name in argument.names]
-    here = name_here(word, options, next(iter(error.command_chain or ()), "foredraft"))
-    return None if here is None else f"Unknown option: {word}; here it is {here}"
 
 
 def print_error(error: Exception | str) -> None:
@@ -176,32 +161,21 @@ GGUF = ".gguf"
 
 def check_is_no_model(prompt: str, model: str | None) -> None:
     """Refuse a prompt that is the path of a model where no model is given; with one, tell of it on stderr."""
-    if (kind := _kind_of_model(prompt)) is None:
-        return
-    if model is None:
+    kind = None
+    if prompt.endswith(GGUF) and os.path.isfile(prompt):
+        kind = "a GGUF file"
+    elif os.path.isdir(prompt):  # False, too, for what can be no path
+        with suppress(OSError):
+            names = {file.name for file in Path(prompt).iterdir()}
+            if CONFIG in names or any(name.endswith(GGUF) for name in names):
+                kind = "the folder of a model"
+    if kind is not None and model is None:
+        told = "? To continue it as text, give it on stdin, by -"
         raise ConfigError(
-            f"the prompt {prompt!r} is {kind}",
-            remedy=(
-                "did you mean ",
-                Option("model", prompt),
-                "? To continue it as text, give it on stdin, by -",
-            ),
+            f"the prompt {prompt!r} is {kind}", remedy=("did you mean ", Option("model", prompt), told)
         )
-    print(f"foredraft: the prompt {prompt!r} is {kind}; it is continued as text", file=sys.stderr)
-
-
-def _kind_of_model(text: str) -> str | None:
-    """Return what model the text is the path of; None where it is no such path."""
-    if text.endswith(GGUF) and os.path.isfile(text):
-        return "a GGUF file"
-    if not os.path.isdir(text):  # False, too, for what can be no path
-        return None
-    try:
-        names = {file.name for file in Path(text).iterdir()}
-    except OSError:
-        return None
-    is_model = CONFIG in names or any(name.endswith(GGUF) for name in names)
-    return "the folder of a model" if is_model else None
+    if kind is not None:
+        print(f"foredraft: the prompt {prompt!r} is {kind}; it is continued as text", file=sys.stderr)
 
 
 def read_prompt(prompt: str | None, model: str | None) -> str:
@@ -213,7 +187,8 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
     if prompt is None:
         raise ConfigError("no prompt", remedy="give one, or - to read it from stdin")
     if prompt != STDIN:
-        check_text("the prompt", prompt)
+        if (at := invalid_at(prompt)) is not None:
+            raise ConfigError(f"the prompt is not UTF-8 text (character {at})", remedy="convert it first")
         check_is_no_model(prompt, model)
         return prompt
     if sys.stdin is None:
@@ -224,11 +199,6 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
         raise ConfigError(
             f"stdin is not UTF-8 text (byte {error.start})", remedy="convert it first"
         ) from error
-
-
-def check_text(what: str, text: str) -> None:
-    if (at := invalid_at(text)) is not None:
-        raise ConfigError(f"{what} is not UTF-8 text (character {at})", remedy="convert it first")
 
 
 def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) -> list[str]:
