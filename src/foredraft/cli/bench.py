@@ -36,7 +36,7 @@ from foredraft.cli.words import as_flag, one_line, read_prompts
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foredraft.bench.bench_records import BenchReport, Exactness, Row, Spread
+    from foredraft.bench.bench_records import BenchReport, Row, Spread
     from foredraft.tune.tune_records import TuneReport
 
 
@@ -232,13 +232,12 @@ def about(report: BenchReport) -> str:
 def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
     """Return a row's cells in these columns; a row that could not run has its note under tokens/s."""
     drafts, exact = row.drafting, row.exactness
+    texts = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
     if exact is None:
-        known = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
-        return tuple((known | {"tokens/s": row.note or ""}).get(column, "") for column in columns)
-    texts = {
-        "workload": row.workload,
-        "batch": str(row.batch),
-        "method": row.contender,
+        texts["tokens/s"] = row.note or ""
+        return tuple(texts.get(column, "") for column in columns)
+    identical = f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
+    texts |= {
         "policy": row.policy or "",
         "tokens/s": median(row.tokens_per_second, ".1f"),
         "over plain": median(row.speedup, ".2f"),
@@ -252,15 +251,11 @@ def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
         "ceiling": "" if row.ceiling is None else f"{row.ceiling.speedup:.2f}",
         "perfect": "" if row.perfect is None else f"{row.perfect.speedup:.2f}",
         "o": median(row.overhead, ".2f"),
-        "identical": "lossy" if not row.lossless else identical(exact),
+        "identical": identical if row.lossless else "lossy",
         "repeats": median(row.repeated, ".0%"),
         "prompts": f"{row.counted} of {row.prompts}",
     }
     return tuple(texts[column] for column in columns)
-
-
-def identical(exact: Exactness) -> str:
-    return f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
 
 
 def over_peers(row: Row) -> str:
@@ -372,32 +367,21 @@ def tune_lines(report: TuneReport, width: int | None = None) -> list[str]:
     """Return the report as a table, at most `width` characters wide, and sentences."""
     best, weights = report.best, report.options.get("draft_weights")
     copy = "" if weights is None else f" of its copy in {weights}"
-    shown = [
-        *(f"WARNING: {doubt}" for doubt in report.doubts),
+    shown = [f"WARNING: {doubt}" for doubt in report.doubts]
+    shown.append(
         f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers{copy} on"
-        f" {report.tokens}"
-        f" tokens; the best predicts {best.predicted:.2f} x plain decoding at drafts of {best.draft}",
-        "",
-    ]
-    rows = [
-        (
-            one.skips,
-            str(one.draft),
-            f"{one.speedup.median:.2f}",
-            f"{one.speedup.lower:.2f}-{one.speedup.upper:.2f}",
-            f"{one.predicted:.2f}",
-            f"{one.c:.2f}",
-            f"{one.alpha:.2f}",
-            f"{one.tau:.2f}",
-            f"{one.predicted_tau:.2f}",
-            f"{one.trial_tau:.2f}",
-            {True: "yes", False: "NO", None: "not comparable"}[one.identical],
-        )
-        for one in report.finalists
-    ]
-    if rows:
-        shown += [*table([COLUMNS, *rows], width, keys=2), ""]
-    return [*shown, verdict(report), *report.notes]
+        f" {report.tokens} tokens; the best predicts {best.predicted:.2f} x plain decoding at drafts of"
+        f" {best.draft}"
+    )
+    rows = []
+    for one in report.finalists:
+        figures = (one.predicted, one.c, one.alpha, one.tau, one.predicted_tau, one.trial_tau)
+        quartiles = f"{one.speedup.lower:.2f}-{one.speedup.upper:.2f}"
+        identical = {True: "yes", False: "NO", None: "not comparable"}[one.identical]
+        speed = (one.skips, str(one.draft), f"{one.speedup.median:.2f}", quartiles)
+        rows.append((*speed, *(f"{figure:.2f}" for figure in figures), identical))
+    shown += ["", *table([COLUMNS, *rows], width, keys=2)] if rows else []
+    return [*shown, "", verdict(report), *report.notes]
 
 
 def verdict(report: TuneReport) -> str:

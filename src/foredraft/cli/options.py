@@ -259,25 +259,20 @@ def request_options(*sections: Given) -> dict[str, Any]:
     for name in declared(LoadOptions):  # those of loading serve all requests of a command
         options.pop(name, None)
     if "logit_bias" in options:
-        biases = list(map(_parse_bias, options["logit_bias"]))
-        if len(dict(biases)) < len(biases):
-            raise ConfigError(
-                option="logit_bias", value=" ".join(options["logit_bias"]), remedy="give each token once"
-            )
-        options["logit_bias"] = dict(biases)
+        words, biases = options["logit_bias"], dict[int, float]()
+        for word in words:
+            token, _, bias = word.partition("=")
+            try:
+                biases[int(token)] = float(bias)
+            except ValueError:
+                remedy = "give ID=BIAS, a token id and a number"
+                raise ConfigError(option="logit_bias", value=word, remedy=remedy) from None
+        if len(biases) < len(words):
+            raise ConfigError(option="logit_bias", value=" ".join(words), remedy="give each token once")
+        options["logit_bias"] = biases
     if "prediction" in options:
         options["prediction"] = read_text("prediction", options["prediction"])
     return options
-
-
-def _parse_bias(word: str) -> tuple[int, float]:
-    token, _, bias = word.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise ConfigError(
-            option="logit_bias", value=word, remedy="give ID=BIAS, a token id and a number"
-        ) from None
 
 
 def _parse_settings(words: tuple[str, ...]) -> dict[str, str]:
@@ -292,10 +287,7 @@ def _parse_settings(words: tuple[str, ...]) -> dict[str, str]:
     return settings
 
 
-OTHER_FORM = (
-    "ban_file",
-    "choice",
-)  # options that the command line has in place of the library's, or beside it
+OTHER_FORM = ("ban_file", "choice")  # in place of the library's options, or beside them
 CONSTRAINTS = {
     **derived("ban"),
     "ban_file": option(Path, "A UTF-8 file with one banned text in each line."),
@@ -331,12 +323,8 @@ def constraint_options(given: Given) -> dict[str, Any]:
     if "ban_file" in given:
         lines = [line for line in read_text("ban_file", given["ban_file"]).splitlines() if line]
         if not lines:
-            raise ConfigError(
-                "which is empty",
-                option="ban_file",
-                value=str(given["ban_file"]),
-                remedy="give one text a line",
-            )
+            file, remedy = str(given["ban_file"]), "give one text a line"
+            raise ConfigError("which is empty", option="ban_file", value=file, remedy=remedy)
         banned += lines
     if banned:
         options["ban"] = banned

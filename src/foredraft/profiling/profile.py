@@ -58,13 +58,12 @@ class Samples:
     def from_json(cls, values: Any) -> Samples:
         """Return the samples whose `least` was kept; what is none is left out, to be measured again."""
         kept = values.items() if isinstance(values, dict) else ()
-        return cls({cost: samples for cost, samples in kept if _are_times(samples)})
+        lists = {cost: samples for cost, samples in kept if isinstance(samples, list)}
 
+        def is_time(ms: Any) -> bool:
+            return isinstance(ms, int | float) and 0 <= ms <= sys.float_info.max
 
-def _are_times(samples: Any) -> bool:
-    return isinstance(samples, list) and all(
-        isinstance(ms, int | float) and 0 <= ms <= sys.float_info.max for ms in samples
-    )
+        return cls({cost: samples for cost, samples in lists.items() if all(map(is_time, samples))})
 
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's

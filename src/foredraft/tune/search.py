@@ -48,10 +48,6 @@ MAX_COLUMNS = 256  # columns that a ranking compares; bounds its time
 OnRun = Callable[[int], None]  # receives the number of sub-layers that the columns went through
 
 
-def _ignore(count: int) -> None:
-    return None
-
-
 def skips_of(sub_layers: Iterable[int]) -> Skips:
     """Convert numbers of sub-layers to skips."""
     chosen = sorted(sub_layers)
@@ -72,7 +68,7 @@ def count_sub_layer_runs(layers: int, max_skipped: int) -> int:
 
 
 @torch.inference_mode()
-def greedy(teacher_forced: TeacherForced, on_run: OnRun = _ignore) -> list[int]:
+def greedy(teacher_forced: TeacherForced, on_run: OnRun = lambda count: None) -> list[int]:
     """Return the numbers of all sub-layers, ordered by how little skipping each changes the final states."""
     sample = _Sample(teacher_forced)
     layers = sample.layers
@@ -87,7 +83,9 @@ def greedy(teacher_forced: TeacherForced, on_run: OnRun = _ignore) -> list[int]:
 
 
 @torch.inference_mode()
-def clasp(teacher_forced: TeacherForced, max_skipped: int, on_run: OnRun = _ignore) -> list[tuple[int, ...]]:
+def clasp(
+    teacher_forced: TeacherForced, max_skipped: int, on_run: OnRun = lambda count: None
+) -> list[tuple[int, ...]]:
     """Return CLaSp's choice of sub-layers to skip, for 0, 1, ..., `max_skipped` of them."""
     sample = _Sample(teacher_forced)
     target = sample.embedded  # h_i

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -158,17 +158,11 @@ def _generate_texts(
             for prompt, output in zip(batch, llm.generate(batch, each), strict=True):
                 if output.error is not None:
                     raise RequestError(f"writing a calibration text failed: {output.error}")
-                ids = _cut_repetition(output.token_ids)
+                ids = output.token_ids
+                while ids and repeated(ids) > MAX_REPEATED:
+                    ids = ids[:-1]
                 if len(ids) >= min(MIN_TEXT_TOKENS, new_tokens):
                     yield CalibrationText((*prompt, *ids), len(prompt))
-
-
-def _cut_repetition(ids: list[int]) -> list[int]:
-    """Return the longest beginning in which at most `MAX_REPEATED` of the 4-grams are repetitions."""
-    length = len(ids)
-    while length and repeated(ids[:length]) > MAX_REPEATED:
-        length -= 1
-    return ids[:length]
 
 
 KIND = "texts"  # of the user's cache
@@ -190,12 +184,18 @@ class CalibrationCache:
         # token ids of the prompts that the texts continue
         self.prompts = {tuple(prompt) for prompt in prompts}
         self.vocabulary, self.tokens, self.temperature = loaded.spec.vocab_size, tokens, temperature
+        folder = base_of(folder)  # its LoRAs are in the hash whole
+        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
+        about = [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
+        runner, engine = loaded.runner, loaded.engine
+        how = [runner.by_kernels, runner.compiled, loaded.deterministic]
         self.key = {
             "format": FORMAT,
             "foredraft": foredraft.__version__,
             "model": hash,
-            "files": _files(folder),
-            "passes": _passes(loaded),
+            "files": [str(folder.resolve()), *about],
+            # what determines the arithmetic
+            "passes": [engine.device.type, str(engine.cache.dtype), how, torch.__version__],
             "prompts": list(prompts),
             "tokens": tokens,
             "temperature": temperature,
@@ -206,7 +206,8 @@ class CalibrationCache:
         found = self._read()
         if found is None:
             found = write()
-            self._keep(found)
+            texts = [[text.ids, text.prompt_length] for text in found.texts]
+            user_cache.write(KIND, self.key, {"texts": texts})
         return found
 
     def _read(self) -> CalibrationTexts | None:
@@ -217,7 +218,7 @@ class CalibrationCache:
             texts = tuple(CalibrationText(tuple(ids), start) for ids, start in kept["texts"])
             found = CalibrationTexts(texts, self.temperature)
             sound = all(map(self._sound, texts))
-        except (ValueError, LookupError, TypeError):  # not what `_keep` writes
+        except (ValueError, LookupError, TypeError):  # not what is written here
             return None
         return found if sound and found.tokens >= min(self.tokens, MIN_TOKENS) else None
 
@@ -225,26 +226,6 @@ class CalibrationCache:
         ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)
         start = type(text.prompt_length) is int and 0 < text.prompt_length < len(text.ids)
         return ids and start and text.ids[: text.prompt_length] in self.prompts
-
-    def _keep(self, found: CalibrationTexts) -> None:
-        texts = [[text.ids, text.prompt_length] for text in found.texts]
-        user_cache.write(KIND, self.key, {"texts": texts})
-
-
-def _files(folder: Path) -> list[Any]:
-    """Return the path of the folder, and the name, size and time of its weights and configuration files."""
-    folder = base_of(folder)  # its LoRAs are in the hash whole
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
-    about = ((file.name, file.stat()) for file in files)
-    return [str(folder.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]
-
-
-def _passes(loaded: Loaded) -> list[Any]:
-    """Return what determines the arithmetic: device, dtype, kind of passes, version of PyTorch."""
-    runner, engine = loaded.runner, loaded.engine
-    device, dtype = engine.device.type, str(engine.cache.dtype)
-    how = [runner.by_kernels, runner.compiled, loaded.deterministic]
-    return [device, dtype, how, torch.__version__]
 
 
 Floats = NDArray[np.float64]
