@@ -29,10 +29,17 @@ from foredraft.cli.options import (
     load_options,
     refuse_lossy,
 )
-from foredraft.cli.output_files import check_places, table, with_weights, write_report
 from foredraft.cli.render import started
 from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
-from foredraft.cli.words import as_flag, one_line, read_prompts
+from foredraft.cli.words import (
+    as_flag,
+    check_places,
+    one_line,
+    read_prompts,
+    table,
+    with_weights,
+    write_report,
+)
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:

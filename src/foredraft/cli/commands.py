@@ -14,8 +14,7 @@ from cyclopts import App, CycloptsError
 
 import foredraft
 from foredraft.cli.interrupt import INTERRUPTED, USER_ERROR
-from foredraft.cli.output_files import writing_stdout
-from foredraft.cli.words import as_flag, made_ready, print_error
+from foredraft.cli.words import as_flag, made_ready, print_error, writing_stdout
 from foredraft.errors import ConfigError, ForedraftError, Option
 
 if TYPE_CHECKING:

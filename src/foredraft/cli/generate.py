@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.bench.workload import PromptForm
 from foredraft.cli.interrupt import FAILED, INTERRUPTED, Interrupt
-from foredraft.cli.job import Comparison, GenerateJob, Run, alternate, show_samples, stream
+from foredraft.cli.job import (
+    Comparison,
+    Conversation,
+    GenerateJob,
+    Repl,
+    Run,
+    alternate,
+    show_samples,
+    stream,
+)
 from foredraft.cli.options import (
     ChatOptions,
     ConstraintOptions,
@@ -24,11 +33,17 @@ from foredraft.cli.options import (
     load_options,
     request_options,
 )
-from foredraft.cli.output_files import check_places, fitted, print_document, terminal_width, write_document
 from foredraft.cli.render import Painter, ProgressBars, document, finish, last_line, notes
-from foredraft.cli.repl import Conversation, Repl
 from foredraft.cli.sections import NONE, Given
-from foredraft.cli.words import print_error, read_prompt
+from foredraft.cli.words import (
+    check_places,
+    fitted,
+    print_document,
+    print_error,
+    read_prompt,
+    terminal_width,
+    write_document,
+)
 from foredraft.errors import ConfigError, Option
 
 if TYPE_CHECKING:

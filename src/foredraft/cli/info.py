@@ -22,10 +22,9 @@ from foredraft.cli.options import (
     common,
     load_options,
 )
-from foredraft.cli.output_files import check_places, table, write_report
 from foredraft.cli.render import ProgressBars, started
 from foredraft.cli.sections import COMMON, NONE
-from foredraft.cli.words import as_flag
+from foredraft.cli.words import as_flag, check_places, table, write_report
 from foredraft.errors import ConfigError, Option
 from foredraft.export import FORMATS
 from foredraft.files import check_folder_place

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from foredraft.cli.output_files import terminal_width, writing_stdout
-from foredraft.cli.words import as_flag
+from foredraft.cli.words import as_flag, terminal_width, writing_stdout
 from foredraft.pages.trace import ORIGINS
 
 if TYPE_CHECKING:

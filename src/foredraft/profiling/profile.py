@@ -364,7 +364,10 @@ def measure_profile(
     steady += [*host.steady(samples), *reading.steady(samples)]
     doubt = _doubt(seconds, budget, steady, host.sound)
     timed = [each for each in forwards if each.batch in host.batches]
-    passes = _passes(timed, samples)
+    passes: dict[int, dict[int, float]] = {}  # batch -> columns of a row -> ms
+    for each in timed:
+        ms = each.ms(samples)
+        passes[each.batch] = {width: known for width in each.widths if (known := ms[width]) is not None}
     if doubt is not None:
         column = (ASSUMED_PASS - 1) * passes[1][1] / longest
         passes = {batch: _assumed(by_width, longest, batch * column) for batch, by_width in passes.items()}
@@ -375,15 +378,6 @@ def measure_profile(
         return CostTable(known, drafts, reads, trees=host.tree_ms(samples, passes, draws=draws))
 
     return Profile(table(draws=False), table(draws=True), doubt, seconds)
-
-
-def _passes(forwards: Sequence[Forwards], samples: Samples) -> dict[int, dict[int, float]]:
-    """Return batch -> columns of a row -> ms of the pass."""
-    found = {}
-    for each in forwards:
-        ms = each.ms(samples)
-        found[each.batch] = {width: known for width in each.widths if (known := ms[width]) is not None}
-    return found
 
 
 def _drafts(
@@ -415,7 +409,13 @@ def _draft_cost(
     """Return (first step, further step) in ms, of timed rounds that draft 1 and `length`, or None."""
     if drafter.draft_pass is None:
         return 0.0, 0.0
-    one, long = (_beyond(ms, (name, drafted), drafted + 1) for drafted in (1, length))
+
+    def beyond(drafted: int) -> float | None:
+        """Return what a round takes beyond its verifying pass, 0 at least; None where one is missing."""
+        whole, part = ms[name, drafted], ms[drafted + 1]
+        return None if whole is None or part is None else max(0.0, whole - part)
+
+    one, long = beyond(1), beyond(length)
     if one is None:
         return None
     first, all_steps = one, one * length if long is None else long
@@ -423,12 +423,6 @@ def _draft_cost(
     if further > first:  # the first step also reads the pending token: a sample was disturbed
         first = further = all_steps / length
     return (first, further) if all_steps else None
-
-
-def _beyond(ms: dict[Any, float | None], round: object, verifying: object) -> float | None:
-    """Return what a round takes beyond its verifying pass, 0 at least; None where one is missing."""
-    whole, part = ms[round], ms[verifying]
-    return None if whole is None or part is None else max(0.0, whole - part)
 
 
 def _assumed(by_width: dict[int, float], longest: int, slope: float) -> dict[int, float]:

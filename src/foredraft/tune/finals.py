@@ -105,11 +105,6 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def dtype_of(loaded: Loaded) -> str:
-    """Return the name of the dtype in which the model computes."""
-    return dtype_name(loaded.engine.cache.dtype)
-
-
 def make_plan_file(
     winner: Finalist, model: str, hash: str, loaded: Loaded, options: TuneSettings
 ) -> PlanFile:
@@ -123,7 +118,7 @@ def make_plan_file(
         skip_mlp=skips.mlp,
         exit=skips.exit,
         device=loaded.engine.device.type,
-        dtype=dtype_of(loaded),
+        dtype=dtype_name(loaded.engine.cache.dtype),
         max_draft=winner.draft,
         alpha=winner.alpha,
         c=winner.c,

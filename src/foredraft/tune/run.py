@@ -23,12 +23,12 @@ from foredraft.loading import load_for
 from foredraft.loading.checkpoints import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.lora.folder import with_loras
+from foredraft.model.memory import dtype_name
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.tune.finals import (
     check_writable,
     decode_finalists,
-    dtype_of,
     make_plan_file,
     remaining_plan_note,
     replaced_plan_note,
@@ -160,7 +160,9 @@ class _Run:
                 f"The prompts give {calibration.tokens:,} calibration tokens without repetition, of the"
                 f" {options.tokens:,} asked for; more prompts make the predictions better."
             )
-        shown = {"storage": self.storage.shown, "dtype": dtype_of(loaded)} | asdict(self.form)
+        shown = {"storage": self.storage.shown, "dtype": dtype_name(loaded.engine.cache.dtype)} | asdict(
+            self.form
+        )
         return TuneReport(
             model=self.name, model_hash=self.hash, layers=loaded.spec.layers, study=study,
             storage=self.storage.shown, options=asdict(options) | shown, machine={},
@@ -327,8 +329,8 @@ def _study_name(
     runner = loaded.runner
     modes = {"kernels": runner.by_kernels, "compiled": runner.compiled, "deterministic": loaded.deterministic}
     mode = "+".join(name for name, enabled in modes.items() if enabled) or "plain"
-    texts = calibration.digest[:16]
-    return f"{STUDY_FORMAT}. {hash[:16]} {dtype_of(loaded)} {sampling} {texts} {mode} on {device}"
+    texts, dtype = calibration.digest[:16], dtype_name(loaded.engine.cache.dtype)
+    return f"{STUDY_FORMAT}. {hash[:16]} {dtype} {sampling} {texts} {mode} on {device}"
 
 
 def _winner(finalists: Sequence[Finalist]) -> int | None:

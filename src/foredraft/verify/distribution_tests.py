@@ -124,18 +124,13 @@ def choose_cases(
     for case in cases:
         cells[case.number] = Cells.of(plain.next_token(case.prompt, params), TREE_WIDTHS)
         progress(len(cells), len(cases))
-    good: list[SamplingCase] = []
-    rest: list[_Probed] = []
+    probed: list[_Probed] = []
     for case in sorted(cases, key=lambda case: -cells[case.number].entropy):
-        if len(good) == count:
-            break
-        probed = _probe(sampler, case, cells[case.number])
-        if probed.good:
-            good.append(case)
-        else:
-            rest.append(probed)
-    rest.sort(key=lambda probed: -probed.fewest)  # stable: by entropy among equals
-    return [*good, *(probed.case for probed in rest)][:count]
+        if sum(each.good for each in probed) < count:
+            probed.append(_probe(sampler, case, cells[case.number]))
+    # stable: by entropy among equals, as among good ones
+    probed.sort(key=lambda each: (not each.good, 0 if each.good else -each.fewest))
+    return [each.case for each in probed][:count]
 
 
 def choose_stand_in(
@@ -202,29 +197,23 @@ class _Counts:
 
     cells: Cells
     positions: PositionCounts
-    by_cell: list[int] = field(init=False)
+    by_cell: Counter[int] = field(default_factory=Counter)
     samples: int = 0
     stats: Stats = field(default_factory=Stats)
     errors: set[str] = field(default_factory=set)
     impossible: int = 0
 
-    def __post_init__(self) -> None:
-        self.by_cell = [0] * len(self.cells.probabilities)
-
     def add(self, outputs: Sequence[Output]) -> None:
         self.samples += len(outputs)
         self.stats = Stats.merge([self.stats, *(output.stats for output in outputs)])
         for output in outputs:
-            self._count(output)
-
-    def _count(self, output: Output) -> None:
-        if output.error:
-            self.errors.add(output.error)
-        elif (cell := self.cells.of_sample(output.token_ids)) is None:
-            self.impossible += 1
-        else:
-            self.by_cell[cell] += 1
-            self.positions.add(output.token_ids, output.trace or [])
+            if output.error:
+                self.errors.add(output.error)
+            elif (cell := self.cells.of_sample(output.token_ids)) is None:
+                self.impossible += 1
+            else:
+                self.by_cell[cell] += 1
+                self.positions.add(output.token_ids, output.trace or [])
 
 
 def run_test(
@@ -245,7 +234,8 @@ def run_test(
     for outputs in sampler.draw(case, size, trace=check.by_position):
         counts.add(outputs)
         progress(counts.samples, size)
-    result = chi_square.pearson(counts.by_cell, cells.probabilities, size)
+    by_cell = [counts.by_cell[cell] for cell in range(len(cells.probabilities))]
+    result = chi_square.pearson(by_cell, cells.probabilities, size)
     if len(cells.probabilities) == 1:
         detectable = chi_square.detectable_probability(size, POWER)
     else:
