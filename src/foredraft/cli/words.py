@@ -246,18 +246,6 @@ def writing_stdout() -> Iterator[None]:
         raise _refused(error.strerror) from error
 
 
-def check_stdout() -> None:
-    """Refuse a stdout that is a file on a full disk."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (AttributeError, OSError, ValueError):  # it is no file, or closed
-        return
-    if hasattr(os, "fstatvfs") and stat.S_ISREG(os.fstat(descriptor).st_mode):
-        system = os.fstatvfs(descriptor)
-        if system.f_blocks and not system.f_bavail:  # some systems do not count blocks
-            raise _refused(os.strerror(errno.ENOSPC))
-
-
 def _refused(why: str | None) -> ConfigError:
     return ConfigError(f"stdout cannot be written ({why})", remedy="redirect it to another file")
 
@@ -338,7 +326,13 @@ def with_weights(dtype: str, weights: str | None) -> str:
 
 def check_places(**files: Path | None) -> None:
     """Refuse files that cannot be written, stdout included, and one file for two options."""
-    check_stdout()
+    descriptor = None
+    with suppress(AttributeError, OSError, ValueError):  # stdout is no file, or closed
+        descriptor = sys.stdout.fileno()
+    if descriptor is not None and hasattr(os, "fstatvfs") and stat.S_ISREG(os.fstat(descriptor).st_mode):
+        system = os.fstatvfs(descriptor)
+        if system.f_blocks and not system.f_bavail:  # a full disk; some systems do not count blocks
+            raise _refused(os.strerror(errno.ENOSPC))
     for option, file in files.items():
         if str(file) in ("-", STDIN):
             remedy: Text = ("give ", Option("json"), " instead") if option == "out" else "give a file"

@@ -46,7 +46,7 @@ def benchmark_page(report: BenchReport) -> str:
             tables=[
                 table
                 for batch in sorted({row.batch for row in report.rows})
-                for table in (*_methods_tables(report, batch), _policies_table(report, batch))
+                for table in _tables(report, batch)
                 if table.groups
             ],
             remark=REMARK.format(counted="" if limit is None else COUNTED.format(limit)),
@@ -147,13 +147,18 @@ POLICY_COLUMNS = (
 )
 
 
-def _methods_tables(report: BenchReport, batch: int) -> list[Table]:
-    """Return two tables of the methods: one of all figures would be wider than a screen."""
+def _tables(report: BenchReport, batch: int) -> list[Table]:
+    """Return two tables of the methods, as one would be wider than a screen, and one of policies."""
     rows = [row for row in report.methods if row.batch == batch]
     lines = [(row.workload, row.contender, row) for row in rows]
     speeds = _table(f"Every method on every workload, batch {batch}", "method", _speed_columns(rows), lines)
     drafts = _table(f"Drafts and predictions, batch {batch}", "method", DRAFT_COLUMNS, lines)
-    return [speeds, drafts] if drafts.columns else [speeds]
+    known = _speed_columns([]) | DRAFT_COLUMNS
+    rows = [row for row in report.policies if row.batch == batch]
+    lines = [(f"{row.contender} on {row.workload}", row.policy or DASH, row) for row in rows]
+    columns = {name: known[name] for name in POLICY_COLUMNS}
+    policies = _table(f"Every drafter under every policy, batch {batch}", "policy", columns, lines)
+    return [speeds, *([drafts] if drafts.columns else []), policies]
 
 
 def _speed_columns(rows: Sequence[Row]) -> Columns:
@@ -172,14 +177,6 @@ def _speed_columns(rows: Sequence[Row]) -> Columns:
         "prefill, s": _spread("prefill_seconds", ".3f"),
         "peak memory, MiB": lambda row: _number(row.peak_memory and row.peak_memory / 2**20, ",.0f"),
     }
-
-
-def _policies_table(report: BenchReport, batch: int) -> Table:
-    known = _speed_columns([]) | DRAFT_COLUMNS
-    columns = {name: known[name] for name in POLICY_COLUMNS}
-    rows = [row for row in report.policies if row.batch == batch]
-    lines = [(f"{row.contender} on {row.workload}", row.policy or DASH, row) for row in rows]
-    return _table(f"Every drafter under every policy, batch {batch}", "policy", columns, lines)
 
 
 def _table(title: str, first: str, columns: Columns, lines: Sequence[tuple[str, str, Row]]) -> Table:

@@ -102,13 +102,11 @@ def write_trace(
     page = page.replace("__TOKENS__", stylesheet())
     page = page.replace("__ROUNDS__", (files("foredraft.pages") / "rounds.js").read_text(encoding="utf-8"))
     meanings = {name: origin.meaning for name, origin in ORIGINS.items()}
-    page = page.replace("__DATA__", _embedded({"about": about, "origins": meanings, "samples": samples}))
+    data: dict[str, Any] = {"about": about, "origins": meanings, "samples": samples}
+    # no text can end the script element that holds the JSON
+    embedded = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    page = page.replace("__DATA__", embedded)
     write_whole(file, page, "trace")
-
-
-def _embedded(data: object) -> str:
-    """Return JSON in which no text can end the script element that holds it."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
 def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:

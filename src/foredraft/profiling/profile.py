@@ -369,8 +369,16 @@ def measure_profile(
         ms = each.ms(samples)
         passes[each.batch] = {width: known for width in each.widths if (known := ms[width]) is not None}
     if doubt is not None:
+        # No pass is dearer than where a token more a row takes `column` ms: samples may agree and still be
+        # disturbed, and without this a policy might never draft, and so never learn.
         column = (ASSUMED_PASS - 1) * passes[1][1] / longest
-        passes = {batch: _assumed(by_width, longest, batch * column) for batch, by_width in passes.items()}
+        passes = {
+            batch: {
+                n: min(by_width.get(n, math.inf), by_width[1] + batch * column * (n - 1))
+                for n in sorted({*by_width, longest + 1})
+            }
+            for batch, by_width in passes.items()
+        }
     drafts, reads = _drafts(engine, timed, samples), reading.ms(samples)  # these draw no tokens
 
     def table(draws: bool) -> CostTable:
@@ -423,15 +431,6 @@ def _draft_cost(
     if further > first:  # the first step also reads the pending token: a sample was disturbed
         first = further = all_steps / length
     return (first, further) if all_steps else None
-
-
-def _assumed(by_width: dict[int, float], longest: int, slope: float) -> dict[int, float]:
-    """Return the passes of a disturbed machine, none dearer than where a token more a row takes `slope` ms.
-
-    Samples may agree and still be disturbed; without this a policy might never draft, and so never learn.
-    """
-    widths = sorted({*by_width, longest + 1})
-    return {n: min(by_width.get(n, math.inf), by_width[1] + slope * (n - 1)) for n in widths}
 
 
 def _with_host(

@@ -40,7 +40,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume
 from foredraft.tune.study import StudyStorage, optuna, run_trial
-from foredraft.tune.teacher_forced import Floats, TeacherForced
+from foredraft.tune.teacher_forced import TeacherForced
 from foredraft.tune.tune_records import PlanCosts, Trial
 
 MAX_COLUMNS = 256  # columns that a ranking compares; bounds its time
@@ -419,18 +419,15 @@ class Search:
         if taus is None:
             taus = tuple(map(float, self.teacher_forced.rounds(plan).taus))
             self._taus[plan] = taus
-        fastest, speedups = self._fastest_form(skips, np.array(taus))
+        # the plan or its equivalent early exit, whichever is faster, and its speed-ups [K]
+        exit = skips.as_exit(self.layers)
+        forms = [skips] if exit is None or self.costs.exit is None else [skips, exit]
+        rated = [(form, self.costs.speedups(form, np.array(taus))) for form in forms]
+        fastest, speedups = max(rated, key=lambda pair: pair[1].max())
         draft = int(speedups.argmax())
         for name, value in (("skips", str(fastest)), ("taus", list(taus)), ("draft", draft + 1)):
             trial.set_user_attr(name, value)
         return float(speedups[draft])
-
-    def _fastest_form(self, skips: Skips, taus: Floats) -> tuple[Skips, Floats]:
-        """Return the plan or its equivalent early exit, whichever is faster, and its speed-ups [K]."""
-        exit = skips.as_exit(self.layers)
-        forms = [skips] if exit is None or self.costs.exit is None else [skips, exit]
-        rated = [(form, self.costs.speedups(form, taus)) for form in forms]
-        return max(rated, key=lambda pair: pair[1].max())
 
     def _plan(self, skips: str) -> Plan:
         return Skips.parse(skips).plan(self.layers)
