@@ -149,7 +149,9 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
     heads_of = {gguf.MODEL_TENSOR.ATTN_Q: spec.heads, gguf.MODEL_TENSOR.ATTN_K: spec.kv_heads}
     found = []
     if spec.rope.kind == "llama3":
-        found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _rope_factors(spec)))
+        unscaled, size = Rope("default", spec.rope.theta), spec.head_dim
+        factors = frequencies(unscaled, size) / frequencies(spec.rope, size)  # [D/2]
+        found.append(_Tensor(ROPE_FACTORS, (size // 2,), lambda: factors))
     device, naming = torch.device("cpu"), spec.naming
     sources = CheckpointTensors(folder, stack, device, torch.float32, naming=naming).files
     for name, source in sources.items():
@@ -169,12 +171,6 @@ def _interleaved(source: Any, name: str, heads: int) -> Tensor:
 def interleaved(tensor: Tensor, heads: int) -> Tensor:
     """Reorder rows [heads * D, ...] so that channels half a head apart, which RoPE pairs, are neighbours."""
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def _rope_factors(spec: ModelSpec) -> Tensor:
-    """Return the ratio of unscaled to scaled RoPE frequencies [D/2]."""
-    unscaled = Rope("default", spec.rope.theta)
-    return frequencies(unscaled, spec.head_dim) / frequencies(spec.rope, spec.head_dim)
 
 
 SUPPORTED = (torch.float32, torch.bfloat16)  # dtypes in which both programs can hold the same weights

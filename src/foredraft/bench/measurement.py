@@ -137,7 +137,13 @@ class Measurement:
         self, workload: str, prompts: list[list[int]]
     ) -> Iterator[tuple[ForwardCosts, list[Row], TurnCount]]:
         """Yield the costs of bare forwards, rows and turns of a workload, one batch size at a time."""
-        expected = self._plain_outputs(workload, prompts)
+        # each prompt alone and plainly: the reference for exactness and for which prompts count
+        plain = next(contender for contender in self.lineup.contenders if contender.name == PLAIN)
+        expected, stage = list[tuple[int, ...]](), f"{workload}, plain outputs"
+        self.progress(stage, 0, len(prompts))
+        for done, ids in enumerate(prompts, start=1):
+            expected.append(plain.run([ids], self.options.new_tokens).tokens[0])
+            self.progress(stage, done, len(prompts))
         counted = [repeated(tokens) < MAX_REPEATED for tokens in expected]
         at_batch_1: dict[str, Spread | None] = {}  # tokens/s by contender
         for batch in sorted(set(self.options.batch)):  # 1 comes first, for `over_single` of the others
@@ -168,17 +174,6 @@ class Measurement:
                 pairs = zip(self.lineup.contenders, rows, strict=True)
                 at_batch_1 = {contender.name: row.tokens_per_second for contender, row in pairs}
             yield found, rows, TurnCount(workload, batch, quiet.kept, quiet.repeated, quiet.disturbed)
-
-    def _plain_outputs(self, workload: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        """Decode each prompt alone and plainly: the reference for exactness and for which prompts count."""
-        plain = next(contender for contender in self.lineup.contenders if contender.name == PLAIN)
-        outputs = []
-        stage = f"{workload}, plain outputs"
-        self.progress(stage, 0, len(prompts))
-        for done, ids in enumerate(prompts, start=1):
-            outputs.append(plain.run([ids], self.options.new_tokens).tokens[0])
-            self.progress(stage, done, len(prompts))
-        return outputs
 
     def _warm_up(self, stage: str, batch: int, prompts: list[list[int]]) -> dict[str, int]:
         """Run each contender once; one that fails is dropped unless the user named it."""

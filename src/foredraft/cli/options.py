@@ -247,9 +247,15 @@ def load_options(*sections: Given) -> dict[str, Any]:
     given = {name: value for each in sections for name, value in each.items()}
     options = declared_in(LoadOptions, given)
     options.pop("model", None)
-    if "policy_option" in given:
-        options["policy_options"] = _parse_settings(given["policy_option"])
-    return options
+    words, settings = given.get("policy_option", ()), dict[str, str]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(option="policy_option", value=word, remedy="give NAME=VALUE")
+        if name in settings:
+            raise ConfigError(option="policy_option", value=" ".join(words), remedy="give each name once")
+        settings[name] = value
+    return options | ({"policy_options": settings} if words else {})
 
 
 def request_options(*sections: Given) -> dict[str, Any]:
@@ -273,18 +279,6 @@ def request_options(*sections: Given) -> dict[str, Any]:
     if "prediction" in options:
         options["prediction"] = read_text("prediction", options["prediction"])
     return options
-
-
-def _parse_settings(words: tuple[str, ...]) -> dict[str, str]:
-    settings: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(option="policy_option", value=word, remedy="give NAME=VALUE")
-        if name in settings:
-            raise ConfigError(option="policy_option", value=" ".join(words), remedy="give each name once")
-        settings[name] = value
-    return settings
 
 
 OTHER_FORM = ("ban_file", "choice")  # in place of the library's options, or beside them

@@ -207,7 +207,10 @@ def decode_finalists(
         return ForedraftContender(name, llm, name, temperature=options.temperature, policy=policy)
 
     runner, engine, plain = llm.loaded.runner, llm.loaded.engine, contender(PLAIN, 0)
-    prompts = _without_loops(plain, prompts, options)
+    # those after which plain decoding repeats itself little; all if there are none
+    loops = [repeated(plain.run([each], options.new_tokens).tokens[0]) >= MAX_REPEATED for each in prompts]
+    varied = [prompt for prompt, looping in zip(prompts, loops, strict=True) if not looping]
+    prompts = (varied or list(prompts))[:MAX_PROMPTS]
     names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
     kind = LayerSkip if drafting is None else LowBit
     added = {
@@ -228,17 +231,6 @@ def decode_finalists(
             c = costs[name].of(trial.draft) / trial.draft
             finalists.append(_finalist(trial, runs[PLAIN], runs[name], c, agreement, options.temperature))
     return finalists
-
-
-def _without_loops(
-    plain: ForedraftContender, prompts: Sequence[list[int]], options: TuneSettings
-) -> list[list[int]]:
-    """Return the prompts after which plain decoding repeats itself little; all prompts if there are none."""
-    loops = [
-        repeated(plain.run([prompt], options.new_tokens).tokens[0]) >= MAX_REPEATED for prompt in prompts
-    ]
-    varied = [prompt for prompt, looping in zip(prompts, loops, strict=True) if not looping]
-    return (varied or list(prompts))[:MAX_PROMPTS]
 
 
 def _run_in_turns(

@@ -60,13 +60,6 @@ def every_other(layers: int) -> Skips:
     return Skips(odd, odd)
 
 
-def count_sub_layer_runs(layers: int, max_skipped: int) -> int:
-    """Return how many sub-layers `greedy` and `clasp` together run, for their progress."""
-    numbers = range(2 * layers)
-    in_greedy = 2 * layers * (1 + len(numbers))
-    return in_greedy + sum(1 + min(number + 1, max_skipped + 1) for number in numbers)
-
-
 @torch.inference_mode()
 def greedy(teacher_forced: TeacherForced, on_run: OnRun = lambda count: None) -> list[int]:
     """Return the numbers of all sub-layers, ordered by how little skipping each changes the final states."""
@@ -280,7 +273,9 @@ def seed_plans(teacher_forced: TeacherForced, progress: Progress = silent) -> di
     if layers > 1:
         plans["every other layer"] = every_other(layers)
     most = 2 * layers - 1
-    steps = Steps(progress, "rank", count_sub_layer_runs(layers, most))
+    # sub-layers that `greedy` and `clasp` together run
+    runs = 2 * layers * (1 + 2 * layers) + sum(1 + min(number + 1, most + 1) for number in range(2 * layers))
+    steps = Steps(progress, "rank", runs)
     ranked, programmed = greedy(teacher_forced, steps), clasp(teacher_forced, most, steps)
     for eighth in range(1, SEED_SIZES):
         size = min(round(2 * layers * eighth / SEED_SIZES), most)  # at least one sub-layer runs
@@ -305,7 +300,14 @@ class Search:
         self.options, self.teacher_forced, self.deadline = options, teacher_forced, deadline
         self.layers = teacher_forced.runner.decoder.spec.layers
         self.storage, self.study = storage, storage.open_study(name)
-        self.costs = self._shared_costs(measure_costs)
+        stored = self.study.user_attrs.get(COSTS)
+        if stored is None:
+            measured = json.dumps(asdict(measure_costs()))
+            stored = self.study.user_attrs.get(COSTS)  # another process may have stored its own meanwhile
+            if stored is None:
+                stored = measured
+                self.study.set_user_attr(COSTS, stored)
+        self.costs = PlanCosts.from_json(stored)
         self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
         self._seeds: dict[Plan, str] = {}  # the names of the seed plans
 
@@ -392,17 +394,6 @@ class Search:
         except (ValueError, RuntimeError, UserWarning):  # too few trials, or all alike
             return {}
         return {name: float(share) for name, share in found.items() if np.isfinite(share)}
-
-    def _shared_costs(self, measure_costs: Callable[[], PlanCosts]) -> PlanCosts:
-        """Return the study's costs; measure and store them if the study has none."""
-        stored = self.study.user_attrs.get(COSTS)
-        if stored is None:
-            measured = json.dumps(asdict(measure_costs()))
-            stored = self.study.user_attrs.get(COSTS)  # another process may have stored its own meanwhile
-            if stored is None:
-                stored = measured
-                self.study.set_user_attr(COSTS, stored)
-        return PlanCosts.from_json(stored)
 
     def _objective(self, trial: Any) -> float:
         """Return the predicted speed-up of the plan that a trial proposes, and store it with the trial."""

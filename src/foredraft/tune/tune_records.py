@@ -31,6 +31,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
+from foredraft.drafters.strict_records import as_record
 from foredraft.llm.loaded import Loaded
 from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume, Runner
@@ -142,13 +143,7 @@ class PlanCosts:
     @classmethod
     def from_json(cls, text: str) -> PlanCosts:
         """Return the costs whose fields this JSON object holds."""
-        found: dict[str, Any] = json.loads(text)
-        for name in ("attention", "verifying"):
-            found[name] = tuple(found[name])
-        if (exit := found["exit"]) is not None:
-            lines = [(start, slope) for start, slope in exit["verifying"]]
-            found["exit"] = ExitCosts((exit["step"][0], exit["step"][1]), tuple(lines))
-        return cls(**found)
+        return as_record(cls, json.loads(text))
 
 
 def measure_plan_costs(

@@ -254,20 +254,6 @@ class SamplingCase:
     draft_temperature: float = 1.0  # divides the drafter's logits; less than 1 sharpens q
 
 
-@contextmanager
-def _changed(loaded: Loaded, case: SamplingCase) -> Iterator[None]:
-    """Change the drafter as a case has it within the context."""
-    engine = loaded.engine
-    engine.draft_temperature = case.draft_temperature
-    if case.params.drafter == TARGET:  # only then: "auto" stands for all drafters that the engine has
-        engine.drafters[TARGET] = LayerSkip(loaded.runner, engine.cache, Skips())
-    try:
-        yield
-    finally:
-        engine.drafters.pop(TARGET, None)
-        engine.draft_temperature = 1.0
-
-
 class Sampler:
     """Draws continuations of `len(WIDTHS)` tokens."""
 
@@ -302,8 +288,12 @@ class Sampler:
         while count > 0:
             size = min(count, BATCH)
             params = replace(case.params, max_new_tokens=len(WIDTHS), seed=self.next_seed(), ignore_eos=True)
+            engine, drafters = self.llm.loaded.engine, dict(self.llm.loaded.engine.drafters)
+            if params.drafter == TARGET:  # only then: "auto" stands for all drafters that the engine has
+                drafters[TARGET] = LayerSkip(self.llm.loaded.runner, engine.cache, Skips())
+            changed = replaced(engine, "draft_temperature", case.draft_temperature)
             start = time.perf_counter()
-            with _changed(self.llm.loaded, case):
+            with changed, replaced(engine, "drafters", drafters):
                 outputs = self.llm.generate([case.prompt], params, n=size, trace=trace)
             self._drawn, self._seconds = self._drawn + size, self._seconds + time.perf_counter() - start
             yield outputs
