@@ -44,16 +44,18 @@ from foredraft.cli.words import (
     terminal_width,
     write_document,
 )
+from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, Option
 
 if TYPE_CHECKING:
-    from foredraft import Output, SamplingParams, Stats
+    from foredraft import Output, Stats
     from foredraft.model.tokenizer import Tokenizer
 
 # Positions of a conversation, or of a message and a reply that the model ends itself, unless --max-length is
 # given or the model has fewer: some dozens of turns, for a moderate KV cache. A long message gets half of it
 # on top.
 CONVERSATION = 8192
+UNLIMITED = SamplingParams().max_new_tokens  # of a model that does not ask for a limit
 
 
 def generate(
@@ -81,20 +83,14 @@ def generate(
     interactive = chat.chat and prompt is None
     check_request(chat, sampling, texts, output, interactive=interactive)
     text = "" if interactive else read_prompt(prompt, model.get("model"))
-    import foredraft
     from foredraft.loading import load_for
 
     options = all_options(sampling, drafting, constraints, compare=output.compare)
-    unlimited = foredraft.SamplingParams().max_new_tokens  # of a model that does not ask for a limit
     conversation, samples = Conversation(chat.system), sampling.get("n", 1)
+    encode = partial(encoded, text=text, conversation=conversation if chat.chat else None)
 
     def is_open_ended(defaults: SamplingParams) -> bool:
-        return chat.chat and "max_new_tokens" not in sampling and defaults.max_new_tokens == unlimited
-
-    def encode(tokenizer: Tokenizer | None) -> list[int]:
-        if tokenizer is None:
-            raise no_tokenizer()
-        return conversation.encode(tokenizer, text) if chat.chat else tokenizer.encode(text)
+        return chat.chat and "max_new_tokens" not in sampling and defaults.max_new_tokens == UNLIMITED
 
     def needs(tokenizer: Tokenizer | None, defaults: SamplingParams) -> tuple[int, int]:
         is_open = is_open_ended(defaults)
@@ -104,9 +100,9 @@ def generate(
 
     with ProgressBars() as bars:
         llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=bars.show)
-        params, trace = llm.params(**options), output.trace is not None
         job = GenerateJob(
-            llm, text, params, samples, model.get("truncate"), output.show_special, trace,
+            llm, text, llm.params(**options), samples, model.get("truncate"), output.show_special,
+            trace=output.trace is not None,
             limit_given="max_new_tokens" in sampling,
             open_ended=is_open_ended(llm.default_params),
         )  # fmt: skip
@@ -122,20 +118,21 @@ def generate(
                 llm.save_texts()
 
 
-def no_tokenizer() -> ConfigError:
-    from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
+def encoded(tokenizer: Tokenizer | None, text: str, conversation: Conversation | None) -> list[int]:
+    """Return the token ids of a text, or of a conversation with the text as its next message."""
+    if tokenizer is None:
+        from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
 
-    return ConfigError(NO_TOKENIZER, remedy=GIVE_TOKENIZER)
+        raise ConfigError(NO_TOKENIZER, remedy=GIVE_TOKENIZER)
+    return tokenizer.encode(text) if conversation is None else conversation.encode(tokenizer, text)
 
 
 def all_options(sampling: Given, drafting: Given, constraints: Given, *, compare: bool) -> dict[str, Any]:
     """Return the options of the request, checked before the model is loaded."""
-    import foredraft
-
     options = request_options(sampling, drafting) | constraint_options(constraints)
     if compare:
         options = {"temperature": 0.0} | options
-    if (grammar := foredraft.SamplingParams().replace(**options).text_grammar) is not None:
+    if (grammar := SamplingParams().replace(**options).text_grammar) is not None:
         from foredraft.constraints.grammar import check_grammar
 
         check_grammar(*grammar)
