@@ -26,16 +26,15 @@ from benchmarks.timing import Quiet, interleaved, spread
 from foredraft import LLM, SamplingParams, Stats
 from foredraft.bench.bench_records import Cost, DraftCost, ForwardCosts, Spread
 from foredraft.bench.bench_run import bench
-from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.figures import ceiling, divergence, predicted_speedup
 from foredraft.bench.machine_record import bandwidth
+from foredraft.bench.settings import DISTANCES, BenchSettings
 from foredraft.bench.workload import load_workloads
 from foredraft.drafters.lookup import repeated
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
 from foredraft.model.weights import weight_bytes
 from foredraft.verify import VerifySettings, verify
-from foredraft.verify.verify_settings import DISTANCES
 
 ROOT = Path(__file__).parents[1]
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from foredraft.cli.commands import COMMANDS, EXAMPLES, app
-from foredraft.cli.measuring import BENCH, TUNE, VERIFY, PromptOptions
+from foredraft.cli.bench import BENCH, TUNE
+from foredraft.cli.commands import COMMANDS, app
 from foredraft.cli.options import (
     BOUNDS,
     CONSTRAINTS,
@@ -27,7 +27,9 @@ from foredraft.cli.options import (
     ChatOptions,
     DocumentOptions,
     OutputOptions,
+    PromptOptions,
 )
+from foredraft.cli.verify import VERIFY
 from foredraft.cli.words import made_ready
 from foredraft.kinds import DRAFTERS, POLICIES
 from tests.cli.conftest import Cli
@@ -95,9 +97,11 @@ def test_each_policy_and_each_drafter_begins_a_line(shown: Shown) -> None:
         assert any(re.match(rf"│ +• {name}: ", line) for line in lines), name
 
 
-@pytest.mark.parametrize("line", [line for _, examples in EXAMPLES.values() for line, _ in examples])
+@pytest.mark.parametrize("line", [line for each in COMMANDS.values() for line in each.usage.splitlines()[1:]])
 def test_each_example_is_a_valid_command(line: str) -> None:
-    app.parse_args(made_ready(shlex.split(line)[1:], app), print_error=False, exit_on_error=False)
+    app.parse_args(
+        made_ready(shlex.split(line.partition("  #")[0])[1:], app), print_error=False, exit_on_error=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,9 +117,9 @@ def test_too_many_arguments_are_refused_with_the_remedy(line: str, says: str, cl
 
 
 def test_the_list_of_commands_has_the_first_line_of_each_help() -> None:
-    for command, (module, summary) in COMMANDS.items():
-        function = getattr(importlib.import_module(f"foredraft.cli.{module}"), command.split()[-1])
-        assert function.__doc__.splitlines()[0] == summary, command
+    for command, each in COMMANDS.items():
+        function = getattr(importlib.import_module(f"foredraft.cli.{each.module}"), command.split()[-1])
+        assert function.__doc__.splitlines()[0] == each.summary, command
 
 
 def test_a_process_does_not_walk_over_its_imports_for_garbage() -> None:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from foredraft.cli.bench import BY_POLICY, METHODS
-from foredraft.cli.output_files import fitted, table, terminal_width
 from foredraft.cli.render import Painter
+from foredraft.cli.words import fitted, table, terminal_width
 from tests.support.running import environment, forked, run_code
 
 ROWS = [

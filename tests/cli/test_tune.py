@@ -18,9 +18,10 @@ from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.drafters.skips import Skips
 from foredraft.llm.loaded import Loaded
 from foredraft.model.runner import Runner
-from foredraft.tune import calibration, finals
+from foredraft.tune import finals
 from foredraft.tune import run as run_module
-from foredraft.tune.calibration import CalibrationText, CalibrationTexts
+from foredraft.tune import teacher_forced as calibration
+from foredraft.tune.teacher_forced import CalibrationText, CalibrationTexts
 from foredraft.tune.tune_records import ExitCosts, Finalist, measure_plan_costs
 from tests.cli.conftest import ChatModel, Cli, Words, document
 from tests.support.checkpoints import save_pair

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from html import unescape
 
-from foredraft.pages.drawing import FONT, MARKERS
+from foredraft.pages.report_page import FONT, MARKERS
 
 EM = 0.5  # width of a character of a plain font ÷ the size of its text
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from foredraft.bench.settings import TuneSettings
 from foredraft.drafters.skips import Skips
 from foredraft.tune import search
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage, optuna
 from foredraft.tune.teacher_forced import ExpectedRounds
 from foredraft.tune.tune_records import PlanCosts
-from foredraft.tune.tune_settings import TuneSettings
 from tests.support.running import forked
 
 LAYERS = 4

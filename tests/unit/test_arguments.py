@@ -11,11 +11,10 @@ import pytest
 import foredraft
 from foredraft.arguments import check_fields, declared, option, spelled_elsewhere, takes_fields_of
 from foredraft.arguments.values import Choice, Flag, Number, Source, Strings, Unfit, Value, Whole, Words
-from foredraft.bench.bench_settings import BenchSettings
+from foredraft.bench.settings import BenchSettings, TuneSettings
 from foredraft.errors import ConfigError
 from foredraft.kinds.load_options import LoadOptions
 from foredraft.serve.settings import Settings
-from foredraft.tune.tune_settings import TuneSettings
 from foredraft.verify import VerifySettings
 from tests.support.running import python
 

@@ -19,12 +19,11 @@ import foredraft
 from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
 from foredraft.bench.bench_records import DraftCost
-from foredraft.bench.contender import BenchContext, BigLittle, ForedraftContender, LineUp
+from foredraft.bench.contender import BenchContext, ForedraftContender, LineUp
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, resolve_methods
 from foredraft.bench.machine_record import Memory, model_record
 from foredraft.bench.measurement import mean_log_probability, measure_costs
 from foredraft.decode.engine_target import SILENT
-from foredraft.decode.policy import Policy
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.kinds import POLICIES
 from foredraft.loading.checkpoints import make_policy
@@ -115,70 +114,6 @@ def test_foredraft_decodes_one_prompt_and_a_batch(context: BenchContext, texts: 
         assert timing.stats.drafted > 0 or drafter != "draft-model"
 
 
-def test_big_little_is_lossy_and_restores_the_engines_policy(context: BenchContext, texts: Any) -> None:
-    loaded = engine_of(context.llm).policy
-    bild: Any = CONTENDERS["bild"].make(context.llm, replace(context, max_draft=None))
-    policy = bild.policy
-    assert (bild.name, bild.lossless, policy.threshold, policy.max_draft) == ("bild", False, 0.6, 10)
-    assert isinstance(bild, BigLittle) and not CONTENDERS["bild"].lossless
-    assert bild._params([1], 3).bound == 5.0
-    assert bild.policy_name == "fallback"
-    shorter: Any = CONTENDERS["bild"].make(context.llm, context)
-    assert shorter.policy.max_draft == 3  # the max_draft of the context
-    bild.policy = replace(policy, threshold=0.0)
-    timing = bild.run(PROMPTS, TOKENS)
-    assert timing.stats is not None and timing.stats.drafted_at[3:], (
-        "longer drafts than the engine's policy has"
-    )
-    assert timing.tokens != texts
-    assert engine_of(context.llm).policy is loaded
-    assert ForedraftContender("draft-model", context.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
-
-
-def test_prefill_and_decoding_are_timed_separately(context: BenchContext, clock: Clock) -> None:
-    clock.slow(context.llm.loaded.runner, "prefill", lambda *_, **__: 1.0)
-    clock.slow(context.llm.loaded.runner, "forward", lambda *_, **__: 10.0)
-    contender = ForedraftContender("plain", context.llm, "none")
-    alone = contender.run(PROMPTS[:1], TOKENS)
-    assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
-    all_three = contender.run(PROMPTS, TOKENS)
-    assert (all_three.prefill_seconds, all_three.decode_seconds) == (3.0, 10.0 * PASSES[3])
-    parts = RoundTimer(engine_of(context.llm))
-    with observed(engine_of(context.llm), parts):
-        assert contender.run(PROMPTS[:1], TOKENS).decode_seconds == 10.0 * TOKENS
-    assert (parts.seconds["verify"], parts.seconds["draft"]) == (10.0 * TOKENS, 0.0)
-
-
-def test_a_drafters_late_prompt_reading_counts_as_prefill(context: BenchContext, clock: Clock) -> None:
-    """Reading generated tokens counts as decoding. The drafter reads a token in 1 s."""
-
-    class Late(Policy):
-        name, max_draft = "late", 2
-        uses_costs = True
-
-        def budget(self, sequence: Any) -> int:
-            return 2 if sequence.round_count == 3 else 0
-
-    drafter = engine_of(context.llm).drafters["draft-model"]
-    clock.slow(drafter, "read", lambda sequence, start, stop: stop - start)
-    late = ForedraftContender("draft-model", context.llm, "draft-model", policy=Late())
-    timing = late.run(PROMPTS[:1], TOKENS)
-    assert (timing.prefill_seconds, timing.decode_seconds) == (len(PROMPTS[0]), 2)
-
-
-def test_round_parts_are_apart(context: BenchContext, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(context.llm)
-    drafter: Any = engine.drafters["draft-model"]
-    clock.slow(drafter, "step", lambda *_: 1.0)
-    monkeypatch.setattr(drafter, "fused_draft", lambda *_: None)  # so that the drafter takes single steps
-    parts = RoundTimer(engine)
-    with observed(engine, parts):
-        timing = ForedraftContender("draft-model", context.llm, "draft-model").run(PROMPTS[:1], TOKENS)
-    assert timing.stats is not None
-    assert parts.seconds["draft"] == timing.stats.drafted == timing.decode_seconds
-    assert parts.seconds["verify"] == parts.host == 0
-
-
 def test_a_failed_request_ends_observation(context: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(context.llm)
 
@@ -210,9 +145,9 @@ def models(context: BenchContext) -> hugging_face.TransformersModels:
     return hugging_face.TransformersModels(context)
 
 
-@pytest.mark.parametrize("make", [hugging_face.plain, hugging_face.assisted, hugging_face.prompt_lookup])
-def test_transformers_writes_equal_tokens(context: BenchContext, models: Any, texts: Any, make: Any) -> None:
-    contender = make(models, context)
+@pytest.mark.parametrize("name", ["transformers", "transformers-assisted", "transformers-lookup"])
+def test_transformers_writes_equal_tokens(context: BenchContext, models: Any, texts: Any, name: str) -> None:
+    contender = hugging_face.Generate(name, models, context)
     plain = contender.name == "transformers"
     for prompts, expected in ((PROMPTS[:1], texts[:1]), (PROMPTS[1:2], texts[1:2])):
         timing = contender.run(prompts, TOKENS)
@@ -230,13 +165,13 @@ def test_transformers_writes_equal_tokens(context: BenchContext, models: Any, te
 
 def test_transformers_prefill_ends_at_one_token(context: BenchContext, models: Any, clock: Clock) -> None:
     clock.slow(models.target, "forward", lambda **named: 100.0 if named["input_ids"].shape[1] > 1 else 1.0)
-    timing = hugging_face.plain(models, context).run(PROMPTS[:1], TOKENS)
+    timing = hugging_face.Generate("transformers", models, context).run(PROMPTS[:1], TOKENS)
     assert (timing.prefill_seconds, timing.decode_seconds) == (100.0, TOKENS - 1.0)
 
 
 def test_transformers_samples_without_truncation(context: BenchContext, models: Any) -> None:
     warm = replace(context, draft=None, max_draft=None, temperature=50.0)
-    timing = hugging_face.plain(models, warm).run(PROMPTS[:1] * 200, 2)
+    timing = hugging_face.Generate("transformers", models, warm).run(PROMPTS[:1] * 200, 2)
     # nearly uniform over 384 tokens; the library's default top_k is 50
     assert len({text[0] for text in timing.tokens}) > 50
 
@@ -496,7 +431,7 @@ def test_peak_memory_includes_freed_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_beam_search_finds_likelier_texts_than_greedy_decoding(context: BenchContext, texts: Any) -> None:
     models = hugging_face.TransformersModels(context)
-    contender = hugging_face.beam(models, replace(context, temperature=1.0))
+    contender = hugging_face.Generate("beam", models, replace(context, temperature=1.0))
     assert not contender.lossless and not CONTENDERS["beam"].lossless and "beam" not in resolve_methods(None)
     runner = context.llm.loaded.runner
     timing = contender.run(PROMPTS, TOKENS)

@@ -14,11 +14,11 @@ from foredraft import ConfigError, RequestError, SamplingParams, load
 from foredraft.bench import machine_record as machine
 from foredraft.bench.bench_records import BenchReport, Cost, ForwardCosts, Spread, TurnCount
 from foredraft.bench.bench_run import bench
-from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.contender import ForedraftContender, Timing
 from foredraft.bench.figures import ceiling
 from foredraft.bench.hugging_face import Generate
 from foredraft.bench.measurement import CostMeter
+from foredraft.bench.settings import BenchSettings
 from foredraft.bench.workload import Workload
 from foredraft.decode.engine import Engine
 from foredraft.decode.stats import Stats

@@ -30,7 +30,7 @@ from foredraft.bench.bench_records import (
 )
 from foredraft.cli.bench import likelihoods
 from foredraft.pages.benchmark import benchmark_page as page
-from foredraft.pages.benchmark_plots import plots
+from foredraft.pages.benchmark import plots
 from tests.support.drawings import check_alone, texts
 
 SAME = Exactness(comparable=True, identical=3, prompts=3)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foredraft.pages.drawing import WIDTH, Axis, Bars, Panel, Points, ReferenceLine, chart
+from foredraft.pages.report_page import WIDTH, Axis, Bars, Panel, Points, ReferenceLine, chart
 from tests.support.drawings import markers, texts
 
 PLAIN = Axis()

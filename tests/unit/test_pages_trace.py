@@ -14,7 +14,7 @@ import pytest
 import foredraft
 from foredraft import ConfigError, RoundTrace, SamplingParams, write_trace
 from foredraft.cli.render import legend
-from foredraft.pages.origins import ORIGINS
+from foredraft.pages.trace import ORIGINS
 
 PROMPT = "def close(self):\n    </script><script>alert(1)</script><b>&amp;"
 

@@ -25,10 +25,10 @@ from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import Sequence
 from foredraft.model.runner import DraftInputs, Forward
-from foredraft.profiling import host, measured_samples, profile, timing
-from foredraft.profiling import measured_samples as measuring
-from foredraft.profiling.measured_samples import Samples, agreed
-from foredraft.profiling.profile import load_profile, measure_profile
+from foredraft.profiling import host, profile, timing
+from foredraft.profiling import profile as measured_samples
+from foredraft.profiling import profile as measuring
+from foredraft.profiling.profile import Samples, agreed, load_profile, measure_profile
 from foredraft.profiling.timing import DecodingTimer, RoundTimer, observed
 from tests.support.mutation import Mutation, assert_caught, defect, replaced
 from tests.support.mutations import argument, during

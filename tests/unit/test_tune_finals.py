@@ -13,13 +13,13 @@ import foredraft
 from foredraft import LLM
 from foredraft.bench.bench_records import Spread
 from foredraft.bench.measurement import measure_costs
+from foredraft.bench.settings import TuneSettings
 from foredraft.decode.stats import Stats
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Runner
 from foredraft.tune import finals as finals_module
 from foredraft.tune.finals import Agreement, decode_finalists
 from foredraft.tune.tune_records import SIGNIFICANCE, TAU_TOLERANCE, Finalist, Trial, sign_test
-from foredraft.tune.tune_settings import TuneSettings
 from tests.support.checkpoints import save_checkpoint
 
 PROMPTS = [[(5 * number + 7 * i) % 90 + 5 for i in range(8 + number)] for number in range(8)]

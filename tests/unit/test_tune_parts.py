@@ -24,21 +24,21 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs
-from foredraft.pages import drawing
+from foredraft.pages import report_page as drawing
 from foredraft.pages.training import tuning_page as page
-from foredraft.tune import calibration, tune_records
-from foredraft.tune.calibration import (
+from foredraft.tune import teacher_forced as calibration
+from foredraft.tune import tune_records
+from foredraft.tune.search import clasp, every_other, greedy, seed_plans, skips_of
+from foredraft.tune.teacher_forced import (
     MIN_TOKENS,
     CalibrationCache,
     CalibrationTexts,
+    TeacherForced,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
     write_calibration_texts,
 )
-from foredraft.tune.samplers import clasp, every_other, greedy, skips_of
-from foredraft.tune.search import seed_plans
-from foredraft.tune.teacher_forced import TeacherForced
 from foredraft.tune.tune_records import (
     ExitCosts,
     Finalist,

@@ -20,8 +20,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import teacher_forced as teacher_forced_module
-from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.teacher_forced import ExpectedRounds, TeacherForced
+from foredraft.tune.teacher_forced import CalibrationText, CalibrationTexts, ExpectedRounds, TeacherForced
 from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
@@ -167,42 +166,6 @@ def test_a_defective_copy_changes_acceptance(llm: LLM, name: str, monkeypatch: p
 def test_a_defective_copy_changes_the_rows(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check = partial(check_restore_gives_the_targets_rows, llm)
     assert_caught(defect(name, *DEFECTS[name], check), monkeypatch)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_several_plans_score_as_each_alone(llm: LLM, temperature: float) -> None:
-    """Plans with a common prefix, plans that differ from the first layer on, and one plan twice."""
-    teacher_forced = make_teacher_forced(llm, temperature)
-    layers = llm.loaded.spec.layers
-    skips = [*PLANS, "skip:attn=1/mlp=0", "skip:attn=1-2/mlp=0", "skip:attn=1/mlp=0,2", "skip:attn=2/mlp=0"]
-    plans = [Skips.parse(each).plan(layers) for each in skips]
-    alone = [teacher_forced.rounds(plan) for plan in plans]
-    assert len({tuple(one.taus) for one in alone}) > 3, "the plans must differ for this test to show anything"
-    for plan, one, several in zip(skips, alone, teacher_forced.rounds_of(plans), strict=True):
-        assert several.taus == pytest.approx(one.taus, abs=1e-6), plan
-        assert several.emitted == pytest.approx(one.emitted, abs=1e-6), plan
-    before = teacher_forced.acceptance(plans[1])
-    for chosen in (plans[:1], plans[3:5]):
-        list(teacher_forced.rounds_of(chosen))
-    assert np.array_equal(teacher_forced.acceptance(plans[1]), before)
-
-
-def test_a_common_prefix_of_plans_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher_forced = make_teacher_forced(llm, 0.0)
-    last = llm.loaded.spec.layers - 1
-    plans = [Skips.parse(each).plan(last + 1) for each in ("skip:none", f"skip:attn={last}/mlp={last}")]
-    ran: list[tuple[int, int]] = []
-    forward = teacher_forced.runner.forward
-
-    def watched(*given: Any, **named: Any) -> Any:
-        ran.append((named["resume"].depth if named["resume"] else 0, named["stop"]))
-        return forward(*given, **named)
-
-    monkeypatch.setattr(teacher_forced.runner, "forward", watched)
-    list(teacher_forced.rounds_of(plans))
-    assert ran[:3] == [(0, last), (last, last + 1), (last, last + 1)]
-    assert set(ran) == set(ran[:3])
 
 
 def test_limits_on_memory_do_not_change_acceptance(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

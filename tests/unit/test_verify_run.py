@@ -18,6 +18,8 @@ from torch import Tensor
 
 import foredraft
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
+from foredraft.bench.settings import DEFECTS as PLANTED
+from foredraft.bench.settings import PENALISED, SETTINGS
 from foredraft.decode import accept, step_draws
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafting import _Steps
@@ -34,12 +36,18 @@ from foredraft.verify import DistributionTest, VerifyReport, VerifySettings, ver
 from foredraft.verify import verify_run as run
 from foredraft.verify.chi_square import Cells
 from foredraft.verify.distribution_tests import PROBES, DistributionCheck, choose_cases, run_test
-from foredraft.verify.planting import DraftsAlways, planted
-from foredraft.verify.sampler import BATCH, TARGET, TREE_WIDTHS, PlainTarget, Sampler, SamplingCase
+from foredraft.verify.sampler import (
+    BATCH,
+    TARGET,
+    TREE_WIDTHS,
+    DraftsAlways,
+    PlainTarget,
+    Sampler,
+    SamplingCase,
+    planted,
+)
 from foredraft.verify.verify_records import TextRun
 from foredraft.verify.verify_run import FAMILY_LEVEL, _affordable, _checks
-from foredraft.verify.verify_settings import DEFECTS as PLANTED
-from foredraft.verify.verify_settings import PENALISED, SETTINGS
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 from tests.support.mutation import Edit, Mutant, Mutation
@@ -361,8 +369,8 @@ def test_a_defect_past_the_first_position_fails_its_positions_tests(report_of: R
 def test_noise_keyed_by_the_round_changes_seeded_texts_of_the_drafter_only(report_of: Reports) -> None:
     report = report_of(replace(QUICK, self_test="round-noise"))
     for identity in report.identities:
-        assert identity.drafter_diverged == (identity.acceptance == "coupled")
-        assert not identity.control_diverged
+        assert identity.any_diverged(control=False) == (identity.acceptance == "coupled")
+        assert not identity.any_diverged(control=True)
     assert all(test.passed for test in report.tests)  # the distribution is right
     found = [each for identity in report.identities for each in identity.divergences]
     assert all(each.seed is not None for each in found)
@@ -373,7 +381,7 @@ def test_penalties_that_do_not_follow_the_draft_change_penalised_texts(report_of
     report = report_of(replace(QUICK, self_test="penalties"))
     for identity in report.identities:
         assert identity.setting.penalised or identity.passed
-    assert report.identities[1].drafter_diverged
+    assert report.identities[1].any_diverged(control=False)
     assert {test.setting.penalised for test in report.tests if not test.passed} == {True}
 
 

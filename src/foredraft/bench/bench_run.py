@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,18 +18,17 @@ from foredraft.bench.bench_records import (
     Row,
     TurnCount,
 )
-from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.contender import BenchContext, ForedraftContender, LineUp
-from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
+from foredraft.bench.contenders import check_policy, resolve_methods, resolve_policies
 from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine, model_record
 from foredraft.bench.measurement import Measurement, Progress
+from foredraft.bench.settings import BenchSettings
 from foredraft.bench.workload import AS_IT_IS, PromptForm, Workload
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
-from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import check_settings
 from foredraft.model.gguf.tensors import source_of
@@ -56,72 +55,55 @@ def bench(
     for kind in (DRAFTERS[name] for name in options.methods or () if name in DRAFTERS):
         loading |= {option: loading.get(option) or value for option, value in kind.wanted_by.items()}
     llm, loaded_bytes = _load(workloads, form, options, {"model": model} | loading, progress)
-    prompts = {w.name: _encoded(llm, w, form, options.new_tokens, truncate) for w in workloads}
-    folders = _folders(llm, model, loading)
-    context = _context(llm, folders, prompts, options, loading)
-    models = _models(llm.loaded, folders)
-    lineup = LineUp(spelling)
-    try:
+    encoded = {each.name: llm.encode(form.applied(llm.tokenizer, list(each.prompts))) for each in workloads}
+    prompts: Prompts = {
+        name: [llm.requests.truncated(ids, options.new_tokens, truncate) for ids in several]
+        for name, several in encoded.items()
+    }
+    context = _context(llm, model, prompts, options, loading)
+    models = _models(context)
+    with closing(LineUp(spelling)) as lineup:
         memory = Memory(context.device)
-        methods = resolve_methods(options.methods)
-        lineup.load(context, methods, memory, loaded_bytes, required=options.methods or (), progress=progress)
+        methods, required = resolve_methods(options.methods), options.methods or ()
+        lineup.load(context, methods, memory, loaded_bytes, required=required, progress=progress)
         lineup.add_policies(context, resolve_policies(options.policies))
-        lineup.notes += _fixed_policy_notes(lineup, loading.get("policy"))
+        lineup.note_fixed_policies(loading.get("policy"))
         progress("bandwidth", 0, 1)
         speed = bandwidth(context.device)
         progress("bandwidth", 1, 1)
         watch = LoadWatch(progress)
         measurement = Measurement(
-            context=context,
-            lineup=lineup,
-            options=options,
-            memory=memory,
-            longest_draft=_longest_draft(llm.loaded.engine.policy, lineup),
-            weight_read_seconds=None if speed is None else models[0].step_bytes / speed.bytes_per_second,
-            progress=watch,
-        )
-        costs, rows, counts, finished = _measure(measurement, prompts)
+            context, lineup, options, memory, _longest_draft(llm.loaded.engine.policy, lineup),
+            None if speed is None else models[0].step_bytes / speed.bytes_per_second, watch,
+        )  # fmt: skip
+        measured, finished = _measure(measurement, prompts)
         return BenchReport(
             options=_effective_options(llm, prompts, options, model, loading) | asdict(form),
-            machine=machine(context.device) | {"highest_load": watch.highest} | _versions(lineup),
+            machine=machine(context.device) | {"highest_load": watch.highest} | lineup.versions,
             models=models,
             bandwidth=speed,
-            costs=tuple(costs),
-            rows=tuple(rows),
+            costs=tuple(costs for costs, _, _ in measured),
+            rows=tuple(row for _, rows, _ in measured for row in rows),
             notes=tuple(lineup.notes),
             finished=finished,
-            turns=tuple(counts),
+            turns=tuple(count for _, _, count in measured),
         )
-    finally:
-        lineup.close()
 
 
 def _measure(
     measurement: Measurement, prompts: Prompts
-) -> tuple[list[ForwardCosts], list[Row], list[TurnCount], bool]:
-    """Return the costs, the rows, the turns, and whether the measurement finished."""
-    costs: list[ForwardCosts] = []
-    rows: list[Row] = []
-    counts: list[TurnCount] = []
+) -> tuple[list[tuple[ForwardCosts, list[Row], TurnCount]], bool]:
+    """Return what was measured, and whether that is all: Ctrl-C leaves what is done."""
+    measured: list[tuple[ForwardCosts, list[Row], TurnCount]] = []
     try:
-        for workload, ids in prompts.items():
-            for found, more, count in measurement.measure(workload, ids):
-                costs.append(found)
-                rows += more
-                counts.append(count)
+        for name, ids in prompts.items():
+            for each in measurement.measure(name, ids):
+                measured.append(each)
     except KeyboardInterrupt:
-        if not rows:
+        if not measured:
             raise
-        return costs, rows, counts, False
-    return costs, rows, counts, True
-
-
-def _fixed_policy_notes(lineup: LineUp, policy: str | None) -> list[str]:
-    """Return a note for each method that keeps its own policy although another one was asked for."""
-    if policy is None:
-        return []
-    own = {one.method: one.policy_name for one in reversed(lineup.contenders) if one.policy_name is not None}
-    return [f"{method} keeps to policy {name}" for method, name in own.items() if name != policy]
+        return measured, False
+    return measured, True
 
 
 def _longest_draft(loaded: Policy, lineup: LineUp) -> int:
@@ -131,12 +113,6 @@ def _longest_draft(loaded: Policy, lineup: LineUp) -> int:
         if isinstance(contender, ForedraftContender) and contender.method in DRAFTERS:
             policies.append(contender.policy)
     return max(policy.max_draft for policy in policies)
-
-
-def _versions(lineup: LineUp) -> dict[str, str | None]:
-    """Return the versions of the other programs that take part."""
-    programs = {CONTENDERS[contender.method].program for contender in lineup.contenders}
-    return {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
 
 
 def _effective_options(
@@ -161,22 +137,22 @@ def _effective_options(
 
 
 def _context(
-    llm: LLM,
-    folders: tuple[Path, Path | None],
-    prompts: Prompts,
-    options: BenchSettings,
-    loading: Mapping[str, Any],
+    llm: LLM, model: str | None, prompts: Prompts, options: BenchSettings, loading: Mapping[str, Any]
 ) -> BenchContext:
     engine, cache = llm.loaded.engine, llm.loaded.engine.cache
-    target, draft = folders
-    longest = max(len(ids) for several in prompts.values() for ids in several)
+    target = demo.target_path() if model is None else resolve(model, loading.get("revision"))
+    draft = None
+    if any(drafter.whole_model for drafter in engine.drafters.values()):
+        draft = demo.draft_path() if model is None else None
+        if loading.get("draft") is not None:
+            draft = resolve(loading["draft"], loading.get("draft_revision"))
     return BenchContext(
         llm=llm,
-        target=target,
+        target=with_loras(target, loading.get("lora", ())),
         draft=draft,
         dtype=cache.dtype,
         device=cache.device,
-        positions=longest + options.new_tokens,
+        positions=max(len(ids) for several in prompts.values() for ids in several) + options.new_tokens,
         temperature=options.temperature,
         acceptance=options.acceptance,
         max_draft=loading.get("max_draft"),
@@ -220,33 +196,12 @@ def _load(
     return llm, memory.held_after_release() - (before if memory.device.type == "cpu" else 0)
 
 
-def _encoded(
-    llm: LLM, workload: Workload, form: PromptForm, new_tokens: int, truncate: Literal["left"] | None
-) -> list[list[int]]:
-    applied = form.applied(llm.tokenizer, list(workload.prompts))
-    return [llm.requests.truncated(ids, new_tokens, truncate) for ids in llm.encode(applied)]
-
-
-def _folders(llm: LLM, model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Return the checkpoint folders of the target and of the draft model, as `load` found them."""
-    target = demo.target_path() if model is None else resolve(model, loading.get("revision"))
-    target = with_loras(target, loading.get("lora", ()))
-    if not any(drafter.whole_model for drafter in llm.loaded.engine.drafters.values()):
-        return target, None
-    if loading.get("draft") is not None:
-        return target, resolve(loading["draft"], loading.get("draft_revision"))
-    return target, demo.draft_path() if model is None else None
-
-
-def _shown(folder: Path) -> str:
-    """Return the name of a model's folder or GGUF file, and of its LoRAs."""
-    return " + ".join([source_of(folder).name, *(lora.name for _, lora in loras_of(folder))])
-
-
-def _models(loaded: Loaded, folders: tuple[Path, Path | None]) -> tuple[ModelRecord, ...]:
+def _models(context: BenchContext) -> tuple[ModelRecord, ...]:
     """Return the records of the target and of the draft model."""
-    models = [model_record("target", _shown(folders[0]), loaded.runner, loaded.weights)]
+    loaded, file = context.llm.loaded, source_of(context.target)
+    name = " + ".join([file.name, *(lora.name for _, lora in loras_of(context.target))])
+    models = [model_record("target", name, loaded.runner, loaded.weights)]
     for drafter in loaded.engine.drafters.values():
-        if drafter.whole_model and drafter.draft_pass is not None and folders[1] is not None:
-            models.append(model_record("draft", source_of(folders[1]).name, drafter.draft_pass.runner))
+        if drafter.whole_model and drafter.draft_pass is not None and context.draft is not None:
+            models.append(model_record("draft", source_of(context.draft).name, drafter.draft_pass.runner))
     return tuple(models)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -87,49 +87,32 @@ class Timing:
         return self.decoded_tokens / self.decode_seconds
 
 
-class Contender(Protocol):
+class Contender:
     """A way of decoding that a benchmark times."""
 
-    @property
-    def name(self) -> str:
-        """A unique name: the method, and the policy where the method runs under several."""
-
-    @property
-    def method(self) -> str:
-        """The name in the table of contenders (`contenders.CONTENDERS`)."""
-
-    @property
-    def policy_name(self) -> str | None:
-        """The policy's name; None for plain decoding and for other programs."""
-
-    @property
-    def peer(self) -> bool:
-        """Whether this is another program."""
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output has exactly the target's distribution."""
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...] | None:
-        """Numbers of prompts that one run can take; None for any."""
+    name: str  # unique: the method, and the policy where the method runs under several
+    method: str  # the name in the table of contenders (`contenders.CONTENDERS`)
+    policy_name: str | None = None  # None for plain decoding and for other programs
+    peer = True  # it is another program
+    lossless = True  # the output has exactly the target's distribution
+    batch_sizes: tuple[int, ...] | None = None  # numbers of prompts that one run can take; None for any
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         """Decode `new_tokens` for each prompt as one batch, starting from an empty KV cache."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free memory and files; `run` must not be called afterwards."""
 
 
-class ForedraftContender:
-    """Plain or speculative decoding by the loaded engine.
+class ForedraftContender(Contender):
+    """Plain or speculative decoding by the loaded engine, which the benchmark's caller owns.
 
     Under the coupled rule a prompt's seed is a function of the prompt, so that all its runs use the same
     noise.
     """
 
     peer = False
-    batch_sizes: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -144,16 +127,13 @@ class ForedraftContender:
         self.name, self.method, self.llm, self.drafter = name, name, llm, drafter
         self.temperature, self.acceptance = temperature, acceptance
         self.policy: Policy = policy or llm.loaded.engine.policy  # None: the loaded one
+        self.policy_name = None if drafter == "none" else self.policy.name
         self.lossless = drafter not in DRAFTERS or DRAFTERS[drafter].lossless
 
-    @property
-    def policy_name(self) -> str | None:
-        return None if self.drafter == "none" else self.policy.name
-
     def with_policy(self, policy: Policy) -> ForedraftContender:
-        """Return a copy of this contender that runs under another policy."""
+        """Return a copy of this contender, which drafts, that runs under another policy."""
         other = copy(self)
-        other.name, other.policy = f"{self.method}, {policy.name}", policy
+        other.name, other.policy, other.policy_name = f"{self.method}, {policy.name}", policy, policy.name
         return other
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
@@ -167,17 +147,8 @@ class ForedraftContender:
                 raise RequestError(f"{self.name} failed: {output.error}")
         tokens = tuple(tuple(output.token_ids) for output in outputs)
         seconds = timer.ended - timer.began - timer.reading_since
-        return Timing(
-            tokens=tokens,
-            prefill_seconds=timer.reading,
-            decode_seconds=seconds,
-            decoded_tokens=sum(map(len, tokens)),
-            passes=timer.rounds,
-            stats=Stats.merge((output.stats for output in outputs), seconds),
-        )
-
-    def close(self) -> None:
-        return None  # all of Foredraft's contenders share the engine, which the benchmark's caller owns
+        stats = Stats.merge((output.stats for output in outputs), seconds)
+        return Timing(tokens, timer.reading, seconds, sum(map(len, tokens)), timer.rounds, stats)
 
     def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
         return SamplingParams(
@@ -268,6 +239,20 @@ class LineUp:
                 remedy="give others",
             )
 
+    def note_fixed_policies(self, policy: str | None) -> None:
+        """Note each method that keeps its own policy although another one was asked for."""
+        own = {
+            one.method: one.policy_name for one in reversed(self.contenders) if one.policy_name is not None
+        }
+        differ = [(method, name) for method, name in own.items() if policy not in (None, name)]
+        self.notes += [f"{method} keeps to policy {name}" for method, name in differ]
+
+    @property
+    def versions(self) -> dict[str, str | None]:
+        """The versions of the other programs that take part."""
+        programs = {CONTENDERS[contender.method].program for contender in self.contenders}
+        return {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
+
     def drop(self, contender: Contender, reason: str) -> None:
         """Remove and close a contender whose run failed."""
         self.contenders.remove(contender)
@@ -285,7 +270,14 @@ def _load_program(name: str, context: BenchContext, memory: Memory) -> tuple[Any
     program = PROGRAMS[name]
     if not program.installed:
         raise ConfigError(f"{name}: {program.package} is not installed", remedy=program.install)
-    _check_memory(name, context)
+    spec = ModelSpec.from_folder(context.target)
+    need, free = weight_bytes(spec, context.device, context.dtype), free_memory(context.device)
+    if need > free:  # of its own copy of the target's weights: the system may kill it
+        raise ConfigError(
+            f"{name} needs {need / 2**30:.3f} GiB for its own copy of the weights, but {free / 2**30:.3f} GiB"
+            f" are free on {context.device}",
+            remedy=("leave it out of ", Option("methods")),
+        )
     before = memory.held_after_release()
     try:
         models = program.load(context)
@@ -294,15 +286,3 @@ def _load_program(name: str, context: BenchContext, memory: Memory) -> tuple[Any
     except Exception as error:  # other programs raise anything; the benchmark goes on without them
         raise ConfigError(f"{name} cannot load this model ({type(error).__name__}: {error})") from error
     return models, memory.held_after_release() - before
-
-
-def _check_memory(name: str, context: BenchContext) -> None:
-    """Refuse a program whose own copy of the target's weights does not fit: the system may kill it."""
-    spec = ModelSpec.from_folder(context.target)
-    need, free = weight_bytes(spec, context.device, context.dtype), free_memory(context.device)
-    if need > free:
-        raise ConfigError(
-            f"{name} needs {need / 2**30:.3f} GiB for its own copy of the weights, but {free / 2**30:.3f} GiB"
-            f" are free on {context.device}",
-            remedy=("leave it out of ", Option("methods")),
-        )

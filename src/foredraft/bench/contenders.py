@@ -5,12 +5,12 @@ The command line, its help and its checks read the table. PyTorch is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option, did_you_mean
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, missing_part, suits
@@ -36,7 +36,6 @@ def module(name: str, needed_by: str) -> Any:
 ALL = "all"
 PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
 BILD_POLICY = "fallback"  # the policy of Big Little Decoder as published
-K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ class ContenderKind:
 
 
 def _module(name: str) -> Any:
-    """Import a module of this package on first use."""
-    return import_module(f"foredraft.bench.{name}")
+    return import_module(f"foredraft.bench.{name}")  # on first use
 
 
 PROGRAMS: dict[str, Program] = {
@@ -105,13 +103,9 @@ def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) ->
             (f"{name} cannot follow ", Option("policy", policy)), remedy=("give another ", Option("policy"))
         )
     made: Contender = _module("contender").ForedraftContender(
-        name,
-        llm,
-        drafter,
-        temperature=context.temperature,
-        acceptance=context.acceptance,
+        name, llm, drafter, temperature=context.temperature, acceptance=context.acceptance,
         policy=context.policy_for(drafter, policy),
-    )
+    )  # fmt: skip
     return made
 
 
@@ -121,6 +115,11 @@ def _make_bild(llm: LLM, context: BenchContext) -> Contender:
     made: Contender = _module("contender").BigLittle(
         llm, context.policy_for("draft-model", BILD_POLICY), temperature=context.temperature
     )
+    return made
+
+
+def _make_transformers(name: str, models: Any, context: BenchContext) -> Contender:
+    made: Contender = _module("hugging_face").Generate(name, models, context)
     return made
 
 
@@ -145,25 +144,18 @@ CONTENDERS: dict[str, ContenderKind] = {
         policies=(BILD_POLICY,),
         lossless=RULES["bild"].lossless,
     ),
-    "transformers": ContenderKind(
-        "generate of transformers",
-        "transformers",
-        lambda models, context: _module("hugging_face").plain(models, context),
-    ),
-    "transformers-assisted": ContenderKind(
-        "generate with assistant_model",
-        "transformers",
-        lambda models, context: _module("hugging_face").assisted(models, context),
-    ),
-    "transformers-lookup": ContenderKind(
-        "generate with prompt_lookup_num_tokens",
-        "transformers",
-        lambda models, context: _module("hugging_face").prompt_lookup(models, context),
-    ),
+    **{
+        name: ContenderKind(summary, "transformers", partial(_make_transformers, name))
+        for name, summary in {
+            "transformers": "generate of transformers",
+            "transformers-assisted": "generate with assistant_model",
+            "transformers-lookup": "generate with prompt_lookup_num_tokens",
+        }.items()
+    },
     "beam": ContenderKind(
         "beam search by generate: a likely text, no accelerator (lossy; only if named)",
         "transformers",
-        lambda models, context: _module("hugging_face").beam(models, context),
+        partial(_make_transformers, "beam"),
         lossless=False,
         scored=True,
     ),
@@ -179,25 +171,17 @@ def resolve_methods(names: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the names of the contenders that take part, with plain decoding first."""
     lossless = tuple(name for name, kind in CONTENDERS.items() if kind.lossless)
     names = (ALL,) if names is None else names
-    for name in names:
-        if name == ALL:
-            continue
-        program = PROGRAMS[_entry(CONTENDERS, "methods", names, name).program]
+    for name in _known(CONTENDERS, "methods", names):
+        program = PROGRAMS[CONTENDERS[name].program]
         if not program.installed:
-            raise ConfigError(
-                f"but {program.package} is not installed",
-                option="methods",
-                value=",".join(names),
-                remedy=program.install,
-            )
+            problem = f"but {program.package} is not installed"
+            raise ConfigError(problem, option="methods", value=",".join(names), remedy=program.install)
     return tuple(dict.fromkeys((PLAIN, *_expand_all(names, lossless))))
 
 
 def resolve_policies(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the policies; "all" stands for every one."""
-    for name in names:
-        if name != ALL:
-            _entry(POLICIES, "policies", names, name)
+    list(_known(POLICIES, "policies", names))
     return tuple(dict.fromkeys(_expand_all(names, POLICIES)))
 
 
@@ -205,24 +189,23 @@ def check_policy(methods: tuple[str, ...] | None, policy: str | None, max_draft:
     """Refuse a policy or a longest draft that no contender would follow."""
     followed = {name for method in resolve_methods(methods) for name in CONTENDERS[method].policies}
     if policy in POLICIES and policy not in followed:
-        raise ConfigError(
-            "but none of the methods can follow it", option="policy", value=policy, remedy="leave it out"
-        )
+        problem = "but none of the methods can follow it"
+        raise ConfigError(problem, option="policy", value=policy, remedy="leave it out")
     if max_draft is not None and not followed:
         raise ConfigError(
             "but none of the methods drafts", option="max_draft", value=max_draft, remedy="leave it out"
         )
 
 
-def _entry(table: Mapping[str, K], option: str, names: tuple[str, ...], name: str) -> K:
-    if name not in table:
-        raise ConfigError(
-            f"but there is no {name!r}",
-            option=option,
-            value=",".join(names),
-            remedy=f"give {ALL}, or some of {', '.join(table)}{did_you_mean(name, (ALL, *table))}",
-        )
-    return table[name]
+def _known(table: Collection[str], option: str, names: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names but "all", and refuse what is not in the table."""
+    for name in names:
+        if name != ALL and name not in table:
+            raise ConfigError(
+                f"but there is no {name!r}", option=option, value=",".join(names),
+                remedy=f"give {ALL}, or some of {', '.join(table)}{did_you_mean(name, (ALL, *table))}",
+            )  # fmt: skip
+        yield from () if name == ALL else (name,)
 
 
 def _expand_all(names: Iterable[str], everything: Iterable[str]) -> Iterator[str]:

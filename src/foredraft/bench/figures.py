@@ -78,18 +78,10 @@ class Runs:
     timings: dict[str, list[Timing]]  # one per repeat, by contender's name
     discarded: tuple[dict[str, Timing], ...] = ()  # of repeated turns; only their tokens count
 
-    def outputs(self, contender: str) -> list[tuple[tuple[int, ...], ...]]:
-        """Return the tokens of every run."""
-        every = [*self.timings[contender], *(turn[contender] for turn in self.discarded)]
-        return [timing.tokens for timing in every]
-
-    def tokens_per_second(self, contender: str) -> float:
-        """Return the median over the repeats."""
-        return median(timing.tokens_per_second for timing in self.timings[contender])
-
-    def prefill_seconds(self, contender: str) -> float:
-        """Return the median over the repeats."""
-        return median(timing.prefill_seconds for timing in self.timings[contender])
+    def median(self, contender: str, figure: str) -> float:
+        """Return the median of a figure of the timings over the repeats."""
+        found: float = median(getattr(timing, figure) for timing in self.timings[contender])
+        return found
 
     def ratio(self, contender: str, other: str) -> float:
         """Return the median, over the repeats, of one contender's tokens/s over another's."""
@@ -128,7 +120,13 @@ def make_row(
 ) -> Row:
     """Return a contender's row, without `round_time` and `peak_memory`, which need runs of their own."""
     name, counted = contender.name, series.counted
-    speed = _spread(counted, lambda runs: runs.tokens_per_second(name))
+    speed = _spread(counted, lambda runs: runs.median(name, "tokens_per_second"))
+
+    def overhead(runs: Runs) -> float:
+        """Return o: the median time of a round less the cost of its forwards, in plain steps."""
+        rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
+        return median(rounds) / series.costs.step_seconds - forward_cost(series.costs, runs.stats(name))
+
     over_peers = {peer: _spread(counted, partial(Runs.ratio, contender=name, other=peer)) for peer in peers}
     row = Row(
         workload=series.workload,
@@ -142,14 +140,17 @@ def make_row(
         over_peers={peer: spread for peer, spread in over_peers.items() if spread is not None},
         over_single=None if speed is None or at_batch_1 is None else speed.median / at_batch_1.median,
         speedup_all=_spread(series.runs, lambda runs: runs.ratio(name, PLAIN)),
-        prefill_seconds=_spread(counted, lambda runs: runs.prefill_seconds(name)),
+        prefill_seconds=_spread(counted, lambda runs: runs.median(name, "prefill_seconds")),
         others=Spread.of(
             timing.load.others for runs in counted for timing in runs.timings[name] if timing.load is not None
         ),
-        overhead=None
-        if contender.peer
-        else _spread(counted, lambda runs: _overhead(series.costs, runs, name)),
-        repeated=Spread.of(_repeated(name, counted)),
+        overhead=None if contender.peer else _spread(counted, overhead),
+        repeated=Spread.of(
+            repeated(tokens)
+            for runs in counted
+            for timing in runs.timings[name][:1]
+            for tokens in timing.tokens
+        ),
         counted=len({prompt for runs in counted for prompt in runs.group.prompts}),
         prompts=len(series.expected),
         exactness=_exactness(series, name, comparable=comparable),
@@ -173,7 +174,7 @@ def _spread(runs: Sequence[Runs], figure: Callable[[Runs], float]) -> Spread | N
 def _with_drafting(row: Row, series: Series, name: str) -> Row:
     """Add the figures of a contender that drafts: its drafts, its ceilings and the predicted speed-up."""
     costs, counted = series.costs, series.counted
-    drafting = _drafting(name, counted)
+    stats = Stats.merge(runs.stats(name) for runs in counted)
 
     def predicted(runs: Runs) -> float:
         return predicted_speedup(costs, runs.stats(name))
@@ -185,31 +186,20 @@ def _with_drafting(row: Row, series: Series, name: str) -> Row:
 
     return replace(
         row,
-        drafting=drafting,
-        ceiling=ceiling_at(None if drafting is None else drafting.alpha),
+        drafting=DraftFigures(
+            alpha=stats.alpha,
+            acceptance_rate=stats.acceptance_rate,
+            acceptance_by_position=tuple(stats.acceptance_by_position),
+            mean_accepted_length=stats.tokens / stats.rounds,
+            mean_draft_length=stats.drafted / stats.rounds,
+        )
+        if counted
+        else None,
+        ceiling=ceiling_at(stats.alpha) if counted else None,
         perfect=ceiling_at(1.0),
         predicted=_spread(counted, predicted),
         measured_over_predicted=_spread(counted, lambda runs: runs.ratio(name, PLAIN) / predicted(runs)),
     )
-
-
-def _drafting(name: str, counted: Sequence[Runs]) -> DraftFigures | None:
-    if not counted:
-        return None
-    stats = Stats.merge(runs.stats(name) for runs in counted)
-    return DraftFigures(
-        alpha=stats.alpha,
-        acceptance_rate=stats.acceptance_rate,
-        acceptance_by_position=tuple(stats.acceptance_by_position),
-        mean_accepted_length=stats.tokens / stats.rounds,
-        mean_draft_length=stats.drafted / stats.rounds,
-    )
-
-
-def _overhead(costs: ForwardCosts, runs: Runs, name: str) -> float:
-    """Return o: the median time of a round less the cost of its forwards, in plain steps."""
-    rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
-    return median(rounds) / costs.step_seconds - forward_cost(costs, runs.stats(name))
 
 
 def _bandwidth_share(series: Series, name: str) -> float | None:
@@ -223,20 +213,14 @@ def _bandwidth_share(series: Series, name: str) -> float | None:
     return median(passes_per_second) * series.weight_read_seconds
 
 
-def _repeated(name: str, counted: Sequence[Runs]) -> list[float]:
-    return [
-        repeated(tokens) for runs in counted for timing in runs.timings[name][:1] for tokens in timing.tokens
-    ]
-
-
 def _exactness(series: Series, name: str, *, comparable: bool) -> Exactness:
     """Compare the tokens of every run with plain decoding's."""
     if not comparable:
         return Exactness(False, 0, len(series.expected))
     diverged: dict[int, int] = {}  # prompt -> the earliest position at which any of its runs diverged
     for runs in series.runs:
-        for outputs in runs.outputs(name):
-            for prompt, tokens in zip(runs.group.prompts, outputs, strict=True):
+        for timing in (*runs.timings[name], *(turn[name] for turn in runs.discarded)):
+            for prompt, tokens in zip(runs.group.prompts, timing.tokens, strict=True):
                 position = divergence(tokens, series.expected[prompt])
                 if position is not None:
                     diverged[prompt] = min(position, diverged.get(prompt, position))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.bench.contender import BenchContext, Timing
+from foredraft.bench.contender import BenchContext, Contender, Timing
 from foredraft.errors import ConfigError, Option
 from foredraft.model.gguf.tensors import source_of
 from foredraft.model.lora.lora_config import loras_of
@@ -46,61 +46,33 @@ class TransformersModels:
             self.draft = None if context.draft is None else _load(context.draft, context)
 
 
-def plain(models: TransformersModels, context: BenchContext) -> Generate:
-    """Return `generate` without drafts."""
-    return Generate("transformers", models.target, context, batch_sizes=None)
+class Generate(Contender):
+    """One way of calling `generate`: alone, with `assistant_model`, with prompt lookup, or with beams.
 
+    Beam search looks for a likely text and draws none, whatever the temperature is.
+    """
 
-def assisted(models: TransformersModels, context: BenchContext) -> Generate:
-    """Return `generate` with `assistant_model`."""
-    if models.draft is None or "draft-model" not in context.drafters:
-        raise ConfigError(
-            "transformers-assisted needs a draft model with the target's tokenizer",
-            remedy=("give ", Option("draft")),
-        )
-    return Generate("transformers-assisted", models.target, context, assistant_model=models.draft)
-
-
-def prompt_lookup(models: TransformersModels, context: BenchContext) -> Generate:
-    """Return `generate` with `prompt_lookup_num_tokens`."""
-    return Generate("transformers-lookup", models.target, context, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-
-
-def beam(models: TransformersModels, context: BenchContext) -> Generate:
-    """Return beam search, which looks for a likely text and draws none, whatever the temperature is."""
-    return Generate("beam", models.target, context, batch_sizes=None, beams=BEAMS)
-
-
-class Generate:
-    """One way of calling `generate`."""
-
-    policy_name: str | None = None
-    peer = True
-
-    def __init__(
-        self,
-        name: str,  # the contender's name, which is also its method
-        model: Any,  # the target as `transformers` loaded it
-        context: BenchContext,  # the settings that all contenders share
-        *,
-        batch_sizes: tuple[int, ...] | None = (1,),  # `generate` drafts for one prompt at a time
-        assistant_model: Any = None,  # as `generate` takes it
-        prompt_lookup_num_tokens: int | None = None,  # as `generate` takes it
-        beams: int = 1,  # of beam search, whose text is not the target's own; 1 is none
-    ) -> None:
+    def __init__(self, name: str, models: TransformersModels, context: BenchContext) -> None:
         from transformers import GenerationConfig
 
+        assisted, beams = name == "transformers-assisted", BEAMS if name == "beam" else 1
+        lookup = LOOKUP_TOKENS if name == "transformers-lookup" else None
+        if assisted and (models.draft is None or "draft-model" not in context.drafters):
+            raise ConfigError(
+                "transformers-assisted needs a draft model with the target's tokenizer",
+                remedy=("give ", Option("draft")),
+            )
         sampling = {"do_sample": True, "temperature": context.temperature, "top_k": 0, "top_p": 1.0}
-        self.name, self.method, self.batch_sizes = name, name, batch_sizes
-        self.lossless = beams == 1
-        self._model, self._assistant = model, assistant_model
+        self.name, self.method, self.lossless = name, name, beams == 1
+        self._model, self._assistant = models.target, models.draft if assisted else None
         self._config = GenerationConfig(
             pad_token_id=0,  # any id will do, because the attention mask hides the padding
-            prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+            prompt_lookup_num_tokens=lookup,
             num_beams=beams,
             **(sampling if context.temperature and beams == 1 else {"do_sample": False}),
         )
-        self._drafts = assistant_model is not None or prompt_lookup_num_tokens is not None
+        self._drafts = assisted or lookup is not None
+        self.batch_sizes = (1,) if self._drafts else None  # `generate` drafts for one prompt at a time
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.bench.contender import BenchContext, Timing
+from foredraft.bench.contender import BenchContext, Contender, Timing
 from foredraft.bench.contenders import module
 from foredraft.errors import ConfigError, Option
 from foredraft.model.checkpoint import IGNORED, CheckpointTensors
@@ -149,7 +149,9 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
     heads_of = {gguf.MODEL_TENSOR.ATTN_Q: spec.heads, gguf.MODEL_TENSOR.ATTN_K: spec.kv_heads}
     found = []
     if spec.rope.kind == "llama3":
-        found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _rope_factors(spec)))
+        unscaled, size = Rope("default", spec.rope.theta), spec.head_dim
+        factors = frequencies(unscaled, size) / frequencies(spec.rope, size)  # [D/2]
+        found.append(_Tensor(ROPE_FACTORS, (size // 2,), lambda: factors))
     device, naming = torch.device("cpu"), spec.naming
     sources = CheckpointTensors(folder, stack, device, torch.float32, naming=naming).files
     for name, source in sources.items():
@@ -171,25 +173,16 @@ def interleaved(tensor: Tensor, heads: int) -> Tensor:
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _rope_factors(spec: ModelSpec) -> Tensor:
-    """Return the ratio of unscaled to scaled RoPE frequencies [D/2]."""
-    unscaled = Rope("default", spec.rope.theta)
-    return frequencies(unscaled, spec.head_dim) / frequencies(spec.rope, spec.head_dim)
-
-
 SUPPORTED = (torch.float32, torch.bfloat16)  # dtypes in which both programs can hold the same weights
 MAX_ROWS = 512  # tokens in one physical batch: llama.cpp's default
 LEAVE_OUT = ("leave it out of ", Option("methods"))
 
 
-class LlamaCpp:
+class LlamaCpp(Contender):
     """A llama.cpp model and context, freed by `close`; it decodes one prompt at a time, greedily."""
 
     name = method = "llama.cpp"
-    policy_name: str | None = None
-    peer = True
-    lossless = True
-    batch_sizes: tuple[int, ...] | None = (1,)
+    batch_sizes = (1,)
 
     def __init__(self, context: BenchContext) -> None:
         _check_supported(context)

@@ -20,7 +20,6 @@ from torch import Tensor
 import foredraft
 from foredraft.bench.bench_records import Bandwidth, ModelRecord
 from foredraft.loading.machine_limits import free_memory
-from foredraft.model.decoder import Decoder
 from foredraft.model.memory import dtype_name, release_freed, synchronise
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
@@ -158,7 +157,7 @@ def model_record(role: str, name: str, runner: Runner, weights: str | None = Non
     up rows.
     """
     decoder = runner.decoder
-    read = sum(_sizes(decoder))
+    read = sum(size for part in (decoder.layers, decoder.norm, decoder.output) for size in _elements(part))
     coded = [product for product in decoder.products if isinstance(product, NativeCodes)]
     saved = sum(math.prod(each.shape) * decoder.dtype.itemsize - each.weight.nbytes for each in coded)
     looked_up = 0 if decoder.spec.tied else decoder.spec.vocab_size * decoder.spec.hidden_size
@@ -172,14 +171,8 @@ def model_record(role: str, name: str, runner: Runner, weights: str | None = Non
     )
 
 
-def _sizes(decoder: Decoder) -> Iterator[int]:
-    """Yield the number of elements of each weight that a step reads."""
-    yield from _elements(decoder.layers)
-    yield from _elements(decoder.norm)
-    yield from _elements(decoder.output)
-
-
 def _elements(part: Any) -> Iterator[int]:
+    """Yield the number of elements of each weight of a part that a step reads."""
     if isinstance(part, Tensor):
         yield part.numel()
     elif isinstance(part, tuple):

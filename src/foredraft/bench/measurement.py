@@ -27,11 +27,11 @@ from foredraft.bench.bench_records import (
     Spread,
     TurnCount,
 )
-from foredraft.bench.bench_settings import BenchSettings
 from foredraft.bench.contender import BenchContext, Contender, LineUp, Timing
 from foredraft.bench.contenders import CONTENDERS, PLAIN
 from foredraft.bench.figures import Runs, Series, make_row
 from foredraft.bench.machine_record import Memory
+from foredraft.bench.settings import BenchSettings
 from foredraft.bench.workload import Group, groups_of, turns
 from foredraft.doctor.teacher_forced import read_text
 from foredraft.drafters.lookup import repeated
@@ -137,7 +137,13 @@ class Measurement:
         self, workload: str, prompts: list[list[int]]
     ) -> Iterator[tuple[ForwardCosts, list[Row], TurnCount]]:
         """Yield the costs of bare forwards, rows and turns of a workload, one batch size at a time."""
-        expected = self._plain_outputs(workload, prompts)
+        # each prompt alone and plainly: the reference for exactness and for which prompts count
+        plain = next(contender for contender in self.lineup.contenders if contender.name == PLAIN)
+        expected, stage = list[tuple[int, ...]](), f"{workload}, plain outputs"
+        self.progress(stage, 0, len(prompts))
+        for done, ids in enumerate(prompts, start=1):
+            expected.append(plain.run([ids], self.options.new_tokens).tokens[0])
+            self.progress(stage, done, len(prompts))
         counted = [repeated(tokens) < MAX_REPEATED for tokens in expected]
         at_batch_1: dict[str, Spread | None] = {}  # tokens/s by contender
         for batch in sorted(set(self.options.batch)):  # 1 comes first, for `over_single` of the others
@@ -145,15 +151,21 @@ class Measurement:
             stage = f"{workload}, batch {batch}"
             added_bytes = self._warm_up(stage, batch, _select(prompts, groups[0]))
             running = [contender for contender in self.lineup.contenders if contender.name in added_bytes]
-            meter = self._meter(prompts, batch)
+            # the context of the median prompt, half way through its new tokens
+            context = int(median(map(len, prompts))) + self.options.new_tokens // 2
+            meter = CostMeter(self.context.llm.loaded, batch, context, self.longest_draft)
             quiet = QuietTurns(len(groups) * self.options.repeats)
             runs = tuple(self._timed_runs(stage, prompts, groups, running, meter, quiet))
             found = meter.costs(self.weight_read_seconds, workload)
             series = Series(workload, batch, runs, tuple(expected), found, self.weight_read_seconds)
             rows = []
             for contender in self.lineup.contenders:
-                if contender.name not in added_bytes:
-                    rows.append(_skipped_row(workload, batch, contender))
+                if contender.name not in added_bytes:  # it does not take this batch size
+                    sizes = " or ".join(map(str, contender.batch_sizes or ()))
+                    note = f"decodes at batch size {sizes} only"
+                    rows.append(
+                        Row(workload, batch, contender.method, contender.peer, contender.lossless, note)
+                    )
                     continue
                 row = self._row(series, prompts, contender, running, at_batch_1.get(contender.name))
                 added = self.lineup.loaded_bytes[contender.name] + added_bytes[contender.name]
@@ -162,17 +174,6 @@ class Measurement:
                 pairs = zip(self.lineup.contenders, rows, strict=True)
                 at_batch_1 = {contender.name: row.tokens_per_second for contender, row in pairs}
             yield found, rows, TurnCount(workload, batch, quiet.kept, quiet.repeated, quiet.disturbed)
-
-    def _plain_outputs(self, workload: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        """Decode each prompt alone and plainly: the reference for exactness and for which prompts count."""
-        plain = next(contender for contender in self.lineup.contenders if contender.name == PLAIN)
-        outputs = []
-        stage = f"{workload}, plain outputs"
-        self.progress(stage, 0, len(prompts))
-        for done, ids in enumerate(prompts, start=1):
-            outputs.append(plain.run([ids], self.options.new_tokens).tokens[0])
-            self.progress(stage, done, len(prompts))
-        return outputs
 
     def _warm_up(self, stage: str, batch: int, prompts: list[list[int]]) -> dict[str, int]:
         """Run each contender once; one that fails is dropped unless the user named it."""
@@ -193,11 +194,6 @@ class Measurement:
             added[contender.name] = peak[0]
         self.progress(f"{stage}, warm-up", len(contenders), len(contenders))
         return added
-
-    def _meter(self, prompts: list[list[int]], batch: int) -> CostMeter:
-        """Return a meter at the context length of the median prompt, half way through its new tokens."""
-        context = int(median(map(len, prompts))) + self.options.new_tokens // 2
-        return CostMeter(self.context.llm.loaded, batch, context, self.longest_draft)
 
     def _timed_runs(
         self,
@@ -246,33 +242,23 @@ class Measurement:
         running: list[Contender],
         at_batch_1: Spread | None,
     ) -> Row:
+        options = self.options
         peers = [other.name for other in running if other.peer and other is not contender]
-        row = make_row(
-            series, contender, peers, comparable=self._comparable(contender), at_batch_1=at_batch_1
-        )
-        scored = any(CONTENDERS[other.method].scored for other in running)
-        return replace(
-            row,
-            round_time=self._round_time(series, prompts, contender),
-            log_probability=self._log_probability(series, prompts, contender) if scored else None,
-        )
-
-    def _log_probability(
-        self, series: Series, prompts: list[list[int]], contender: Contender
-    ) -> Spread | None:
-        """Return the target's mean log-probability of a new token, over the counted texts of a first run."""
-        runner = self.context.llm.loaded.runner
-        return Spread.of(
-            mean_log_probability(runner, prompts[prompt], tokens)
-            for runs in series.counted
-            for prompt, tokens in zip(runs.group.prompts, runs.timings[contender.name][0].tokens, strict=True)
-        )
-
-    def _comparable(self, contender: Contender) -> bool:
-        """Return whether the contender's tokens must equal plain decoding's."""
-        if not contender.lossless:
-            return False
-        return self.options.temperature == 0 or (self.options.acceptance == "coupled" and not contender.peer)
+        # whether its tokens must equal plain decoding's
+        seeded = options.acceptance == "coupled" and not contender.peer
+        comparable = contender.lossless and (options.temperature == 0 or seeded)
+        row = make_row(series, contender, peers, comparable=comparable, at_batch_1=at_batch_1)
+        likelihood = None
+        if any(CONTENDERS[other.method].scored for other in running):  # of the counted texts of a first run
+            likelihood = Spread.of(
+                mean_log_probability(self.context.llm.loaded.runner, prompts[prompt], tokens)
+                for runs in series.counted
+                for prompt, tokens in zip(
+                    runs.group.prompts, runs.timings[contender.name][0].tokens, strict=True
+                )
+            )
+        round_time = self._round_time(series, prompts, contender)
+        return replace(row, round_time=round_time, log_probability=likelihood)
 
     def _round_time(self, series: Series, prompts: list[list[int]], contender: Contender) -> RoundTime | None:
         """Time the parts of a mean round in runs of their own; None for other programs."""
@@ -290,13 +276,6 @@ class Measurement:
             return None
         draft, verify = parts.seconds["draft"], parts.seconds["verify"]
         return RoundTime(draft / rounds, verify / rounds, (seconds - draft - verify) / rounds, rounds)
-
-
-def _skipped_row(workload: str, batch: int, contender: Contender) -> Row:
-    """Return the row, without figures, of a contender that does not take this batch size."""
-    sizes = " or ".join(map(str, contender.batch_sizes or ()))
-    note = f"decodes at batch size {sizes} only"
-    return Row(workload, batch, contender.method, contender.peer, contender.lossless, note)
 
 
 def _select(prompts: list[list[int]], group: Group) -> list[list[int]]:

@@ -8,11 +8,13 @@ little.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from foredraft.bench.contenders import ALL
 from foredraft.errors import ConfigError, Option, invalid_at
 from foredraft.model.config import parse_json
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
 
 
-ALL = "all"
 SUFFIX = ".jsonl"
 EXAMPLE = 'give lines like {"prompt": "Once upon a time"}'
 
@@ -59,7 +60,13 @@ def load_workloads(names: tuple[str, ...], prompts: int | None = None) -> list[W
         raise ConfigError(
             "no workloads come with this copy of Foredraft", remedy=("give ", Option("workload", "FILE"))
         )
-    return [Workload(name, _evenly_spread(_read(path), prompts)) for name, path in paths.items()]
+    found = {name: _read(path) for name, path in paths.items()}
+    most = sys.maxsize if prompts is None else prompts
+    counts = {name: min(most, len(texts)) for name, texts in found.items()}
+    return [  # evenly spread
+        Workload(name, tuple(texts[at * len(texts) // counts[name]] for at in range(counts[name])))
+        for name, texts in found.items()
+    ]
 
 
 def prompt_of(line: str, where: str) -> str:
@@ -92,12 +99,6 @@ def _read(path: Path) -> list[str]:
     if not numbered:
         raise ConfigError(f"{path} holds no prompts", remedy=EXAMPLE)
     return [prompt_of(line, f"line {number} of {path}") for number, line in numbered]
-
-
-def _evenly_spread(prompts: list[str], count: int | None) -> tuple[str, ...]:
-    if count is None or count >= len(prompts):
-        return tuple(prompts)
-    return tuple(prompts[index * len(prompts) // count] for index in range(count))
 
 
 T = TypeVar("T")

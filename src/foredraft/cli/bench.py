@@ -10,23 +10,109 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from cyclopts import Group, Token
+
+from foredraft.bench.contenders import ALL, CONTENDERS
+from foredraft.bench.settings import BenchSettings, TuneSettings
 from foredraft.cli.interrupt import FAILED, INTERRUPTED, Raised
-from foredraft.cli.measuring import BATCH, PROMPTS, WORKLOAD, BenchOptions, PromptOptions, TuneOptions
-from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options, refuse_lossy
-from foredraft.cli.output_files import check_places, table, with_weights, write_report
+from foredraft.cli.options import (
+    HTML,
+    DocumentOptions,
+    DraftingOptions,
+    ModelOptions,
+    PromptOptions,
+    bullets,
+    load_options,
+    refuse_lossy,
+)
 from foredraft.cli.render import started
-from foredraft.cli.sections import NONE, Given, declared_in
-from foredraft.cli.words import as_flag, one_line, read_prompts
+from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
+from foredraft.cli.words import (
+    as_flag,
+    check_places,
+    one_line,
+    read_prompts,
+    table,
+    with_weights,
+    write_report,
+)
 from foredraft.errors import ConfigError
-from foredraft.tune.tune_settings import TuneSettings
 
 if TYPE_CHECKING:
-    from foredraft.bench.bench_records import BenchReport, Exactness, Row, Spread
-    from foredraft.bench.bench_settings import BenchSettings
+    from foredraft.bench.bench_records import BenchReport, Row, Spread
     from foredraft.tune.tune_records import TuneReport
+
+
+WORKLOAD, PROMPTS, BATCH = "all", 8, "1"  # what `bench` takes by default
+
+
+def parse_whole(_: type, words: Sequence[Token]) -> int:
+    """Parse a whole number, and refuse a fraction instead of rounding it; `2.0` counts as whole."""
+    word = words[0].value
+    with suppress(ValueError):
+        if "." not in word:
+            return int(word)
+        if float(word).is_integer():
+            return int(float(word))
+    raise ValueError(f"{word!r} is not a whole number")
+
+
+CONTENDER_HELP = bullets({name: kind.summary for name, kind in CONTENDERS.items()})
+BENCH = {
+    "methods": option(
+        str,
+        "Methods to time, separated by commas; plain is always timed.\n\n"
+        f"{CONTENDER_HELP}\nDefault, or with all: every lossless method that can run.",
+    ),
+    "policies": option(
+        str,
+        "Also time the drafters under these policies, separated by commas, or under all; the report then has"
+        " a table by policy. --policy-option applies to --policy only.",
+    ),
+    "workload": option(
+        str,
+        'Names or files, separated by commas. A file has a "prompt" in every line of JSON; all stands for the'
+        f" workloads that ship with Foredraft. [default: {WORKLOAD}]",
+    ),
+    "prompts": option(
+        int, f"Maximum number of prompts per workload, evenly spaced over it. [default: {PROMPTS}]"
+    ),
+    **measured(BenchSettings, "new_tokens", "repeats"),
+    "batch": option(str, f"Batch sizes, separated by commas. [default: {BATCH}]"),
+    **measured(BenchSettings, "temperature"),
+    **HTML,
+}
+TUNE = {
+    "prompts": option(
+        str,
+        'File of prompts: one per line, or .jsonl with a "prompt" in every line; a quarter of them is held'
+        " out. Required with --model; the demo model's prompts ship with Foredraft.",
+    ),
+    **measured(TuneSettings, whole=parse_whole),
+    "plan_out": option(
+        Path,
+        "Also write the plan to this file if it wins; generate, bench and verify find it in the cache"
+        " folder.",
+    ),
+    **HTML,
+}
+
+if TYPE_CHECKING:
+    BenchOptions: TypeAlias = Given
+    TuneOptions: TypeAlias = Given
+else:
+    BenchOptions = section(
+        "BenchOptions", Group("Benchmark", sort_key=3), BENCH,
+        ["methods", "workload", "prompts", "batch", "temperature", "html"],
+    )  # fmt: skip
+    TuneOptions = section(
+        "TuneOptions", Group("Search", sort_key=2), TUNE,
+        ["prompts", "trials", "timeout", "temperature", "html"],
+    )  # fmt: skip
 
 
 def bench(
@@ -78,7 +164,6 @@ def bench(
 
 
 def options_of(benchmark: BenchOptions, drafting: Given) -> BenchSettings:
-    from foredraft.bench.bench_settings import BenchSettings
 
     refuse_lossy(drafting)
     if (prompts := benchmark.get("prompts", PROMPTS)) < 1:
@@ -154,13 +239,12 @@ def about(report: BenchReport) -> str:
 def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
     """Return a row's cells in these columns; a row that could not run has its note under tokens/s."""
     drafts, exact = row.drafting, row.exactness
+    texts = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
     if exact is None:
-        known = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
-        return tuple((known | {"tokens/s": row.note or ""}).get(column, "") for column in columns)
-    texts = {
-        "workload": row.workload,
-        "batch": str(row.batch),
-        "method": row.contender,
+        texts["tokens/s"] = row.note or ""
+        return tuple(texts.get(column, "") for column in columns)
+    identical = f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
+    texts |= {
         "policy": row.policy or "",
         "tokens/s": median(row.tokens_per_second, ".1f"),
         "over plain": median(row.speedup, ".2f"),
@@ -174,15 +258,11 @@ def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
         "ceiling": "" if row.ceiling is None else f"{row.ceiling.speedup:.2f}",
         "perfect": "" if row.perfect is None else f"{row.perfect.speedup:.2f}",
         "o": median(row.overhead, ".2f"),
-        "identical": "lossy" if not row.lossless else identical(exact),
+        "identical": identical if row.lossless else "lossy",
         "repeats": median(row.repeated, ".0%"),
         "prompts": f"{row.counted} of {row.prompts}",
     }
     return tuple(texts[column] for column in columns)
-
-
-def identical(exact: Exactness) -> str:
-    return f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
 
 
 def over_peers(row: Row) -> str:
@@ -261,11 +341,11 @@ def tune(
 
 def refuse_empty(**values: str | Path | None) -> None:
     """Refuse empty values, as an unset shell variable gives them."""
-    for option, value in values.items():
+    for name, value in values.items():
         if value == "":
-            raise ConfigError(option=option, value=value, remedy="give it a value, or leave it out")
+            raise ConfigError(option=name, value=value, remedy="give it a value, or leave it out")
         if value == Path():
-            raise ConfigError("is '' or '.'", option=option, remedy="give a file in a folder that exists")
+            raise ConfigError("is '' or '.'", option=name, remedy="give a file in a folder that exists")
 
 
 def prompts_of(file: str | None, model: str | None) -> list[str]:
@@ -279,7 +359,7 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
             remedy="give a file with one prompt per line",
         )
     from foredraft import demo
-    from foredraft.bench.workload import ALL, load_workloads
+    from foredraft.bench.workload import load_workloads
 
     return [*demo.prompts(), *(prompt for each in load_workloads((ALL,)) for prompt in each.prompts)]
 
@@ -294,32 +374,21 @@ def tune_lines(report: TuneReport, width: int | None = None) -> list[str]:
     """Return the report as a table, at most `width` characters wide, and sentences."""
     best, weights = report.best, report.options.get("draft_weights")
     copy = "" if weights is None else f" of its copy in {weights}"
-    shown = [
-        *(f"WARNING: {doubt}" for doubt in report.doubts),
+    shown = [f"WARNING: {doubt}" for doubt in report.doubts]
+    shown.append(
         f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers{copy} on"
-        f" {report.tokens}"
-        f" tokens; the best predicts {best.predicted:.2f} x plain decoding at drafts of {best.draft}",
-        "",
-    ]
-    rows = [
-        (
-            one.skips,
-            str(one.draft),
-            f"{one.speedup.median:.2f}",
-            f"{one.speedup.lower:.2f}-{one.speedup.upper:.2f}",
-            f"{one.predicted:.2f}",
-            f"{one.c:.2f}",
-            f"{one.alpha:.2f}",
-            f"{one.tau:.2f}",
-            f"{one.predicted_tau:.2f}",
-            f"{one.trial_tau:.2f}",
-            {True: "yes", False: "NO", None: "not comparable"}[one.identical],
-        )
-        for one in report.finalists
-    ]
-    if rows:
-        shown += [*table([COLUMNS, *rows], width, keys=2), ""]
-    return [*shown, verdict(report), *report.notes]
+        f" {report.tokens} tokens; the best predicts {best.predicted:.2f} x plain decoding at drafts of"
+        f" {best.draft}"
+    )
+    rows = []
+    for one in report.finalists:
+        figures = (one.predicted, one.c, one.alpha, one.tau, one.predicted_tau, one.trial_tau)
+        quartiles = f"{one.speedup.lower:.2f}-{one.speedup.upper:.2f}"
+        identical = {True: "yes", False: "NO", None: "not comparable"}[one.identical]
+        speed = (one.skips, str(one.draft), f"{one.speedup.median:.2f}", quartiles)
+        rows.append((*speed, *(f"{figure:.2f}" for figure in figures), identical))
+    shown += ["", *table([COLUMNS, *rows], width, keys=2)] if rows else []
+    return [*shown, "", verdict(report), *report.notes]
 
 
 def verdict(report: TuneReport) -> str:

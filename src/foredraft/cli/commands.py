@@ -7,14 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cyclopts import App, CycloptsError
 
 import foredraft
 from foredraft.cli.interrupt import INTERRUPTED, USER_ERROR
-from foredraft.cli.output_files import writing_stdout
-from foredraft.cli.words import as_flag, made_ready, print_error
+from foredraft.cli.words import as_flag, made_ready, print_error, writing_stdout
 from foredraft.errors import ConfigError, ForedraftError, Option
 
 if TYPE_CHECKING:
@@ -23,172 +23,134 @@ if TYPE_CHECKING:
 
 
 HELP_ALL = "--help-all"
-# Command -> its file in `cli`, and the first line of its help: the list of commands imports none of them.
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One line of the table of commands, whose list imports none of their files."""
+
+    module: str  # its file in `cli`
+    summary: str  # the first line of its help
+    usage: str  # its arguments in the line of usage, and below them examples with their meaning
+
+
 COMMANDS = {
-    "generate": (
+    "generate": Command(
         "generate",
         "Generate text: the target model's own, proposed by a drafter and verified by the target.",
+        """[PROMPT | -] [OPTIONS]
+        foredraft generate "def fibonacci(n):"  # the demo models
+        foredraft generate --model ./big --draft ./small "Once"  # your models
+        foredraft generate --compare  # the speed-up""",
     ),
-    "serve": (
+    "serve": Command(
         "serve",
         "Serve one model by the OpenAI API: chat, completions, streams over SSE and WebSocket, metrics.",
+        """[OPTIONS]
+        foredraft serve  # the demo models
+        foredraft serve --model ./big --draft ./small  # your models
+        foredraft serve --port 0 --api-key-file keys.txt  # a free port, with keys""",
     ),
-    "bench": (
+    "bench": Command(
         "bench",
-        "Time decoding methods and other programs on the same prompts, and report which outputs "
-        "are identical.",
+        "Time decoding methods and other programs on the same prompts, and report which outputs are "
+        "identical.",
+        """[OPTIONS]
+        foredraft bench --html report.html  # the demo models
+        foredraft bench --model ./big --draft ./small  # your models
+        foredraft bench --model ./big --workload my.jsonl  # your prompts""",
     ),
-    "tune": (
+    "tune": Command(
         "bench",
         "Search the layers that this model can leave out while it drafts for itself, and keep the best plan.",
+        """[OPTIONS]
+        foredraft tune  # the demo model
+        foredraft tune --model ./big --prompts my.txt  # your model
+        foredraft tune --model ./big --prompts my.txt --timeout 600  # ten minutes""",
     ),
-    "quantise": (
-        "convert",
+    "quantise": Command(
+        "info",
         "Write a model with weights of 4 or 8 bits as a checkpoint, which other programs load too.",
+        """--out DIR [OPTIONS]
+        foredraft quantise --out ./few  # the demo target in 8 bits
+        foredraft quantise --model ./big --weights int4 --out ./few  # your model in 4 bits
+        foredraft quantise --model ./big --out ./few --data my.jsonl  # and what it lost""",
     ),
-    "verify": ("verify", "Verify that the drafter does not change the output."),
-    "doctor": (
+    "verify": Command(
+        "verify",
+        "Verify that the drafter does not change the output.",
+        """[PROMPTS...] [OPTIONS]
+        foredraft verify  # the demo models
+        foredraft verify --model ./big --draft ./small "Once"  # your models
+        foredraft verify --self-test  # with a planted defect""",
+    ),
+    "doctor": Command(
         "info",
-        "Measure how well a head or a draft model is accepted, and find the setting that it was "
-        "trained with.",
+        "Measure how well a head or a draft model is accepted, and find the setting that it was trained "
+        "with.",
+        """--draft DIR [TEXTS...] [OPTIONS]
+        foredraft doctor --model ./big --draft ./head  # a head
+        foredraft doctor --model ./big --draft ./small  # a draft model
+        foredraft doctor --model ./big --draft ./head --dry-run  # write nothing""",
     ),
-    "export": ("convert", "Write an EAGLE-3 head in the format of another engine, value for value."),
-    "info": (
+    "export": Command(
         "info",
-        "Show what a model is, which memory it needs, which drafters it has, and whether a draft "
-        "model fits it.",
+        "Write an EAGLE-3 head in the format of another engine, value for value.",
+        """--draft DIR --format FORMAT --out PLACE [OPTIONS]
+        foredraft export --model ./big --draft ./head --format speculators --out ./vllm  # for vLLM
+        foredraft export --model ./big --draft ./head --format gguf --out head.gguf  # for llama.cpp""",
     ),
-    "train adapter": (
+    "info": Command(
+        "info",
+        "Show what a model is, which memory it needs, which drafters it has, and whether a draft model "
+        "fits it.",
+        """[MODEL] [OPTIONS]
+        foredraft info  # the demo models
+        foredraft info ./big --draft ./small  # whether the draft model fits
+        foredraft info owner/name --json  # on the hub: no weights are downloaded""",
+    ),
+    "train adapter": Command(
         "train",
         "Train the adapter of drafter kangaroo: one layer on top of the model's own first layers.",
+        """--data FILES... [OPTIONS]
+        foredraft train adapter --data my.jsonl  # for the demo model
+        foredraft train adapter --model ./big --data my.jsonl  # for your model
+        foredraft train adapter --model ./big --data prompts.jsonl --self-generate 256  # it writes""",
     ),
-    "train eagle3": (
+    "train eagle3": Command(
         "train",
         "Train an EAGLE-3 head: one layer over the model's states at three depths, in the published format.",
+        """--data FILES... --out DIR [OPTIONS]
+        foredraft train eagle3 --data my.jsonl --out ./head  # for the demo model
+        foredraft train eagle3 --model ./big --data my.jsonl --out ./head  # for your model
+        foredraft train eagle3 --data my.jsonl --out ./head --draft-vocabulary 2048  # a cheaper head""",
     ),
-    "train dflash": (
+    "train dflash": Command(
         "train",
         "Train a DFlash head: it drafts a whole block in one pass, in the published format.",
+        """--data FILES... --out DIR [OPTIONS]
+        foredraft train dflash --data my.jsonl --out ./head  # for the demo model
+        foredraft train dflash --model ./big --data my.jsonl --out ./head --block 16  # longer drafts""",
     ),
-    "train draft": (
+    "train draft": Command(
         "train",
         "Train a small draft model that imitates the model, as an ordinary Hugging Face checkpoint.",
+        """--data FILES... --out DIR [OPTIONS]
+        foredraft train draft --model ./big --data my.jsonl --out ./small  # from scratch
+        foredraft train draft --data my.jsonl --out ./small --from-layers 0,15  # from two layers""",
     ),
 }
 NAMES = {command.rpartition(" ")[2] for command in COMMANDS}
 ALWAYS = {"Arguments", "Commands"}  # panels that are no section of options
-# Command -> its arguments in the line of usage, and examples with their meaning.
-EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
-    "generate": (
-        "[PROMPT | -] [OPTIONS]",
-        (
-            ('foredraft generate "def fibonacci(n):"', "the demo models"),
-            ('foredraft generate --model ./big --draft ./small "Once"', "your models"),
-            ("foredraft generate --compare", "the speed-up"),
-        ),
-    ),
-    "serve": (
-        "[OPTIONS]",
-        (
-            ("foredraft serve", "the demo models"),
-            ("foredraft serve --model ./big --draft ./small", "your models"),
-            ("foredraft serve --port 0 --api-key-file keys.txt", "a free port, with keys"),
-        ),
-    ),
-    "bench": (
-        "[OPTIONS]",
-        (
-            ("foredraft bench --html report.html", "the demo models"),
-            ("foredraft bench --model ./big --draft ./small", "your models"),
-            ("foredraft bench --model ./big --workload my.jsonl", "your prompts"),
-        ),
-    ),
-    "tune": (
-        "[OPTIONS]",
-        (
-            ("foredraft tune", "the demo model"),
-            ("foredraft tune --model ./big --prompts my.txt", "your model"),
-            ("foredraft tune --model ./big --prompts my.txt --timeout 600", "ten minutes"),
-        ),
-    ),
-    "train adapter": (
-        "--data FILES... [OPTIONS]",
-        (
-            ("foredraft train adapter --data my.jsonl", "for the demo model"),
-            ("foredraft train adapter --model ./big --data my.jsonl", "for your model"),
-            ("foredraft train adapter --model ./big --data prompts.jsonl --self-generate 256", "it writes"),
-        ),
-    ),
-    "train eagle3": (
-        "--data FILES... --out DIR [OPTIONS]",
-        (
-            ("foredraft train eagle3 --data my.jsonl --out ./head", "for the demo model"),
-            ("foredraft train eagle3 --model ./big --data my.jsonl --out ./head", "for your model"),
-            ("foredraft train eagle3 --data my.jsonl --out ./head --draft-vocabulary 2048", "a cheaper head"),
-        ),
-    ),
-    "train dflash": (
-        "--data FILES... --out DIR [OPTIONS]",
-        (
-            ("foredraft train dflash --data my.jsonl --out ./head", "for the demo model"),
-            ("foredraft train dflash --model ./big --data my.jsonl --out ./head --block 16", "longer drafts"),
-        ),
-    ),
-    "train draft": (
-        "--data FILES... --out DIR [OPTIONS]",
-        (
-            ("foredraft train draft --model ./big --data my.jsonl --out ./small", "from scratch"),
-            ("foredraft train draft --data my.jsonl --out ./small --from-layers 0,15", "from two layers"),
-        ),
-    ),
-    "quantise": (
-        "--out DIR [OPTIONS]",
-        (
-            ("foredraft quantise --out ./few", "the demo target in 8 bits"),
-            ("foredraft quantise --model ./big --weights int4 --out ./few", "your model in 4 bits"),
-            ("foredraft quantise --model ./big --out ./few --data my.jsonl", "and what it lost"),
-        ),
-    ),
-    "doctor": (
-        "--draft DIR [TEXTS...] [OPTIONS]",
-        (
-            ("foredraft doctor --model ./big --draft ./head", "a head"),
-            ("foredraft doctor --model ./big --draft ./small", "a draft model"),
-            ("foredraft doctor --model ./big --draft ./head --dry-run", "write nothing"),
-        ),
-    ),
-    "export": (
-        "--draft DIR --format FORMAT --out PLACE [OPTIONS]",
-        (
-            ("foredraft export --model ./big --draft ./head --format speculators --out ./vllm", "for vLLM"),
-            ("foredraft export --model ./big --draft ./head --format gguf --out head.gguf", "for llama.cpp"),
-        ),
-    ),
-    "info": (
-        "[MODEL] [OPTIONS]",
-        (
-            ("foredraft info", "the demo models"),
-            ("foredraft info ./big --draft ./small", "whether the draft model fits"),
-            ("foredraft info owner/name --json", "on the hub: no weights are downloaded"),
-        ),
-    ),
-    "verify": (
-        "[PROMPTS...] [OPTIONS]",
-        (
-            ("foredraft verify", "the demo models"),
-            ('foredraft verify --model ./big --draft ./small "Once"', "your models"),
-            ("foredraft verify --self-test", "with a planted defect"),
-        ),
-    ),
-}
 
 
 def usage(command: str) -> str:
     """Return the head of a command's help: its usage and its examples."""
-    arguments, examples = EXAMPLES[command]
-    width = max(len(line) for line, _ in examples)
-    lines = [f"  {line:{width}}  # {meaning}" for line, meaning in examples]
-    return "\n".join([f"Usage: foredraft {command} {arguments}", "", *lines])
+    arguments, *examples = COMMANDS[command].usage.splitlines()
+    lines = [example.strip().partition("  # ") for example in examples]
+    width = max(len(line) for line, _, _ in lines)
+    shown = (f"  {line:{width}}{mark}{meaning}" for line, mark, meaning in lines)
+    return "\n".join([f"Usage: foredraft {command} {arguments}", "", *shown])
 
 
 class HelpPages:
@@ -203,7 +165,8 @@ class HelpPages:
         """Print the usage and the examples, to be copied: on a narrow terminal, meanings come first."""
         lines = str(usage or "").splitlines()
         if max(map(len, lines), default=0) > console.width:
-            lines = [part for line in lines for part in _meaning_first(line)]
+            parts = [line.partition("  # ") for line in lines]
+            lines = [f"# {meaning}\n{line.strip()}" if mark else line for line, mark, meaning in parts]
         if lines:
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
@@ -211,19 +174,12 @@ class HelpPages:
         """Print a panel where it belongs on the page."""
         from cyclopts.help import DefaultFormatter
 
-        if panel.title in ALWAYS or self._shows(panel.title):
-            DefaultFormatter()(console, options, panel)
+        if panel.title not in ALWAYS:
+            from foredraft.cli.sections import COMMON
 
-    def _shows(self, title: object) -> bool:
-        from foredraft.cli.sections import COMMON
-
-        return (title != COMMON.name) == self.everything
-
-
-def _meaning_first(line: str) -> list[str]:
-    """Return an example with its meaning on a line of its own; other lines as they are."""
-    example, mark, meaning = line.partition("  # ")
-    return [f"# {meaning}", example.strip()] if mark else [line]
+            if (panel.title != COMMON.name) != self.everything:
+                return
+        DefaultFormatter()(console, options, panel)
 
 
 app = App(
@@ -245,10 +201,10 @@ training = App(
     help_flags=app.help_flags,
     help_format="markdown",
 )
-for command, (module, summary) in COMMANDS.items():
+for command, each in COMMANDS.items():
     parent, _, name = command.rpartition(" ")
     (training if parent else app).command(
-        f"foredraft.cli.{module}:{name}", usage=usage(command), help=summary, help_format="markdown"
+        f"foredraft.cli.{each.module}:{name}", usage=usage(command), help=each.summary, help_format="markdown"
     )
 app.command(training)
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foredraft.bench.workload import PromptForm
 from foredraft.cli.interrupt import FAILED, INTERRUPTED, Interrupt
-from foredraft.cli.job import Comparison, GenerateJob, Run, alternate, show_samples, stream
+from foredraft.cli.job import (
+    Comparison,
+    Conversation,
+    GenerateJob,
+    Repl,
+    Run,
+    alternate,
+    show_samples,
+    stream,
+)
 from foredraft.cli.options import (
     ChatOptions,
     ConstraintOptions,
@@ -26,21 +33,29 @@ from foredraft.cli.options import (
     load_options,
     request_options,
 )
-from foredraft.cli.output_files import check_places, fitted, print_document, terminal_width, write_document
 from foredraft.cli.render import Painter, ProgressBars, document, finish, last_line, notes
-from foredraft.cli.repl import Conversation, Repl
 from foredraft.cli.sections import NONE, Given
-from foredraft.cli.words import print_error, read_prompt
+from foredraft.cli.words import (
+    check_places,
+    fitted,
+    print_document,
+    print_error,
+    read_prompt,
+    terminal_width,
+    write_document,
+)
+from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, Option
 
 if TYPE_CHECKING:
-    from foredraft import LLM, Output, SamplingParams, Stats
+    from foredraft import Output, Stats
     from foredraft.model.tokenizer import Tokenizer
 
 # Positions of a conversation, or of a message and a reply that the model ends itself, unless --max-length is
 # given or the model has fewer: some dozens of turns, for a moderate KV cache. A long message gets half of it
 # on top.
 CONVERSATION = 8192
+UNLIMITED = SamplingParams().max_new_tokens  # of a model that does not ask for a limit
 
 
 def generate(
@@ -65,34 +80,17 @@ def generate(
     """
     drafting = {**drafting, **texts}
     check_drafting_options(model, drafting, compare=output.compare)
-    check_texts(texts, output)
     interactive = chat.chat and prompt is None
-    check_request(chat, sampling, output, interactive=interactive)
+    check_request(chat, sampling, texts, output, interactive=interactive)
     text = "" if interactive else read_prompt(prompt, model.get("model"))
-    import foredraft
     from foredraft.loading import load_for
 
-    options = request_options(sampling, drafting) | constraint_options(constraints)
-    if output.compare:
-        options = {"temperature": 0.0} | options
-    if (grammar := foredraft.SamplingParams().replace(**options).text_grammar) is not None:
-        from foredraft.constraints.grammar import check_grammar
-
-        check_grammar(*grammar)  # before the model is loaded
-    unlimited = foredraft.SamplingParams().max_new_tokens  # of a model that does not ask for a limit
+    options = all_options(sampling, drafting, constraints, compare=output.compare)
+    conversation, samples = Conversation(chat.system), sampling.get("n", 1)
+    encode = partial(encoded, text=text, conversation=conversation if chat.chat else None)
 
     def is_open_ended(defaults: SamplingParams) -> bool:
-        return chat.chat and "max_new_tokens" not in sampling and defaults.max_new_tokens == unlimited
-
-    conversation, samples = Conversation(chat.system), sampling.get("n", 1)
-    bars = ProgressBars()
-
-    def encode(tokenizer: Tokenizer | None) -> list[int]:
-        if tokenizer is None:
-            from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
-
-            raise ConfigError(NO_TOKENIZER, remedy=GIVE_TOKENIZER)
-        return conversation.encode(tokenizer, text) if chat.chat else tokenizer.encode(text)
+        return chat.chat and "max_new_tokens" not in sampling and defaults.max_new_tokens == UNLIMITED
 
     def needs(tokenizer: Tokenizer | None, defaults: SamplingParams) -> tuple[int, int]:
         is_open = is_open_ended(defaults)
@@ -100,52 +98,61 @@ def generate(
         length = len(encode(tokenizer)) + new
         return max(samples, 1), max(length, CONVERSATION) if interactive or is_open else length
 
-    try:
+    with ProgressBars() as bars:
         llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=bars.show)
-        params, trace = llm.params(**options), output.trace is not None
         job = GenerateJob(
-            llm, text, params, samples, model.get("truncate"), output.show_special, trace,
+            llm, text, llm.params(**options), samples, model.get("truncate"), output.show_special,
+            trace=output.trace is not None,
             limit_given="max_new_tokens" in sampling,
             open_ended=is_open_ended(llm.default_params),
         )  # fmt: skip
-        with saved_texts(llm, texts):
+        try:
             if interactive:
                 return Repl(job, conversation, Painter(sys.stdout, color=output.color), bars).run()
             if chat.chat:
                 job = job.with_prompt(encode(llm.tokenizer))
             shown = prompt is None or (sys.stdout.isatty() and not chat.chat)
             return run(job, output, bars, text if shown else None)
-    finally:
-        bars.clear()
+        finally:
+            if "texts_file" in texts:  # of drafter "suffix"
+                llm.save_texts()
 
 
-@contextmanager
-def saved_texts(llm: LLM, texts: Given) -> Iterator[None]:
-    """Save the texts of drafter "suffix" at the end of the block, however it ends, where they have a file."""
-    try:
-        yield
-    finally:
-        if "texts_file" in texts:
-            llm.save_texts()
+def encoded(tokenizer: Tokenizer | None, text: str, conversation: Conversation | None) -> list[int]:
+    """Return the token ids of a text, or of a conversation with the text as its next message."""
+    if tokenizer is None:
+        from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER
+
+        raise ConfigError(NO_TOKENIZER, remedy=GIVE_TOKENIZER)
+    return tokenizer.encode(text) if conversation is None else conversation.encode(tokenizer, text)
 
 
-def check_texts(texts: Given, output: OutputOptions) -> None:
-    """Refuse to compare speeds where a run would copy the text of the run before."""
+def all_options(sampling: Given, drafting: Given, constraints: Given, *, compare: bool) -> dict[str, Any]:
+    """Return the options of the request, checked before the model is loaded."""
+    options = request_options(sampling, drafting) | constraint_options(constraints)
+    if compare:
+        options = {"temperature": 0.0} | options
+    if (grammar := SamplingParams().replace(**options).text_grammar) is not None:
+        from foredraft.constraints.grammar import check_grammar
+
+        check_grammar(*grammar)
+    return options
+
+
+def check_request(
+    chat: ChatOptions, sampling: Given, texts: Given, output: OutputOptions, *, interactive: bool
+) -> None:
+    """Refuse options that the other options leave without effect."""
     if output.compare and texts:
         raise ConfigError(
             "would copy the text of the run before", option=next(iter(texts)),
             remedy=("leave it out, or ", Option("compare")),
         )  # fmt: skip
-
-
-def check_request(chat: ChatOptions, sampling: Given, output: OutputOptions, *, interactive: bool) -> None:
-    """Refuse options that the other options leave without effect."""
     if output.compare and sampling.get("max_new_tokens") == 0:
         raise ConfigError(
-            ("has nothing to time with ", Option("max_new_tokens", 0)),
-            option="compare",
+            ("has nothing to time with ", Option("max_new_tokens", 0)), option="compare",
             remedy="generate more tokens, or leave it out",
-        )
+        )  # fmt: skip
     for option in ("logprobs", "prompt_logprobs"):
         if option in sampling and not output.json and output.out is None:
             raise ConfigError(
@@ -154,26 +161,19 @@ def check_request(chat: ChatOptions, sampling: Given, output: OutputOptions, *, 
             )  # fmt: skip
     check_places(out=output.out, trace=output.trace)
     PromptForm(chat.chat, chat.system)  # refuses a system message without a chat
-    if interactive:
-        check_conversation(sampling, output)
-
-
-def check_conversation(sampling: Given, output: OutputOptions) -> None:
-    """Refuse a conversation without a terminal, and options that have no effect in one."""
+    if not interactive:
+        return
     if not on_terminal():
         raise ConfigError(
             "no prompt, and no terminal for a conversation",
             remedy="give a prompt, or - to read it from stdin",
         )
-    given = {
-        "json": output.json,
-        "out": output.out is not None,
-        "compare": output.compare,
-        "n": sampling.get("n", 1) != 1,
-        "trace": output.trace is not None,
-    }
-    for option, is_given in given.items():
-        if is_given:
+    without_effect = {
+        "json": output.json, "out": output.out, "compare": output.compare,
+        "n": sampling.get("n", 1) != 1, "trace": output.trace,
+    }  # fmt: skip
+    for option, given in without_effect.items():
+        if given:
             raise ConfigError(
                 "has no effect in a conversation", option=option, remedy="give a prompt, or leave it out"
             )
@@ -254,27 +254,21 @@ def compare(
 ) -> tuple[Comparison, Stats]:
     speculative: list[Stats] = []
 
-    def timed(params: SamplingParams) -> Run:
+    def decode(params: SamplingParams) -> list[list[int]]:
         if interrupt.received:
             raise ComparisonStopped([])
         run = Run.timed(partial(job.outputs, params))
         if interrupt.received or run.errors:
             raise ComparisonStopped(run.errors)
-        return run
-
-    def decode_plainly() -> list[list[int]]:
-        return timed(replace(job.params, drafter="none")).tokens
-
-    def decode_speculatively() -> list[list[int]]:
-        run = timed(job.params)
-        speculative.append(run.stats)
+        if params is job.params:
+            speculative.append(run.stats)
         return run.tokens
 
     params = job.params
     with bars.only("compare"):
         comparison = alternate(
-            decode_plainly,
-            decode_speculatively,
+            partial(decode, replace(params, drafter="none")),
+            partial(decode, params),
             comparable=params.greedy or (params.seed is not None and params.is_coupled),
             earlier=shown.tokens,
             progress=partial(bars.show, "compare"),

@@ -1,30 +1,33 @@
-"""`foredraft info` and `foredraft doctor`: what a model is and which drafters it has; how well a drafter is
-accepted.
+"""Commands about files of models: `info`, `doctor`, `export` and `quantise`.
 
-`info` loads no weights.
-"""
+`info` loads no weights."""
 
 from __future__ import annotations
 
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated
+import json
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from cyclopts import Parameter
 
 from foredraft.cli.options import (
+    MODEL,
     OUTPUT,
     DocumentOptions,
     DraftModelOptions,
     Flag,
+    SourceOptions,
     TargetOptions,
+    bullets,
     common,
     load_options,
 )
-from foredraft.cli.output_files import check_places, table, write_report
 from foredraft.cli.render import ProgressBars, started
-from foredraft.cli.sections import NONE
-from foredraft.cli.words import as_flag
+from foredraft.cli.sections import COMMON, NONE
+from foredraft.cli.words import as_flag, check_places, table, write_report
 from foredraft.errors import ConfigError, Option
+from foredraft.export import FORMATS
+from foredraft.files import check_folder_place
 
 if TYPE_CHECKING:
     from foredraft.doctor import Diagnosis, SettingTrial
@@ -69,7 +72,12 @@ def lines(found: Inspection, width: int | None = None) -> list[str]:
     shown = [line for model in found.models for line in (about(model), *map(about_lora, model.loras))]
     shown += ["", *memory(found, width), "", room(found.context, found), found.threads.why]
     shown += [] if found.kernels is None else [found.kernels]
-    shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)], width)]
+    rows = [("drafter", "at hand", "")]
+    for each in found.drafters:
+        fits = found.pair is not None and each.name == found.pair.drafter
+        note = fit(found.pair, found.models) if found.pair is not None and fits else each.note or ""
+        rows.append((each.name, "yes" if each.at_hand else "no", note))
+    shown += ["", *table(rows, width)]
     return shown + [
         f"The weights of the {model.role} are not downloaded, so its tensors were not checked."
         for model in found.models
@@ -151,16 +159,6 @@ def room(context: Context, found: Inspection) -> str:
     )
 
 
-def drafter_rows(found: Inspection) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for drafter in found.drafters:
-        note = drafter.note or ""
-        if found.pair is not None and drafter.name == found.pair.drafter:
-            note = fit(found.pair, found.models)
-        rows.append((drafter.name, "yes" if drafter.at_hand else "no", note))
-    return rows
-
-
 def fit(pair: PairInfo, models: tuple[ModelInfo, ...]) -> str:
     target, draft = models
     compared = target.tokenizer and draft.tokenizer
@@ -226,20 +224,16 @@ def diagnosis_lines(found: Diagnosis, width: int | None = None) -> list[str]:
     shown = [f"{found.drafter} {found.name}, {found.drafts} drafts on the sample", ""]
     positions = range(1, len(found.own.sampled) + 1)
     rows = [("", *(f"token {n}" for n in positions))]
-    rows.append(("accepted at temperature 1", *map(_percent, found.own.sampled)))
-    rows.append(("accepted at temperature 0", *map(_percent, found.own.greedy)))
+    rows.append(("accepted at temperature 1", *(f"{100 * share:.0f} %" for share in found.own.sampled)))
+    rows.append(("accepted at temperature 0", *(f"{100 * share:.0f} %" for share in found.own.greedy)))
     shown += table(rows, width)
     if found.trials:
-        shown += ["", *table([("setting", "tokens a round", "gain"), *_trials(found)], width)]
+        trials = [("setting", "tokens a round", "gain"), ("as its files say", f"{found.own.tau:.2f}", "")]
+        for each in sorted(found.trials, key=lambda trial: -trial.tau):
+            trials.append((described(each), f"{each.tau:.2f}", f"{each.gain:+.2f} ± {each.doubt:.2f}"))
+        shown += ["", *table(trials, width)]
     shown += ["", verdict(found)]
     return shown + [f"Note: {note}." for note in found.notes]
-
-
-def _trials(found: Diagnosis) -> list[tuple[str, str, str]]:
-    ranked = sorted(found.trials, key=lambda trial: -trial.tau)
-    rows = [("as its files say", f"{found.own.tau:.2f}", "")]
-    rows += [(described(each), f"{each.tau:.2f}", f"{each.gain:+.2f} ± {each.doubt:.2f}") for each in ranked]
-    return rows
 
 
 def described(trial: SettingTrial) -> str:
@@ -256,5 +250,84 @@ def verdict(found: Diagnosis) -> str:
     )
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+if TYPE_CHECKING:
+    FormatName: TypeAlias = str
+else:
+    FormatName = Literal[tuple(FORMATS)]
+
+
+def export(
+    *,
+    draft: Annotated[Path, common(MODEL)],
+    format: Annotated[
+        FormatName, common(OUTPUT, help=f"The format.\n\n{bullets(FORMATS)}", show_choices=False)
+    ],
+    out: Annotated[Path, common(OUTPUT)],
+    source: SourceOptions = NONE,
+    json_output: Annotated[Flag, common(OUTPUT, name="--json")] = False,
+) -> int:
+    """Write an EAGLE-3 head in the format of another engine, value for value.
+
+    Settings that `foredraft doctor` wrote beside the head go into the new file.
+
+    Parameters
+    ----------
+    draft
+        The head's folder.
+    out
+        Folder to write, or the file.
+    json_output
+        Print one JSON document instead of text.
+    """
+    from foredraft.export.command import export_head
+
+    result = export_head(draft, format, out, source.get("model"), **load_options(source))
+    if json_output:
+        print(json.dumps(result.as_dict()))
+        return 0
+    taps = ", ".join(map(str, result.taps))
+    print(f"written to {result.out}: draft vocabulary {result.words:,}, over the states after layers {taps}")
+    return 0
+
+
+def quantise(
+    *,
+    out: Annotated[Path, common(OUTPUT)],
+    weights: Annotated[Literal["int4", "int8"], common(MODEL)] = "int8",
+    data: Annotated[
+        tuple[Path, ...],
+        Parameter(group=(COMMON, OUTPUT), negative=(), consume_multiple=True, show_default=False),
+    ] = (),
+    source: SourceOptions = NONE,
+    json_output: Annotated[Flag, common(OUTPUT, name="--json")] = False,
+) -> int:
+    """Write a model with weights of 4 or 8 bits as a checkpoint, which other programs load too.
+
+    Parameters
+    ----------
+    out
+        Folder to write: weights in the format of compressed-tensors, all other files, and a card.
+    weights
+        Bits of the linear layers and the head, in groups of 32.
+    data
+        Files of text, of prompts, JSON Lines or Parquet to compare the models on; the card then says what was
+        lost.
+    json_output
+        Print one JSON document instead of text.
+    """
+    check_folder_place(out, "out")
+    from foredraft.quantise import quantise_checkpoint
+
+    result = quantise_checkpoint(source.get("model"), weights, out, data=data, **load_options(source))
+    if json_output:
+        print(json.dumps(result.as_dict()))
+        return 0
+    print(f"written to {result.out}: {result.bytes / 1e6:,.1f} MB")
+    if (quality := result.quality) is not None:
+        print(
+            f"over {quality.tokens:,} tokens: KL {quality.kl:.4f} nats (1 in 1,000 above"
+            f" {quality.kl_999:.3f}; by the embedding alone {quality.embedding_kl:.4f}), same likeliest token"
+            f" {quality.same_top:.1%}, perplexity ratio {quality.perplexity_ratio:.4f}"
+        )
+    print(f"use it with --model {result.out}")
+    return 0

@@ -1,23 +1,37 @@
-"""One request of `generate`: its parameters, its text and its figures, and a comparison with plain decoding.
+"""Requests of `generate`: one, a comparison with plain decoding, and the turns of a conversation.
 
-`alternate` runs both in pairs whose order flips every time, so that a machine that slows down affects both
-alike. The speed-up is the median of the ratios within the pairs, with the exactness flag of the same runs.
+`alternate` flips the order of its pairs, so that a machine that slows down affects both alike. In a
+conversation a line that begins with `/` is a command. Ctrl-C ends a reply, which stays as far as it came; at
+the prompt, twice in a row, it leaves. A turn that failed is not added.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from foredraft.cli.render import Painter, ProgressBars
-from foredraft.cli.words import as_flag
-from foredraft.errors import Option, RequestError
+from cyclopts import App, CycloptsError
+
+from foredraft.bench.workload import chat_ids
+from foredraft.cli.interrupt import Interrupt, Raised
+from foredraft.cli.options import REQUEST, SamplingOptions, request_options
+from foredraft.cli.render import Painter, ProgressBars, finish, last_line
+from foredraft.cli.sections import NONE, Given
+from foredraft.cli.words import as_flag, fitted, print_error, terminal_width
+from foredraft.errors import Option, RequestError, did_you_mean
+from foredraft.files import replacing
 
 if TYPE_CHECKING:
     from foredraft import LLM, Output, Piece, SamplingParams, Stats
+    from foredraft.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +211,12 @@ def alternate(
         progress(done, total)
         return sum(len(output) for output in tokens) / seconds
 
-    rate(plain), rate(speculative)
     rates: list[tuple[float, float]] = []
-    for index in range(ALTERNATIONS):
-        if index % 2:
-            fast = rate(speculative)
-            rates.append((rate(plain), fast))
-        else:
-            slow = rate(plain)
-            rates.append((slow, rate(speculative)))
+    for index in range(-1, ALTERNATIONS):  # the first pair warms up
+        fast = rate(speculative) if index >= 0 and index % 2 else None
+        slow = rate(plain)
+        rates.append((slow, rate(speculative) if fast is None else fast))
+    rates = rates[1:]
     same = all([list(output) for output in text] == [list(output) for output in texts[0]] for text in texts)
     return Comparison(
         speedups=tuple(fast / slow for slow, fast in rates),
@@ -213,3 +224,229 @@ def alternate(
         speculative_tokens_per_second=median(fast for _, fast in rates),
         identical=same if comparable else None,
     )
+
+
+ROLES = ("system", "user", "assistant")
+
+
+class Conversation:
+    """The messages of a conversation."""
+
+    def __init__(self, system: str | None) -> None:
+        self._system = [] if system is None else [_message("system", system)]
+        # messages of the user and the assistant, in order. The system message is kept apart, so that `clear`
+        # leaves it
+        self.turns: list[dict[str, str]] = []
+
+    def encode(self, tokenizer: Tokenizer | None, text: str) -> list[int]:
+        return chat_ids(tokenizer, [*self._system, *self.turns, _message("user", text)])
+
+    def add(self, text: str, reply: str) -> None:
+        self.turns += [_message("user", text), _message("assistant", reply)]
+
+    def clear(self) -> None:
+        self.turns = []
+
+    def save(self, file: Path) -> None:
+        """Write all messages to a JSON file, as `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+        text = json.dumps({"messages": [*self._system, *self.turns]}, ensure_ascii=False, indent=2) + "\n"
+        try:
+            with replacing(file.resolve()) as new:
+                new.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RequestError(
+                f"{file} cannot be written ({error.strerror})", remedy="give another file"
+            ) from error
+
+    def load(self, file: Path) -> int:
+        """Take the messages of a file that `save` wrote, the system message included, instead of these."""
+        try:
+            messages = _messages(json.loads(file.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise RequestError(
+                f"{file} cannot be read ({error.strerror})", remedy="give another file"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{file} holds no conversation", remedy="give one that was saved") from error
+        first = sum(message["role"] == "system" for message in messages[:1])
+        self._system, self.turns = messages[:first], messages[first:]
+        return len(messages)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _messages(document: Any) -> list[dict[str, str]]:
+    found = document.get("messages") if isinstance(document, dict) else None
+    if not isinstance(found, list):
+        raise ValueError("no messages")
+    for message in found:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ValueError("no message")
+        if message["role"] not in ROLES or not isinstance(message["content"], str):
+            raise ValueError("no message")
+    return found
+
+
+PROMPT = "> "
+LEAVING = "Ctrl-D or /bye ends the conversation; so does Ctrl-C again"
+# Options of a request that have no effect in a conversation.
+NOT_SET = {"n", "logprobs", "prompt_logprobs"}
+SETTABLE = [name.replace("_", "-") for name in REQUEST if name not in NOT_SET]
+
+
+class Leave(Exception):
+    """The user ends the conversation."""
+
+
+class Repl:
+    """A conversation on a terminal."""
+
+    def __init__(
+        self, job: GenerateJob, conversation: Conversation, painter: Painter, bars: ProgressBars
+    ) -> None:
+        self.job, self.conversation, self.painter, self.bars = job, conversation, painter, bars
+
+    def run(self) -> int:
+        """Read messages and print replies until the user ends the conversation; return the exit code."""
+        with suppress(ImportError):  # not every system has it
+            import readline  # noqa: F401  gives `input` a history and line editing
+        self.help("")
+        warned = False
+        with Raised():
+            while True:
+                try:
+                    line = input(PROMPT)
+                    warned = False
+                    self.answer(line)
+                except (EOFError, Leave) as end:
+                    if isinstance(end, EOFError):
+                        self.painter.write("\n")
+                    return 0
+                except KeyboardInterrupt:
+                    self.painter.write("\n")
+                    if warned:
+                        raise
+                    warned = True
+                    tell(LEAVING)
+                except UnicodeDecodeError as error:
+                    print_error(f"the message is not UTF-8 text (byte {error.start}); type it again")
+                except (RequestError, CycloptsError) as error:
+                    print_error(error)
+
+    def answer(self, line: str) -> None:
+        if line.startswith("/"):
+            word, _, argument = line.partition(" ")
+            command = COMMANDS.get(word)
+            if command is None:
+                tell(f"{word} is no command; {NAMES}")
+            else:
+                command(self, argument.strip())
+        elif text := line.strip():
+            self.reply(text)
+
+    def reply(self, text: str) -> None:
+        llm = self.job.llm
+        with Interrupt(llm) as interrupt:
+            prompt = self.conversation.encode(llm.tokenizer, text)
+            job = self.job.with_prompt(prompt)
+            interrupt.check()
+            shown = Run.timed(partial(stream, job, self.painter, self.bars))
+            self.bars.clear()
+            line = last_line(shown.stats, finish(shown.outputs, job.limit), lossless=shown.lossless)
+            print("\n".join(fitted([line], terminal_width(sys.stdout))))
+        for note in job.cuts(shown.outputs):
+            tell(f"{note}; /clear begins anew" if job.open_ended else note)
+        for error in shown.errors:
+            print_error(error)
+        if not shown.errors:
+            [output] = shown.outputs
+            assert llm.tokenizer is not None
+            # Without special tokens, even under --show-special: the chat template adds them itself.
+            self.conversation.add(text, llm.tokenizer.decode(output.token_ids, after=prompt))
+
+    def help(self, argument: str) -> None:
+        tell(f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message")
+
+    def clear(self, argument: str) -> None:
+        self.conversation.clear()
+
+    def save(self, argument: str) -> None:
+        self.conversation.save(_file(argument, "/save"))
+
+    def load(self, argument: str) -> None:
+        number = self.conversation.load(_file(argument, "/load"))
+        tell(f"{number} messages loaded")
+
+    def set(self, argument: str) -> None:
+        """Set an option of the replies to come, as `generate` reads it; without one, show them all."""
+        name, _, value = argument.partition(" ")
+        if not name:
+            given = ((option, getattr(self.job.params, option.replace("-", "_"))) for option in SETTABLE)
+            tell(", ".join(f"{option} {value}" for option, value in given if value not in (None, ())))
+            return
+        option, parsed = parse_setting(name, value.strip())
+        self.job = replace(self.job, params=self.job.params.replace(**{option: parsed}))
+        if option == "max_new_tokens":
+            self.job = replace(self.job, open_ended=False, limit_given=True)
+
+    def bye(self, argument: str) -> None:
+        raise Leave
+
+
+COMMANDS: dict[str, Callable[[Repl, str], None]] = {
+    "/help": Repl.help,
+    "/clear": Repl.clear,
+    "/save": Repl.save,
+    "/load": Repl.load,
+    "/set": Repl.set,
+    "/bye": Repl.bye,
+}
+NAMES = (
+    "/help shows this, /clear forgets the messages, /save FILE and /load FILE keep them, /set OPTION VALUE"
+    " changes how replies are sampled, /bye or Ctrl-D ends the conversation"
+)
+
+
+def tell(line: str) -> None:
+    print("\n".join(fitted([line], terminal_width(sys.stderr))), file=sys.stderr)
+
+
+def parse_setting(name: str, value: str) -> tuple[str, Any]:
+    """Return an option of `SamplingParams` and its value, parsed as `generate` parses --name VALUE.
+
+    Examples:
+        >>> parse_setting("top-p", "0.9")
+        ('top_p', 0.9)
+    """
+    flag = name.removeprefix("--").replace("_", "-")
+    if flag not in SETTABLE:
+        raise RequestError(
+            f"{name!r} is no option of a reply",
+            remedy=f"give one of {', '.join(SETTABLE)}{did_you_mean(flag, SETTABLE)}",
+        )
+    if not value:
+        raise RequestError(f"{flag} has no value", remedy=f"give one: /set {flag} VALUE")
+    option = flag.replace("-", "_")
+    parsed = _parser()([f"--{flag}={value}"])
+    return option, request_options(parsed)[option]
+
+
+def _parser() -> App:
+    parser = App(
+        name="/set", result_action="return_value", exit_on_error=False, print_error=False,
+        help_flags=[], version_flags=[],
+    )  # fmt: skip
+
+    @parser.default
+    def parsed(*, sampling: SamplingOptions = NONE) -> Given:
+        return sampling
+
+    return parser
+
+
+def _file(argument: str, command: str) -> Path:
+    if not argument:
+        raise RequestError(f"{command} has no file", remedy=f"give one: {command} FILE")
+    return Path(argument).expanduser()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 
 from foredraft.arguments import declared
+from foredraft.bench.workload import PromptForm
 from foredraft.cli.sections import COMMON, Given, Repeatable, declared_in, derived, option, section
 from foredraft.cli.words import read_text
 from foredraft.decode.params import GRAMMARS, SamplingParams
@@ -31,6 +32,9 @@ SAMPLING = Group(
 )
 CHAT = Group("Chat", sort_key=5)
 OUTPUT = Group("Output", sort_key=6)
+
+
+HTML = {"html": option(Path, "Write a report with plots to this file, one self-contained page.")}
 
 
 def parse_threads(_: type, words: Sequence[Token]) -> int:
@@ -195,6 +199,21 @@ class ChatOptions:
     """With --chat: the system message."""
 
 
+@Parameter(name="*", group=CHAT)
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How the prompts of a measurement become token ids."""
+
+    chat: Flag = False
+    """Send each prompt as a user message in the model's chat template, as generate --chat does."""
+    system: str | None = None
+    """With --chat: the system message."""
+
+    @property
+    def form(self) -> PromptForm:
+        return PromptForm(self.chat, self.system)
+
+
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True, slots=True)
 class DocumentOptions:
@@ -228,9 +247,15 @@ def load_options(*sections: Given) -> dict[str, Any]:
     given = {name: value for each in sections for name, value in each.items()}
     options = declared_in(LoadOptions, given)
     options.pop("model", None)
-    if "policy_option" in given:
-        options["policy_options"] = _parse_settings(given["policy_option"])
-    return options
+    words, settings = given.get("policy_option", ()), dict[str, str]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(option="policy_option", value=word, remedy="give NAME=VALUE")
+        if name in settings:
+            raise ConfigError(option="policy_option", value=" ".join(words), remedy="give each name once")
+        settings[name] = value
+    return options | ({"policy_options": settings} if words else {})
 
 
 def request_options(*sections: Given) -> dict[str, Any]:
@@ -240,43 +265,23 @@ def request_options(*sections: Given) -> dict[str, Any]:
     for name in declared(LoadOptions):  # those of loading serve all requests of a command
         options.pop(name, None)
     if "logit_bias" in options:
-        biases = list(map(_parse_bias, options["logit_bias"]))
-        if len(dict(biases)) < len(biases):
-            raise ConfigError(
-                option="logit_bias", value=" ".join(options["logit_bias"]), remedy="give each token once"
-            )
-        options["logit_bias"] = dict(biases)
+        words, biases = options["logit_bias"], dict[int, float]()
+        for word in words:
+            token, _, bias = word.partition("=")
+            try:
+                biases[int(token)] = float(bias)
+            except ValueError:
+                remedy = "give ID=BIAS, a token id and a number"
+                raise ConfigError(option="logit_bias", value=word, remedy=remedy) from None
+        if len(biases) < len(words):
+            raise ConfigError(option="logit_bias", value=" ".join(words), remedy="give each token once")
+        options["logit_bias"] = biases
     if "prediction" in options:
         options["prediction"] = read_text("prediction", options["prediction"])
     return options
 
 
-def _parse_bias(word: str) -> tuple[int, float]:
-    token, _, bias = word.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise ConfigError(
-            option="logit_bias", value=word, remedy="give ID=BIAS, a token id and a number"
-        ) from None
-
-
-def _parse_settings(words: tuple[str, ...]) -> dict[str, str]:
-    settings: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(option="policy_option", value=word, remedy="give NAME=VALUE")
-        if name in settings:
-            raise ConfigError(option="policy_option", value=" ".join(words), remedy="give each name once")
-        settings[name] = value
-    return settings
-
-
-OTHER_FORM = (
-    "ban_file",
-    "choice",
-)  # options that the command line has in place of the library's, or beside it
+OTHER_FORM = ("ban_file", "choice")  # in place of the library's options, or beside them
 CONSTRAINTS = {
     **derived("ban"),
     "ban_file": option(Path, "A UTF-8 file with one banned text in each line."),
@@ -312,12 +317,8 @@ def constraint_options(given: Given) -> dict[str, Any]:
     if "ban_file" in given:
         lines = [line for line in read_text("ban_file", given["ban_file"]).splitlines() if line]
         if not lines:
-            raise ConfigError(
-                "which is empty",
-                option="ban_file",
-                value=str(given["ban_file"]),
-                remedy="give one text a line",
-            )
+            file, remedy = str(given["ban_file"]), "give one text a line"
+            raise ConfigError("which is empty", option="ban_file", value=file, remedy=remedy)
         banned += lines
     if banned:
         options["ban"] = banned

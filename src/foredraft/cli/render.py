@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from foredraft.cli.output_files import terminal_width, writing_stdout
-from foredraft.cli.words import as_flag
-from foredraft.pages.origins import ORIGINS
+from foredraft.cli.words import as_flag, terminal_width, writing_stdout
+from foredraft.pages.trace import ORIGINS
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -275,7 +274,12 @@ def document(
     """Return the `--json` document; `weights` says how the target's weights are quantised."""
     deterministic = all(output.deterministic for output in outputs)
     differs = comparison is not None and comparison.identical is False
-    figures: dict[str, Any] = {
+    some = {
+        "deterministic": None if deterministic else False,
+        "weights": weights,
+        "compare": None if comparison is None else comparison.as_dict(),
+    }
+    return {
         "outputs": [_output_dict(output) for output in outputs],
         "usage": {
             "prompt_tokens": outputs[0].prompt_tokens,
@@ -283,34 +287,26 @@ def document(
         },
         "stats": stats.as_dict(),
         "lossless": all(output.lossless for output in outputs) and deterministic and not differs,
-    }
-    if not deterministic:
-        figures["deterministic"] = False
-    if weights is not None:
-        figures["weights"] = weights
-    if comparison is not None:
-        figures["compare"] = comparison.as_dict()
-    return figures
+    } | {name: value for name, value in some.items() if value is not None}
 
 
 def _output_dict(output: Output) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+    logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
+    some = {
+        "stopped_by": output.stopped_by,
+        "why_plain": output.why_plain,
+        "logprobs": None if logprobs is None else [_score_dict(score) for score in logprobs],
+        "prompt_logprobs": None
+        if prompt_logprobs is None
+        else [score and _score_dict(score) for score in prompt_logprobs],
+        "error": output.error or None,
+    }
+    return {
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
         "seed": output.seed,
-    }
-    if output.stopped_by is not None:
-        fields["stopped_by"] = output.stopped_by
-    if output.why_plain is not None:
-        fields["why_plain"] = output.why_plain
-    if output.logprobs is not None:
-        fields["logprobs"] = [_score_dict(score) for score in output.logprobs]
-    if output.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = [score and _score_dict(score) for score in output.prompt_logprobs]
-    if output.error:
-        fields["error"] = output.error
-    return fields
+    } | {name: value for name, value in some.items() if value is not None}
 
 
 def _score_dict(score: Score) -> dict[str, Any]:

@@ -50,9 +50,13 @@ def derived(
 
 def measured(of: Any, *names: str, whole: Callable[..., int] | None = None) -> dict[str, Any]:
     """Return the types of a measurement's options; their help ends in choices and default in brackets."""
-    made = {name: _type(declared(of)[name], _bracketed(declared(of)[name])) for name in names or declared(of)}
-    for name in made:
-        if whole is not None and isinstance(declared(of)[name].value, Whole):
+    made: dict[str, Any] = {}
+    for name in names or declared(of):
+        each = declared(of)[name]
+        choices = f"[choices: {', '.join(each.value.names)}]" if isinstance(each.value, Choice) else ""
+        default = "" if each.default is None else f"[default: {each.default}]"
+        made[name] = _type(each, in_flags(" ".join(filter(None, (each.help, choices, default)))))
+        if whole is not None and isinstance(each.value, Whole):
             made[name] = Annotated[made[name], Parameter(converter=whole)]
     return made
 
@@ -98,12 +102,6 @@ def _help(each: Declared, default: str | None, more: str) -> str:
     if (isinstance(each.value, Flag) and each.default is False) or f"{shown} is off" in each.meaning:
         shown = ""
     return in_flags(" ".join(filter(None, (each.meaning, more, shown and f"Default: {shown}."))))
-
-
-def _bracketed(each: Declared) -> str:
-    choices = f"[choices: {', '.join(each.value.names)}]" if isinstance(each.value, Choice) else ""
-    default = "" if each.default is None else f"[default: {each.default}]"
-    return in_flags(" ".join(filter(None, (each.help, choices, default))))
 
 
 def in_flags(text: str) -> str:

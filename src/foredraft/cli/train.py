@@ -19,10 +19,9 @@ from cyclopts import Group, Parameter
 from foredraft.arguments import Declared, declared
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.options import OUTPUT, Flag, TargetOptions, bullets, common, load_options
-from foredraft.cli.output_files import check_places
 from foredraft.cli.render import started
 from foredraft.cli.sections import COMMON, NONE, Given, in_flags
-from foredraft.cli.words import as_flag
+from foredraft.cli.words import as_flag, check_places
 from foredraft.drafters.asset import ADAPTER_KINDS
 from foredraft.errors import ConfigError, Option
 from foredraft.files import check_folder_place, write_whole

@@ -11,31 +11,60 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
+from cyclopts import Group
+
+from foredraft.bench.contenders import ALL
+from foredraft.bench.settings import DEFAULT_DEFECT, DEFECTS, no_drafter
 from foredraft.cli.interrupt import FAILED, INCONCLUSIVE
-from foredraft.cli.measuring import PromptOptions, VerifyOptions
 from foredraft.cli.options import (
+    HTML,
     DocumentOptions,
     DraftOptions,
     ModelOptions,
+    PromptOptions,
+    bullets,
     check_drafting_options,
     drafter_name,
     load_options,
     refuse_lossy,
 )
-from foredraft.cli.output_files import check_places, table, with_weights, write_report
 from foredraft.cli.render import started
-from foredraft.cli.sections import NONE, Given, declared_in
-from foredraft.cli.words import print_error, read_prompts
+from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
+from foredraft.cli.words import check_places, print_error, read_prompts, table, with_weights, write_report
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS
 from foredraft.verify import VerifySettings
-from foredraft.verify.verify_settings import ALL, DEFECTS, no_drafter
 
 if TYPE_CHECKING:
     from foredraft.bench.workload import PromptForm
+    from foredraft.cli.render import ProgressBars, ProgressLines
     from foredraft.model.tokenizer import Tokenizer
     from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, VerifyReport
     from foredraft.verify.verify_records import TextRun, Verdict
+
+VERIFY = {
+    "prompts": option(
+        str,
+        'File of prompts: one per line, or .jsonl with a "prompt" in every line. Default: the prompts that'
+        " ship with Foredraft.",
+    ),
+    **measured(VerifySettings),
+    "self_test": option(
+        str,
+        f"Plant a defect and check that the tests find it; the exit code is then 1. Without a name:"
+        f" {DEFAULT_DEFECT}.\n\n"
+        + bullets(
+            {name: defect.summary for name, defect in DEFECTS.items()} | {ALL: "each in turn"}
+        ).rstrip(),
+    ),
+    **HTML,
+}
+if TYPE_CHECKING:
+    VerifyOptions: TypeAlias = Given
+else:
+    VerifyOptions = section(
+        "VerifyOptions", Group("Verifying", sort_key=3), VERIFY, ["prompts", "tokens", "detect", "html"]
+    )
 
 Names: TypeAlias = dict[str, str | None]  # "model" and "draft" -> what the user gave for them
 
@@ -86,15 +115,17 @@ def described(drafter: str, plan: str | None, draft: str | None) -> str:
 
 def identity_lines(identity: Identity) -> list[str]:
     rule = f", {identity.acceptance} with seeds" if identity.acceptance else ""
-    found = [
+    prompts = identity.prompts
+    return [
         f"New tokens at {identity.setting}{rule}, compared with plain decoding of one prompt at a time:"
-        f" {identity.prompts} prompts, {identity.tokens} tokens"
+        f" {prompts} prompts, {identity.tokens} tokens",
+        *(
+            f"  {described_run(run)}: {prompts - identity.diverged(run)} of {prompts} identical"
+            for run in identity.runs
+        ),
+        *(f"  {divergence_line(divergence)}" for divergence in identity.divergences),
+        *(f"  failed: {error}" for error in identity.errors),
     ]
-    for run in identity.runs:
-        same = identity.prompts - identity.diverged(run)
-        found.append(f"  {described_run(run)}: {same} of {identity.prompts} identical")
-    found += [f"  {divergence_line(divergence)}" for divergence in identity.divergences]
-    return found + [f"  failed: {error}" for error in identity.errors]
 
 
 def described_run(run: TextRun) -> str:
@@ -119,22 +150,16 @@ def divergence_line(found: Divergence) -> str:
 
 def test_lines(report: VerifyReport, width: int | None) -> list[str]:
     """Return the chi-square tests as a table, at most `width` characters wide."""
-    first = report.tests[0]
+    first, drafters = report.tests[0], report.about["drafters"]
+    turns = f", {' and '.join(drafters)} in turns" if len(drafters) > 1 else ""
+    always = f"; {ALWAYS}{turns}" if any(run.always for run in report.identities[0].runs) else ""
     return [
         f"Chi-square tests of the joint distribution of {first.tokens} sampled tokens against the target's"
         f" exact one: {len(report.tests)} tests, each at level {first.level:.2g}, as the tests by position"
-        f" ({report.family_level:g} together), seed {report.seed}{in_turns(report)}",
+        f" ({report.family_level:g} together), seed {report.seed}{always}",
         *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)], width, keys=4)],
         *[f"  failed: {error}" for test in report.tests for error in test.errors],
     ]
-
-
-def in_turns(report: VerifyReport) -> str:
-    always = any(run.always for run in report.identities[0].runs)
-    turns = (
-        f", {' and '.join(report.about['drafters'])} in turns" if len(report.about["drafters"]) > 1 else ""
-    )
-    return f"; {ALWAYS}{turns}" if always else ""
 
 
 def row(test: DistributionTest) -> tuple[str, ...]:
@@ -161,34 +186,26 @@ def drafter_of(test: DistributionTest) -> str:
 def position_lines(report: VerifyReport, width: int | None) -> list[str]:
     """Return the tests by draft position as tables, at most `width` characters wide."""
     found: list[str] = []
-    for test in report.tests:
-        if test.positions:
-            found.append(
-                f"Tokens by position of the draft, given the text before them: prompt {test.prompt},"
-                f" {drafter_of(test)}, {test.setting}"
-            )
-            rows = table([POSITIONS, *map(position_row, test.positions)], width)
-            found += [f"  {line}" for line in rows]
-    if found:
-        found += [
-            "  detects: total variation distance of these tokens; if corrected: of the corrections alone",
-            "",
-        ]
-    return found
+    for test in (test for test in report.tests if test.positions):
+        found.append(
+            f"Tokens by position of the draft, given the text before them: prompt {test.prompt},"
+            f" {drafter_of(test)}, {test.setting}"
+        )
+        found += [f"  {line}" for line in table([POSITIONS, *map(position_row, test.positions)], width)]
+    note = "  detects: total variation distance of these tokens; if corrected: of the corrections alone"
+    return [*found, note, ""] if found else []
 
 
 def position_row(position: DraftPosition) -> tuple[str, ...]:
-    tested, corrected = position.tested, position.corrections > 0
+    place = "bonus" if position.bonus else str(position.position + 1)
+    counts = str(position.tokens), "-" if position.bonus else str(position.corrections)
+    if not position.tested:
+        return (place, *counts, "-", str(position.degrees), "-", "-", "-", "too few")
     return (
-        "bonus" if position.bonus else str(position.position + 1),
-        str(position.tokens),
-        "-" if position.bonus else str(position.corrections),
-        f"{position.statistic:.2f}" if tested else "-",
-        str(position.degrees),
-        f"{position.p_value:.2g}" if tested else "-",
-        f"{position.detectable:.4f}" if tested else "-",
-        f"{position.detectable_correction:.4f}" if tested and corrected else "-",
-        "FAILED" if position.failed else "ok" if tested else "too few",
+        *(place, *counts, f"{position.statistic:.2f}", str(position.degrees), f"{position.p_value:.2g}"),
+        f"{position.detectable:.4f}",
+        f"{position.detectable_correction:.4f}" if position.corrections else "-",
+        "FAILED" if position.failed else "ok",
     )
 
 
@@ -252,7 +269,9 @@ def verify(
         raise no_drafter()
     form = prompting.form
     prompts = read_prompts(texts, verifying.get("prompts"), model.get("model"))
-    reports = run(prompts, form, options_of(verifying, drafting), model, drafting)
+    options = options_of(verifying, drafting)
+    with started() as bars:
+        reports = run(prompts, form, options, model, drafting, bars)
     names: Names = {
         "model": model.get("model", "demo"),
         "draft": drafting.get("draft", None if "model" in model else "demo"),
@@ -283,10 +302,14 @@ def overall(reports: Sequence[VerifyReport]) -> Verdict:
 
 
 def run(
-    prompts: list[str], form: PromptForm, each: Sequence[VerifySettings], model: Given, drafting: Given
+    prompts: list[str],
+    form: PromptForm,
+    each: Sequence[VerifySettings],
+    model: Given,
+    drafting: Given,
+    bars: ProgressBars | ProgressLines,
 ) -> list[VerifyReport]:
     """Load the models with room for the verification, and run it with each of the options."""
-    bars = started()
     from foredraft.loading import load_for
     from foredraft.verify import verify as run_checks
     from foredraft.verify.sampler import BATCH
@@ -300,15 +323,12 @@ def run(
         if stage != "prefill":  # it would flicker between the checks' own stages
             bars.show(stage, done, total)
 
-    try:
-        llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=show_loading)
-        applied = form.applied(llm.tokenizer, prompts)
-        return [
-            run_checks(llm, applied, options, truncate=model.get("truncate"), progress=bars.show)
-            for options in each
-        ]
-    finally:
-        bars.clear()
+    llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=show_loading)
+    applied = form.applied(llm.tokenizer, prompts)
+    return [
+        run_checks(llm, applied, options, truncate=model.get("truncate"), progress=bars.show)
+        for options in each
+    ]
 
 
 def options_of(verifying: VerifyOptions, drafting: Given) -> list[VerifySettings]:

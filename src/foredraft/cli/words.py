@@ -1,23 +1,35 @@
-"""The words of a command line, made ready for the parser; the prompts among them; and errors, one line each.
+"""What goes in and out of a command: words made ready for the parser, prompts, errors, documents, tables.
 
 Options as other programs spell them:
 https://github.com/ggml-org/llama.cpp/blob/master/tools/completion/README.md,
 https://docs.vllm.ai/en/latest/cli/serve.html; docs/guides/coming-from.md translates whole commands. The
-parser knows no argument `-`, and no option whose value may be left out.
+parser knows no argument `-`, and no option whose value may be left out. Files are checked before long work.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shlex
+import shutil
+import stat
 import sys
-from collections.abc import Collection, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cyclopts import App, UnknownOptionError, UnusedCliTokensError
 
-from foredraft.errors import NO_VALUE, ConfigError, ForedraftError, Option, invalid_at
+from foredraft.errors import NO_VALUE, ConfigError, ForedraftError, Option, Text, invalid_at
+from foredraft.files import check_place, write_whole
+
+if TYPE_CHECKING:
+    from foredraft.cli.options import DocumentOptions
 
 PROMPT = ("-p", "--prompt")  # for the command that takes one
 
@@ -78,13 +90,16 @@ def made_ready(words: Sequence[str], app: App) -> list[str]:
         >>> made_ready(["verify", "--self-test", "--json"], app)
         ['verify', '--self-test=residual', '--json']
     """
-    valued = _options_with_value(words, app) if "-" in words else set()
+    valued: set[str] = set()  # options of the command that are followed by a value
+    if "-" in words:
+        arguments = app.parse_commands([*words])[1][-1].assemble_argument_collection()
+        valued = {name for each in arguments for name in each.names if each.token_count()[0]}
     made: list[str] = []
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         if word == SELF_TEST and following.startswith("-"):
-            from foredraft.verify.verify_settings import DEFAULT
+            from foredraft.bench.settings import DEFAULT_DEFECT
 
-            made.append(f"{word}={DEFAULT}")
+            made.append(f"{word}={DEFAULT_DEFECT}")
         elif word != "-":
             made.append(word)
         elif made and made[-1] in valued:
@@ -92,17 +107,6 @@ def made_ready(words: Sequence[str], app: App) -> list[str]:
         else:
             made.append(STDIN)
     return made
-
-
-def _options_with_value(words: Sequence[str], app: App) -> set[str]:
-    """Return the options of the command that are followed by a value."""
-    _, apps, _ = app.parse_commands([*words])
-    return {
-        name
-        for argument in apps[-1].assemble_argument_collection()
-        for name in argument.names
-        if argument.token_count()[0]
-    }
 
 
 # Parameters of the Python API that the command line calls otherwise.
@@ -125,30 +129,22 @@ def as_flag(option: Option) -> str:
 def one_line(error: Exception | str) -> str:
     """Return the message on one line, with options as flags and the stdin marker as `-`."""
     message = str(error)
+    command = next(iter(getattr(error, "command_chain", None) or ()), "foredraft")
     if isinstance(error, ForedraftError):
         message = error.describe(as_flag)
-    elif isinstance(error, UnusedCliTokensError):
-        message = _too_many(error).describe(as_flag)
-    elif isinstance(error, UnknownOptionError):
-        message = _unknown(error) or message
+    elif isinstance(error, UnusedCliTokensError):  # most are a prompt without quotes
+        remedies = {"generate": "put a prompt of several words in quotes", "info": "give one model"}
+        unused = " ".join(error.unused_tokens or [])
+        message = ConfigError(
+            f"{command} has no place for {unused!r}",
+            remedy=remedies.get(command, "give options as --name value"),
+        ).describe(as_flag)
+    elif isinstance(error, UnknownOptionError):  # where it is another program's
+        word = error.token.keyword or error.token.value
+        options = [name for argument in error.argument_collection for name in argument.names]
+        if (here := name_here(word, options, command)) is not None:
+            message = f"Unknown option: {word}; here it is {here}"
     return " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
-
-
-def _too_many(error: UnusedCliTokensError) -> ForedraftError:
-    """Return the error of arguments beyond those that a command takes; most are a prompt without quotes."""
-    words = error.unused_tokens or []
-    command = next(iter(error.command_chain or ()), "foredraft")
-    remedies = {"generate": "put a prompt of several words in quotes", "info": "give one model"}
-    remedy = remedies.get(command, "give options as --name value")
-    return ConfigError(f"{command} has no place for {' '.join(words)!r}", remedy=remedy)
-
-
-def _unknown(error: UnknownOptionError) -> str | None:
-    """Return the error of an option that another program has; None where the parser's own error says more."""
-    word = error.token.keyword or error.token.value
-    options = [name for argument in error.argument_collection for name in argument.names]
-    here = name_here(word, options, next(iter(error.command_chain or ()), "foredraft"))
-    return None if here is None else f"Unknown option: {word}; here it is {here}"
 
 
 def print_error(error: Exception | str) -> None:
@@ -176,32 +172,21 @@ GGUF = ".gguf"
 
 def check_is_no_model(prompt: str, model: str | None) -> None:
     """Refuse a prompt that is the path of a model where no model is given; with one, tell of it on stderr."""
-    if (kind := _kind_of_model(prompt)) is None:
-        return
-    if model is None:
+    kind = None
+    if prompt.endswith(GGUF) and os.path.isfile(prompt):
+        kind = "a GGUF file"
+    elif os.path.isdir(prompt):  # False, too, for what can be no path
+        with suppress(OSError):
+            names = {file.name for file in Path(prompt).iterdir()}
+            if CONFIG in names or any(name.endswith(GGUF) for name in names):
+                kind = "the folder of a model"
+    if kind is not None and model is None:
+        told = "? To continue it as text, give it on stdin, by -"
         raise ConfigError(
-            f"the prompt {prompt!r} is {kind}",
-            remedy=(
-                "did you mean ",
-                Option("model", prompt),
-                "? To continue it as text, give it on stdin, by -",
-            ),
+            f"the prompt {prompt!r} is {kind}", remedy=("did you mean ", Option("model", prompt), told)
         )
-    print(f"foredraft: the prompt {prompt!r} is {kind}; it is continued as text", file=sys.stderr)
-
-
-def _kind_of_model(text: str) -> str | None:
-    """Return what model the text is the path of; None where it is no such path."""
-    if text.endswith(GGUF) and os.path.isfile(text):
-        return "a GGUF file"
-    if not os.path.isdir(text):  # False, too, for what can be no path
-        return None
-    try:
-        names = {file.name for file in Path(text).iterdir()}
-    except OSError:
-        return None
-    is_model = CONFIG in names or any(name.endswith(GGUF) for name in names)
-    return "the folder of a model" if is_model else None
+    if kind is not None:
+        print(f"foredraft: the prompt {prompt!r} is {kind}; it is continued as text", file=sys.stderr)
 
 
 def read_prompt(prompt: str | None, model: str | None) -> str:
@@ -213,7 +198,8 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
     if prompt is None:
         raise ConfigError("no prompt", remedy="give one, or - to read it from stdin")
     if prompt != STDIN:
-        check_text("the prompt", prompt)
+        if (at := invalid_at(prompt)) is not None:
+            raise ConfigError(f"the prompt is not UTF-8 text (character {at})", remedy="convert it first")
         check_is_no_model(prompt, model)
         return prompt
     if sys.stdin is None:
@@ -224,11 +210,6 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
         raise ConfigError(
             f"stdin is not UTF-8 text (byte {error.start})", remedy="convert it first"
         ) from error
-
-
-def check_text(what: str, text: str) -> None:
-    if (at := invalid_at(text)) is not None:
-        raise ConfigError(f"{what} is not UTF-8 text (character {at})", remedy="convert it first")
 
 
 def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) -> list[str]:
@@ -252,3 +233,155 @@ def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) ->
     from foredraft.bench.workload import prompt_of
 
     return [prompt_of(line, f"line {number} of {file}") for number, line in numbered]
+
+
+@contextmanager
+def writing_stdout() -> Iterator[None]:
+    """Turn an OSError of stdout into a ConfigError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _refused(error.strerror) from error
+
+
+def _refused(why: str | None) -> ConfigError:
+    return ConfigError(f"stdout cannot be written ({why})", remedy="redirect it to another file")
+
+
+GAP = "  "  # between two columns
+NARROWEST = 8  # characters of a column whose cells are wrapped
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal that a stream writes to; None where it writes to none."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def fitted(lines: Iterable[str], width: int | None) -> list[str]:
+    """Return the lines with those that exceed `width` broken between words, at their own indentation."""
+    if width is None:
+        return list(lines)
+    return [part for line in lines for part in _broken(line, width)]
+
+
+def table(rows: Sequence[tuple[str, ...]], width: int | None = None, keys: int = 1) -> list[str]:
+    """Return the lines of a table, with the cells aligned in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for columns in _groups(widths, width, keys):
+        lines += [""] if lines else []
+        lines += _aligned([[row[column] for column in columns] for row in rows], width)
+    return lines
+
+
+def _groups(widths: Sequence[int], width: int | None, keys: int) -> list[list[int]]:
+    """Return the columns of each table, by index."""
+    kept = list(range(keys))
+    groups = [[*kept]]
+    for column in range(keys, len(widths)):
+        taken = _total([widths[other] for other in (*groups[-1], column)])
+        if width is not None and taken > width and len(groups[-1]) > keys:
+            groups.append([*kept])
+        groups[-1].append(column)
+    return groups
+
+
+def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Return the rows in aligned columns; too wide ones break the cells of the widest column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if width is not None and (excess := _total(widths) - width) > 0:
+        widest = widths.index(max(widths))
+        widths[widest] = max(NARROWEST, widths[widest] - excess)
+    lines = []
+    for row in rows:
+        cells = [_broken(cell, room) for cell, room in zip(row, widths, strict=True)]
+        for place in range(max(map(len, cells))):
+            parts = [parts[place] if place < len(parts) else "" for parts in cells]
+            line = GAP.join(part.ljust(room) for part, room in zip(parts, widths, strict=True))
+            lines.append(line.rstrip())
+    return lines
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """Return the text in lines of at most `width` characters; a longer word has a line of its own."""
+    if len(text) <= width:
+        return [text]
+    indent = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(
+        text.strip(), width, initial_indent=indent, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def with_weights(dtype: str, weights: str | None) -> str:
+    """Return the name of a model's dtype, with how its weights are quantised: "bfloat16, weights int4"."""
+    return dtype if weights is None else f"{dtype}, weights {weights}"
+
+
+def check_places(**files: Path | None) -> None:
+    """Refuse files that cannot be written, stdout included, and one file for two options."""
+    descriptor = None
+    with suppress(AttributeError, OSError, ValueError):  # stdout is no file, or closed
+        descriptor = sys.stdout.fileno()
+    if descriptor is not None and hasattr(os, "fstatvfs") and stat.S_ISREG(os.fstat(descriptor).st_mode):
+        system = os.fstatvfs(descriptor)
+        if system.f_blocks and not system.f_bavail:  # a full disk; some systems do not count blocks
+            raise _refused(os.strerror(errno.ENOSPC))
+    for option, file in files.items():
+        if str(file) in ("-", STDIN):
+            remedy: Text = ("give ", Option("json"), " instead") if option == "out" else "give a file"
+            raise ConfigError("which is stdout, not a file", option=option, value="-", remedy=remedy)
+        if file is not None:
+            check_place(file, option)
+    for (one, first), (other, second) in combinations(files.items(), 2):
+        if first and second and first.resolve() == second.resolve():
+            raise ConfigError(
+                ("and so is ", Option(one)),
+                option=other,
+                value=str(second),
+                remedy="give each a file of its own",
+            )
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    _print(_as_json(document))
+
+
+def write_document(document: Mapping[str, Any], given: DocumentOptions) -> None:
+    """Write the JSON document to the file of `--out`, if it is given."""
+    if given.out is not None:
+        write_whole(given.out, _as_json(document) + "\n", "out")
+
+
+def write_report(
+    document: Mapping[str, Any],
+    text: Callable[[int | None], list[str]],
+    given: DocumentOptions,
+    *,
+    html: Path | None = None,
+    page: Callable[[], str] | None = None,
+) -> None:
+    """Write a document to stdout and the files; a stdout that fails does not cost the files."""
+    try:
+        # before the files: a full disk must not cost the document
+        width = terminal_width(sys.stdout)
+        _print(_as_json(document) if given.json else "\n".join(fitted(text(width), width)))
+    finally:
+        write_document(document, given)
+        if html is not None and page is not None:
+            write_whole(html, page(), "html")
+
+
+def _print(text: str) -> None:
+    with writing_stdout():
+        print(text, flush=True)
+
+
+def _as_json(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, allow_nan=False)

@@ -121,29 +121,11 @@ def changes(record: HeadRecord, target: ModelSpec, longest: int) -> Iterator[Hea
             yield HeadSettings(window=window)
 
 
-def merged(one: HeadSettings, other: HeadSettings) -> HeadSettings:
-    """Return both settings together; the second goes before the first."""
-    return HeadSettings(**{**asdict(one), **other.given})
-
-
-def possible(settings: HeadSettings, record: HeadRecord, target: ModelSpec) -> HeadRecord | None:
-    """Return the record with the settings; None where the head or the target does not allow them."""
-    try:
-        return settings.applied(record, target)
-    except CheckpointError:
-        return None
-
-
 def aux_layers_of(record: HeadRecord, target: ModelSpec) -> list[int]:
     """Return the auxiliary layers that any setting reads."""
     aux_layers = record.aux_layers or ()
     near = {layer + shift for layer in aux_layers for shift in (0, *SHIFTS)}
     return sorted(layer for layer in near if 0 <= layer <= target.layers)
-
-
-def reread(before: HeadRecord, after: HeadRecord) -> bool:
-    """Return whether a head with another record has other weights."""
-    return replace(before, own_head=after.own_head, own_embedding=after.own_embedding) != before
 
 
 def model_notes(loaded: Loaded, draft: ModelSpec, folder: Path) -> tuple[str, ...]:
@@ -199,11 +181,6 @@ class HeadKind:
 
 
 HEADS = (HeadKind(Eagle3, load_eagle3, head_drafts), HeadKind(BlockDrafter, load_block, block_drafts))
-Progress = Callable[[str, int, int], None]
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
 
 
 def diagnose(
@@ -212,7 +189,7 @@ def diagnose(
     texts: Sequence[str | list[int]] = SAMPLE,
     *,
     write: bool = True,
-    progress: Progress = _silent,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Diagnosis:
     """Examine the drafter that was loaded from a folder."""
     drafters: dict[str, Any] = dict(loaded.engine.drafters)
@@ -228,11 +205,10 @@ def diagnose(
         )
     if isinstance(model := drafters.get(DraftModel.name), DraftModel):
         runner, vocabulary = model.draft_pass.runner, model.vocabulary
-        notes = model_notes(loaded, runner.decoder.spec, resolve(draft))
-        return _measured(
-            loaded, draft, model, ids,
-            lambda text: model_acceptance(runner, vocabulary, text, LENGTH, MOST), notes,
-        )  # fmt: skip
+        found = _measured(
+            loaded, draft, model, ids, lambda text: model_acceptance(runner, vocabulary, text, LENGTH, MOST)
+        )
+        return replace(found, notes=model_notes(loaded, runner.decoder.spec, resolve(draft)))
     raise ConfigError(
         "which the doctor cannot examine", option="draft", value=str(draft),
         remedy="give a head of the model, or a draft model with the target's tokenizer",
@@ -260,35 +236,35 @@ def _ids(loaded: Loaded, texts: Sequence[str | list[int]]) -> list[list[int]]:
 
 def _examine_head(
     loaded: Loaded, draft: Path, drafter: Any, kind: HeadKind, ids: list[list[int]], write: bool,
-    progress: Progress,
+    progress: Callable[[str, int, int], None],
 ) -> Diagnosis:  # fmt: skip
-    target = loaded.spec
-    files = drafter.read_files(draft)
-    files = replace(files, record=files.record.for_target(target, str(draft)))
-    record = files.record
+    target, files = loaded.spec, drafter.read_files(draft)
+    record = files.record.for_target(target, str(draft))
     texts = [read_text(loaded.runner, tokens, aux_layers_of(record, target)) for tokens in ids]
-    bench = _HeadBench(loaded, kind, files, texts, min(LENGTH, record.tried_length or LENGTH))
+    files, length = replace(files, record=record), min(LENGTH, record.tried_length or LENGTH)
+    bench = _HeadBench(loaded, kind, files, kind.load(files, loaded.runner), texts, length)
     own = bench.measure(HeadSettings())
     assert own is not None
     tried = list(changes(record, target, max(map(len, ids))))
-    best, best_settings, trials = own, HeadSettings(), list[SettingTrial]()
     found: list[tuple[HeadSettings, DraftAcceptance]] = []
     for done, settings in enumerate(tried):
         progress("examine", done, len(tried))
-        accepted = bench.measure(settings)
-        if accepted is not None:
+        if (accepted := bench.measure(settings)) is not None:
             found.append((settings, accepted))
-            trials.append(_trial(settings, accepted, own))
+    trials = tuple(_trial(settings, accepted, own) for settings, accepted in found)
+    best, best_settings = own, HeadSettings()
     while found:
         settings, accepted = max(found, key=lambda each: float(each[1].rounds.mean()))
         if not _is_better(accepted, best):
             break
         best, best_settings = accepted, settings
-        rest = [merged(settings, each) for each in tried if not each.given.keys() & settings.given.keys()]
-        measured = [(each, bench.measure(each)) for each in rest]
-        found = [(each, accepted) for each, accepted in measured if accepted is not None]
+        rest = [
+            HeadSettings(**{**asdict(settings), **each.given})
+            for each in tried
+            if not each.given.keys() & settings.given.keys()
+        ]
+        found = [(each, accepted) for each in rest if (accepted := bench.measure(each)) is not None]
     progress("examine", len(tried), len(tried))
-    first = _trial(HeadSettings(), own, own)
     written, notes = None, list[str]()
     if write:
         try:
@@ -296,39 +272,42 @@ def _examine_head(
             written = str(file) if best is not own else None
         except OSError as error:
             notes.append(f"the setting cannot be written beside the head ({error.strerror})")
-    if record.spec.max_positions < loaded.spec.max_positions:
+    if record.spec.max_positions < target.max_positions:
         notes.append(
             f"the head was made for {record.spec.max_positions:,} positions and the target for"
-            f" {loaded.spec.max_positions:,}: expect it to draft worse in longer texts"
+            f" {target.max_positions:,}: expect it to draft worse in longer texts"
         )
+    first = _trial(HeadSettings(), own, own)
     return Diagnosis(
-        drafter=drafter.name, name=str(draft), drafts=len(own.rounds), own=first, trials=tuple(trials),
+        drafter=drafter.name, name=str(draft), drafts=len(own.rounds), own=first, trials=trials,
         best=first if best is own else _trial(best_settings, best, own), written=written, notes=tuple(notes),
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
 class _HeadBench:
     """Measures a head under any setting, over the same drafts."""
 
-    def __init__(
-        self, loaded: Loaded, kind: HeadKind, files: Any, texts: list[ReadText], length: int
-    ) -> None:
-        self.loaded, self.kind, self.files, self.texts, self.length = loaded, kind, files, texts, length
-        self.head = kind.load(files, loaded.runner)
+    loaded: Loaded
+    kind: HeadKind
+    files: Any
+    head: Any  # with the weights of these files
+    texts: list[ReadText]
+    length: int
 
     def measure(self, settings: HeadSettings) -> DraftAcceptance | None:
-        """Return the acceptance; None where the settings are not possible."""
-        record = possible(settings, self.files.record, self.loaded.spec)
-        if record is None:
+        """Return the acceptance; None where the head or the target does not allow the settings."""
+        before = self.files.record
+        try:
+            after = settings.applied(before, self.loaded.spec)
+        except CheckpointError:
             return None
-        head = self.head.read_as(record)
-        if reread(self.files.record, record):
-            head = self.kind.load(replace(self.files, record=record), self.loaded.runner)
-        found = [acceptance_of(self.kind.drafts(head, text, self.length, MOST), text) for text in self.texts]
-        joined = found[0]
-        for each in found[1:]:
-            joined = joined.joined(each)
-        return joined
+        head = self.head.read_as(after)
+        if replace(before, own_head=after.own_head, own_embedding=after.own_embedding) != before:
+            head = self.kind.load(replace(self.files, record=after), self.loaded.runner)  # other weights
+        return DraftAcceptance.joined(
+            acceptance_of(self.kind.drafts(head, text, self.length, MOST), text) for text in self.texts
+        )
 
 
 def _measured(
@@ -337,18 +316,12 @@ def _measured(
     drafter: Drafter,
     ids: list[list[int]],
     accepted: Callable[[ReadText], DraftAcceptance],
-    notes: tuple[str, ...] = (),
 ) -> Diagnosis:
     """Return the diagnosis of a drafter that has no other setting."""
-    joined: DraftAcceptance | None = None
-    for tokens in ids:
-        found = accepted(read_text(loaded.runner, tokens, drafter.aux_layers))
-        joined = found if joined is None else joined.joined(found)
-    assert joined is not None
+    texts = (read_text(loaded.runner, tokens, drafter.aux_layers) for tokens in ids)
+    joined = DraftAcceptance.joined(map(accepted, texts))
     own = _trial(HeadSettings(), joined, joined)
-    return Diagnosis(
-        drafter=drafter.name, name=str(draft), drafts=len(joined.rounds), own=own, best=own, notes=notes
-    )
+    return Diagnosis(drafter=drafter.name, name=str(draft), drafts=len(joined.rounds), own=own, best=own)
 
 
 def _trial(settings: HeadSettings, accepted: DraftAcceptance, own: DraftAcceptance) -> SettingTrial:

@@ -8,7 +8,7 @@ first, since a draft overwrites what lies behind its anchor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,11 @@ class DraftAcceptance:
     sampled: Tensor  # probability that the token at a position is accepted at temperature 1, [drafts, K]
     greedy: Tensor  # the same at temperature 0: 0 or 1
 
-    def joined(self, other: DraftAcceptance) -> DraftAcceptance:
-        """Return the drafts of both."""
-        return DraftAcceptance(
-            torch.cat([self.sampled, other.sampled]), torch.cat([self.greedy, other.greedy])
-        )
+    @classmethod
+    def joined(cls, several: Iterable[DraftAcceptance]) -> DraftAcceptance:
+        """Return the drafts of all."""
+        found = list(several)
+        return cls(torch.cat([each.sampled for each in found]), torch.cat([each.greedy for each in found]))
 
     @property
     def rounds(self) -> Tensor:

@@ -1,8 +1,7 @@
 """The trace: a self-contained HTML page that shows the origin of each token and the steps of every round.
 
 Contract: the page loads nothing from anywhere, distinguishes the kinds of tokens without colour, and holds
-the model's text as data, never as markup. It is written to a temporary file and then renamed, so that the
-file is never half-written.
+the model's text as data, never as markup. The colours of the origins are one table for the terminal, too.
 """
 
 from __future__ import annotations
@@ -10,18 +9,64 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option
 from foredraft.files import write_whole
-from foredraft.pages.origins import ORIGINS, stylesheet
 
 if TYPE_CHECKING:
     from foredraft import Output
     from foredraft.decode.stats import RoundTrace
     from foredraft.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OriginStyle:
+    """How tokens of one origin are shown."""
+
+    color: str  # the colour's name
+    ansi: int  # its code on a terminal
+    light: tuple[str, str]  # its ink and its background on a light page, as CSS colours
+    dark: tuple[str, str]  # the same on a dark page
+    meaning: str  # its line of the legend
+
+
+ORIGINS = {
+    "drafter": OriginStyle(
+        "blue",
+        94,  # the bright one: plain blue is hard to read on a black terminal
+        ("#00618f", "#dcecf5"),
+        ("#7cc4ea", "#17303f"),
+        "drafted, and accepted by the target",
+    ),
+    "target": OriginStyle(
+        "yellow",
+        33,
+        ("#9a5b00", "#fbe9cc"),
+        ("#f2b95f", "#402f12"),
+        "the target's own token: a correction or a plain step",
+    ),
+    "bonus": OriginStyle(
+        "green",
+        32,
+        ("#00664b", "#d5efe6"),
+        ("#63d3b0", "#12382d"),
+        "the target's bonus token after a fully accepted draft",
+    ),
+}
+
+
+def stylesheet() -> str:
+    """Return tokens.css with the colours of the origins, as CSS variables."""
+    text = (files("foredraft.pages") / "tokens.css").read_text(encoding="utf-8")
+    for mode in ("light", "dark"):
+        colors = ((name, *getattr(origin, mode)) for name, origin in ORIGINS.items())
+        variables = " ".join(f"--{name}: {ink}; --{name}-bg: {paper};" for name, ink, paper in colors)
+        text = text.replace(f"__{mode.upper()}__", variables)
+    return text
 
 
 def write_trace(
@@ -57,13 +102,11 @@ def write_trace(
     page = page.replace("__TOKENS__", stylesheet())
     page = page.replace("__ROUNDS__", (files("foredraft.pages") / "rounds.js").read_text(encoding="utf-8"))
     meanings = {name: origin.meaning for name, origin in ORIGINS.items()}
-    page = page.replace("__DATA__", _embedded({"about": about, "origins": meanings, "samples": samples}))
+    data: dict[str, Any] = {"about": about, "origins": meanings, "samples": samples}
+    # no text can end the script element that holds the JSON
+    embedded = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    page = page.replace("__DATA__", embedded)
     write_whole(file, page, "trace")
-
-
-def _embedded(data: object) -> str:
-    """Return JSON in which no text can end the script element that holds it."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
 def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -7,12 +7,16 @@ from itertools import accumulate
 from typing import Any
 
 from foredraft.drafters.skips import Skips
-from foredraft.pages.drawing import Axis, Bars, Panel, Points, ReferenceLine
 from foredraft.pages.report_page import (
+    Axis,
+    Bars,
     Cell,
     Line,
     PageVerdict,
+    Panel,
     Plot,
+    Points,
+    ReferenceLine,
     ReportPage,
     Table,
     make_plot,
@@ -61,7 +65,7 @@ def training_page(what: str, result: Result, journal: Entries, options: Mapping[
             },
             tables=[table] if validations else [],
             remark=REMARK if validations else "",
-            plots=[*_validation(validations), *_by_position(validations), *_learning(steps)],
+            plots=[*_validation(validations), *_learning(steps)],
             details={"Options": plain(options)},
         )
     )
@@ -94,36 +98,26 @@ def _validation(validations: Entries) -> list[Plot]:
         Panel(60, [alphas], Axis(grid=True), "α"),
         Panel(60, [taus], Axis(grid=True), "τ"),
     ]
-    plot = make_plot(
-        "validation",
-        "Validation",
-        "On held-out documents; the dashed line is plain decoding.",
-        [f"step {entry['step']} predicted {entry['predicted']:.2f}" for entry in validations],
-        panels,
-        Axis("step", whole=True),
-    )
-    return [plot]
-
-
-def _by_position(validations: Entries) -> list[Plot]:
-    if not validations:
-        return []
+    told = [f"step {entry['step']} predicted {entry['predicted']:.2f}" for entry in validations]
     best = max(validations, key=lambda entry: entry["predicted"])
-    shown = {"first validation": validations[0], "best validation": best}
     lines = []
-    for number, (label, entry) in enumerate(shown.items()):
+    for number, (label, entry) in enumerate((("first", validations[0]), ("best", best))):
         shares = entry["alpha_by_position"]
-        lines.append(Points(label, range(1, len(shares) + 1), shares, number, "line"))
-    last = lines[-1]
-    plot = make_plot(
-        "positions",
-        "α by position of the draft",
-        "Share of the drafts reaching a position whose token there would be accepted.",
-        [f"position {at} {share:.2f}" for at, share in zip(last.xs, last.ys, strict=True)],
-        [Panel(130, lines, Axis("accepted", low=0, high=1.02, grid=True))],
-        Axis("position in the draft", whole=True),
-    )
-    return [plot]
+        lines.append(Points(f"{label} validation", range(1, len(shares) + 1), shares, number, "line"))
+    return [
+        make_plot(
+            "validation", "Validation", "On held-out documents; the dashed line is plain decoding.", told,
+            panels, Axis("step", whole=True),
+        ),
+        make_plot(
+            "positions",
+            "α by position of the draft",
+            "Share of the drafts reaching a position whose token there would be accepted.",
+            [f"position {at} {share:.2f}" for at, share in zip(lines[1].xs, lines[1].ys, strict=True)],
+            [Panel(130, lines, Axis("accepted", low=0, high=1.02, grid=True))],
+            Axis("position in the draft", whole=True),
+        ),
+    ]  # fmt: skip
 
 
 def _learning(entries: Entries) -> list[Plot]:
@@ -131,14 +125,12 @@ def _learning(entries: Entries) -> list[Plot]:
         return []
     steps = [entry["step"] for entry in entries]
     names = {"loss": "loss", "overlap": "Σ min(p, q)", "learning_rate": "learning rate"}
+    lines = [
+        Points("", steps, [entry[name] for entry in entries], number, "line", marked=False)
+        for number, name in enumerate(names)
+    ]
     panels = [
-        Panel(
-            70,
-            [Points("", steps, [entry[name] for entry in entries], number, "line", marked=False)],
-            Axis(grid=True),
-            label,
-        )
-        for number, (name, label) in enumerate(names.items())
+        Panel(70, [line], Axis(grid=True), label) for line, label in zip(lines, names.values(), strict=True)
     ]
     first, last = entries[0], entries[-1]
     plot = make_plot(

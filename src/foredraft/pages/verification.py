@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foredraft.pages.drawing import Axis, Panel, Points, ReferenceLine
+from foredraft.bench.settings import DEFECTS
 from foredraft.pages.report_page import (
     DASH,
+    Axis,
     Cell,
     Line,
     PageVerdict,
+    Panel,
     Plot,
+    Points,
+    ReferenceLine,
     ReportPage,
     Table,
     make_plot,
@@ -19,11 +23,14 @@ from foredraft.pages.report_page import (
     render,
 )
 from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity, TextRun, VerifyReport
-from foredraft.verify.verify_settings import DEFECTS
 
-PASSED = PageVerdict("good", "Passed: no difference from plain decoding was found.")
-FAILED = PageVerdict("bad", "Failed: the output differs from plain decoding's, or a request failed.")
-WEAK = PageVerdict("doubtful", "Inconclusive: no difference was found, but one could have been missed.")
+VERDICTS = {
+    "passed": PageVerdict("good", "Passed: no difference from plain decoding was found."),
+    "failed": PageVerdict("bad", "Failed: the output differs from plain decoding's, or a request failed."),
+    "inconclusive": PageVerdict(
+        "doubtful", "Inconclusive: no difference was found, but one could have been missed."
+    ),
+}
 REMARK = (
     "Detects: the smallest total variation distance between the output's and the target's distribution"
     " that a test detects with probability {power:g}. Corrections: the same for corrected tokens alone."
@@ -54,12 +61,12 @@ def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str |
 
 
 def _verdict(report: VerifyReport) -> PageVerdict:
-    if report.planted is not None:
-        defect = f"The planted defect ({report.planted}: {DEFECTS[report.planted].summary})"
-        if report.found_planted:
-            return PageVerdict("good", f"{defect} was found.")
-        return PageVerdict("bad", f"{defect} was not found: these tests prove nothing here.")
-    return {"passed": PASSED, "failed": FAILED, "inconclusive": WEAK}[report.verdict]
+    if report.planted is None:
+        return VERDICTS[report.verdict]
+    defect = f"The planted defect ({report.planted}: {DEFECTS[report.planted].summary})"
+    if report.found_planted:
+        return PageVerdict("good", f"{defect} was found.")
+    return PageVerdict("bad", f"{defect} was not found: these tests prove nothing here.")
 
 
 def _facts(report: VerifyReport, names: Mapping[str, str | None]) -> dict[str, str]:
@@ -75,7 +82,11 @@ def _facts(report: VerifyReport, names: Mapping[str, str | None]) -> dict[str, s
 
 def _tables(report: VerifyReport) -> Iterator[Table]:
     suffix = "" if report.planted is None else f", with {report.planted} planted"
-    identities = {_heading(each): [_identity(each, run) for run in each.runs] for each in report.identities}
+    identities = {}
+    for each in report.identities:
+        rule = f", {each.acceptance} with seeds" if each.acceptance else ""
+        heading = f"{each.setting}{rule}: {each.prompts} prompts, {each.tokens} tokens"
+        identities[heading] = [_identity(each, run) for run in each.runs]
     yield Table(
         f"The same tokens as plain decoding{suffix}",
         "run",
@@ -97,25 +108,17 @@ def _tables(report: VerifyReport) -> Iterator[Table]:
         yield Table(f"Tokens by position of the draft{suffix}", "position", columns, by_position)
 
 
-def _heading(identity: Identity) -> str:
-    rule = f", {identity.acceptance} with seeds" if identity.acceptance else ""
-    return f"{identity.setting}{rule}: {identity.prompts} prompts, {identity.tokens} tokens"
-
-
 def _identity(identity: Identity, run: TextRun) -> Line:
     name = f"{run.drafter}{', drafting always' if run.always else ''}"
     name += ", in a batch" if run.batched else ", one at a time"
-    found = [each for each in identity.divergences if each.run == run]
-    same = identity.prompts - identity.diverged(run)
+    same = f"{identity.prompts - identity.diverged(run)} of {identity.prompts}"
     if identity.errors:
         return Line(name, (), f"failed: {identity.errors[0]}")
-    if not found:
-        return Line(name, [Cell(f"✓ {same} of {identity.prompts}", kind="good"), Cell(DASH), Cell(DASH)])
-    first = found[0]
+    first = next((each for each in identity.divergences if each.run == run), None)
+    if first is None:
+        return Line(name, [Cell(f"✓ {same}", kind="good"), Cell(DASH), Cell(DASH)])
     place = Cell(f"prompt {first.prompt}, new token {first.position}")
-    return Line(
-        name, [Cell(f"✗ {same} of {identity.prompts}", kind="bad"), place, Cell(f"{first.margin:.3g}")]
-    )
+    return Line(name, [Cell(f"✗ {same}", kind="bad"), place, Cell(f"{first.margin:.3g}")])
 
 
 def _name(test: DistributionTest) -> str:
@@ -126,32 +129,23 @@ def _name(test: DistributionTest) -> str:
 
 def _cells(test: DistributionTest) -> list[Cell]:
     failure = f"✗ {test.impossible} impossible" if test.impossible else "✗ failed"
+    figures = f"{test.statistic:.2f}", f"{test.p_value:.2g}", f"{test.detectable:.4f}"
+    accepted = f"{test.accepted / test.drafted:.0%}" if test.drafted else DASH
     return [
-        Cell(str(test.samples)),
-        Cell(str(test.cells)),
-        Cell(f"{test.statistic:.2f}"),
-        Cell(f"{test.p_value:.2g}"),
-        Cell(f"{test.detectable:.4f}"),
-        Cell(f"{test.accepted / test.drafted:.0%}" if test.drafted else DASH),
+        *map(Cell, (str(test.samples), str(test.cells), *figures, accepted)),
         Cell("✓ passed", kind="good") if test.joint_passed else Cell(failure, "; ".join(test.errors), "bad"),
     ]
 
 
 def _position(each: DraftPosition) -> Line:
-    tested = each.tested
-    outcome = Cell("✗ failed", kind="bad") if each.failed else Cell("✓ passed", kind="good")
-    return Line(
-        "bonus" if each.bonus else str(each.position + 1),
-        [
-            Cell(str(each.tokens)),
-            Cell(DASH if each.bonus else str(each.corrections)),
-            Cell(f"{each.statistic:.2f}" if tested else DASH),
-            Cell(f"{each.p_value:.2g}" if tested else DASH),
-            Cell(f"{each.detectable:.4f}" if tested else DASH),
-            Cell(f"{each.detectable_correction:.4f}" if tested and each.corrections else DASH),
-            outcome if tested else Cell("too few tokens"),
-        ],
-    )
+    counts = str(each.tokens), DASH if each.bonus else str(each.corrections)
+    figures, outcome = (DASH,) * 4, Cell("too few tokens")
+    if each.tested:
+        corrections = f"{each.detectable_correction:.4f}" if each.corrections else DASH
+        figures = f"{each.statistic:.2f}", f"{each.p_value:.2g}", f"{each.detectable:.4f}", corrections
+        outcome = Cell("✗ failed", kind="bad") if each.failed else Cell("✓ passed", kind="good")
+    place = "bonus" if each.bonus else str(each.position + 1)
+    return Line(place, [*map(Cell, (*counts, *figures)), outcome])
 
 
 def _p_values(report: VerifyReport) -> Plot:
@@ -169,9 +163,8 @@ def _p_values(report: VerifyReport) -> Plot:
         "p-value", low=LEAST / 3, high=3.0, ticks={10.0**n: "1" if n == 0 else f"1e{n}" for n in powers},
         log=True, grid=True,
     )  # fmt: skip
-    name = _id("p-values", report)
     return make_plot(
-        name,
+        "p-values" if report.planted is None else f"p-values-{report.planted}",
         f"The tests of samples{_planted(report)}",
         f"The p-value of each test, in the order of the table; below the dashed line, {level:.2g}, it fails.",
         [f"{_name(test)} {test.p_value:.2g}" for test in report.tests],
@@ -184,12 +177,11 @@ def _detection(report: VerifyReport) -> list[Plot]:
     best = report.best_by_position
     if not best:
         return []
-    name = _id("detection", report)
     positions = [each.position + 1 for each in best]
     points = Points("", positions, [each.detectable_correction for each in best], 0, "line")
     axis = Axis("distance", low=0, grid=True)
     plot = make_plot(
-        name,
+        "detection" if report.planted is None else f"detection-{report.planted}",
         f"What the tests by position detect{_planted(report)}",
         f"The smallest total variation distance of the corrections that some test detects with probability"
         f" {report.power:g}; lower is better.",
@@ -198,10 +190,6 @@ def _detection(report: VerifyReport) -> list[Plot]:
         Axis("position in the draft", whole=True),
     )
     return [plot]
-
-
-def _id(name: str, report: VerifyReport) -> str:
-    return name if report.planted is None else f"{name}-{report.planted}"
 
 
 def _planted(report: VerifyReport) -> str:

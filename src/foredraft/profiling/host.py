@@ -152,14 +152,14 @@ class _Rounds:
         finally:
             for sequence in list(own.rows.sequences):
                 own.cancel(sequence)
-        if not rounds or not all(map(_stayed_finite, sequences)):
+        # a round that meets logits that are not finite emits nothing
+        finite = (
+            each.finish is not Finish.ERROR and all(outcome.emitted for outcome in each.rounds)
+            for each in sequences
+        )
+        if not rounds or not all(finite):
             return None
         return median_low(sorted(rounds[2:] or rounds)[: ROUNDS // 2 + 1])
-
-
-def _stayed_finite(sequence: Sequence) -> bool:
-    """Return whether no round of the sequence met logits that are not finite; such a round emits nothing."""
-    return sequence.finish is not Finish.ERROR and all(outcome.emitted for outcome in sequence.rounds)
 
 
 class _Filler(ModelFreeDrafter):

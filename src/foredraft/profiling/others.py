@@ -116,20 +116,12 @@ class QuietTurns:
     def take(self, turn: Callable[[], tuple[T, Load | None]]) -> tuple[T, list[T]]:
         """Take a turn until it is not disturbed, ATTEMPTS times at most."""
         attempts = [turn()]
-        while _is_disturbed(attempts[-1][1]) and self._left and len(attempts) < ATTEMPTS:
+        while (load := attempts[-1][1]) and load.disturbed and self._left and len(attempts) < ATTEMPTS:
             self._left -= 1
             self.repeated += 1
             attempts.append(turn())
         self.kept += 1
-        best = min(range(len(attempts)), key=lambda at: _others(attempts[at][1]))
-        result, load = attempts.pop(best)
-        self.disturbed += _is_disturbed(load)
+        others = [0.0 if load is None else load.others for _, load in attempts]
+        result, load = attempts.pop(others.index(min(others)))
+        self.disturbed += load is not None and load.disturbed
         return result, [other for other, _ in attempts]
-
-
-def _others(load: Load | None) -> float:
-    return 0.0 if load is None else load.others
-
-
-def _is_disturbed(load: Load | None) -> bool:
-    return load is not None and load.disturbed

@@ -72,19 +72,14 @@ class TimedTurns:
                 ran = timed(self.works[key], self.device)[0]
                 while ran < self.settle:
                     ran += timed(self.works[key], self.device)[0]
-            taken, result = self._steadily_timed(self.works[key])
+            for _ in range(RUNS):  # again where a pass was captured, or will be when it runs again
+                before = Graphs.unsettled
+                taken, result = timed(self.works[key], self.device)
+                if Graphs.unsettled == before:
+                    break
             if counts:
                 self.seconds[key].append(result if isinstance(result, OwnSeconds) else taken)
         self._backwards = not self._backwards
-
-    def _steadily_timed(self, work: Work) -> tuple[float, object]:
-        """Time a work; again where a pass of it was captured, or will be when it runs again."""
-        for _ in range(RUNS):
-            before = Graphs.unsettled
-            found = timed(work, self.device)
-            if Graphs.unsettled == before:
-                break
-        return found
 
 
 def interleaved(
@@ -228,16 +223,12 @@ def observed(engine: Engine, observer: Observer) -> Iterator[None]:
 SETTLE = 0.006
 
 
-def _no_draw(column: int, logits: Tensor) -> object:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class TimedDraws:
     """The draws of a timed draft."""
 
     sampling: SamplingInputs | None = None  # of a fused draft; None draws the argmax
-    draw: Callable[[int, Tensor], object] = _no_draw  # of single steps; logits [B, 1, V]
+    draw: Callable[[int, Tensor], object] = lambda column, logits: None  # of single steps; logits [B, 1, V]
 
 
 class BareForwards:

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from pydantic import TypeAdapter
 
 from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
-from foredraft.pages.origins import ORIGINS, stylesheet
+from foredraft.pages.trace import ORIGINS, stylesheet
 from foredraft.serve import reply_types
 from foredraft.serve.bodies import SHAPES
 from foredraft.serve.generations import Model

@@ -10,9 +10,8 @@ words, so that the rest of the report is not lost.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from math import sqrt
 from pathlib import Path
@@ -22,6 +21,7 @@ import foredraft
 from foredraft.bench.bench_records import MAX_REPEATED, Spread
 from foredraft.bench.contender import ForedraftContender, Timing
 from foredraft.bench.measurement import measure_costs
+from foredraft.bench.settings import Progress, TuneSettings
 from foredraft.bench.workload import turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
@@ -37,10 +37,8 @@ from foredraft.llm.loaded import Loaded
 from foredraft.model.memory import dtype_name
 from foredraft.model.runner import Runner
 from foredraft.profiling.timing import replaced
-from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.teacher_forced import TeacherForced
+from foredraft.tune.teacher_forced import CalibrationText, CalibrationTexts, TeacherForced
 from foredraft.tune.tune_records import TAU_TOLERANCE, Finalist, Trial
-from foredraft.tune.tune_settings import Progress, TuneSettings
 from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError, check_folder, make_folder
 
 
@@ -107,11 +105,6 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def dtype_of(loaded: Loaded) -> str:
-    """Return the name of the dtype in which the model computes."""
-    return dtype_name(loaded.engine.cache.dtype)
-
-
 def make_plan_file(
     winner: Finalist, model: str, hash: str, loaded: Loaded, options: TuneSettings
 ) -> PlanFile:
@@ -125,7 +118,7 @@ def make_plan_file(
         skip_mlp=skips.mlp,
         exit=skips.exit,
         device=loaded.engine.device.type,
-        dtype=dtype_of(loaded),
+        dtype=dtype_name(loaded.engine.cache.dtype),
         max_draft=winner.draft,
         alpha=winner.alpha,
         c=winner.c,
@@ -199,105 +192,75 @@ PLAIN = "none"
 Runs = list[list[Timing]]  # by prompt, then by repeat
 
 
-@dataclass(frozen=True, slots=True)
-class _Contest:
-    """Everything that all finalists share: the model, the runner of drafts, the prompts, and the options."""
-
-    llm: LLM
-    drafting: Runner | None
-    prompts: list[list[int]]
-    options: TuneSettings
-
-    @property
-    def runner(self) -> Runner:
-        return self.llm.loaded.runner
-
-    def contender(self, name: str, draft_length: int) -> ForedraftContender:
-        temperature = self.options.temperature
-        return ForedraftContender(name, self.llm, name, temperature=temperature, policy=Fixed(draft_length))
-
-
 def decode_finalists(
     llm: LLM,
     trials: Sequence[Trial],
     prompts: Sequence[list[int]],
     options: TuneSettings,
     progress: Progress,
-    drafting: Runner | None = None,
+    drafting: Runner | None = None,  # of drafts; None: the target
 ) -> list[Finalist]:
     """Decode held-out prompts with each plan, and return what was measured, in the order of `trials`."""
-    plain = _Contest(llm, None, [], options).contender(PLAIN, 0)
-    contest = _Contest(llm, drafting, _without_loops(plain, prompts, options), options)
-    names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
-    with _added_drafters(contest, {name: Skips.parse(trial.skips) for name, trial in names.items()}):
-        contenders = {name: contest.contender(name, trial.draft) for name, trial in names.items()}
-        runs = _run_in_turns(contest, [plain, *contenders.values()], progress)
-        context = int(median(map(len, contest.prompts))) + options.new_tokens // 2
-        costs = measure_costs(llm.loaded, 1, context, max(trial.draft for trial in trials)).drafting
-        agreements = {
-            name: _measure_agreement(contest, trial, contenders[name], runs[name])
-            for name, trial in names.items()
-        }
-    return [
-        _finalist(
-            trial,
-            runs[PLAIN],
-            runs[name],
-            costs[name].of(trial.draft) / trial.draft,
-            agreements[name],
-            options.temperature,
-        )
-        for name, trial in names.items()
-    ]
 
+    def contender(name: str, draft_length: int) -> ForedraftContender:
+        policy = Fixed(draft_length)
+        return ForedraftContender(name, llm, name, temperature=options.temperature, policy=policy)
 
-def _without_loops(
-    plain: ForedraftContender, prompts: Sequence[list[int]], options: TuneSettings
-) -> list[list[int]]:
-    """Return the prompts after which plain decoding repeats itself little; all prompts if there are none."""
-    loops = [
-        repeated(plain.run([prompt], options.new_tokens).tokens[0]) >= MAX_REPEATED for prompt in prompts
-    ]
+    runner, engine, plain = llm.loaded.runner, llm.loaded.engine, contender(PLAIN, 0)
+    # those after which plain decoding repeats itself little; all if there are none
+    loops = [repeated(plain.run([each], options.new_tokens).tokens[0]) >= MAX_REPEATED for each in prompts]
     varied = [prompt for prompt, looping in zip(prompts, loops, strict=True) if not looping]
-    return (varied or list(prompts))[:MAX_PROMPTS]
-
-
-@contextmanager
-def _added_drafters(contest: _Contest, plans: dict[str, Skips]) -> Iterator[None]:
-    """Add a drafter for each plan to the engine while the context is open."""
-    engine = contest.llm.loaded.engine
-    kind = LayerSkip if contest.drafting is None else LowBit
-    runner = contest.drafting or contest.runner
-    added = {name: kind(runner, engine.cache, skips) for name, skips in plans.items()}
+    prompts = (varied or list(prompts))[:MAX_PROMPTS]
+    names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
+    kind = LayerSkip if drafting is None else LowBit
+    added = {
+        name: kind(drafting or runner, engine.cache, Skips.parse(trial.skips))
+        for name, trial in names.items()
+    }
+    finalists = []
     with replaced(engine, "drafters", engine.drafters | added):
-        yield
+        contenders = {name: contender(name, trial.draft) for name, trial in names.items()}
+        runs = _run_in_turns(prompts, options, [plain, *contenders.values()], progress)
+        context = int(median(map(len, prompts))) + options.new_tokens // 2
+        costs = measure_costs(llm.loaded, 1, context, max(trial.draft for trial in trials)).drafting
+        for name, trial in names.items():
+            agreement = Agreement(
+                runner, drafting, Skips.parse(trial.skips), trial.draft, options.temperature
+            )
+            _measure_agreement(agreement, prompts, options, contenders[name], runs[name])
+            c = costs[name].of(trial.draft) / trial.draft
+            finalists.append(_finalist(trial, runs[PLAIN], runs[name], c, agreement, options.temperature))
+    return finalists
 
 
 def _run_in_turns(
-    contest: _Contest, contenders: Sequence[ForedraftContender], progress: Progress
+    prompts: Sequence[list[int]],
+    options: TuneSettings,
+    contenders: Sequence[ForedraftContender],
+    progress: Progress,
 ) -> dict[str, Runs]:
     """Time all contenders on every prompt, by turns within each repeat."""
     runs: dict[str, Runs] = {contender.name: [] for contender in contenders}
-    for done, prompt in enumerate(contest.prompts):
+    for done, prompt in enumerate(prompts):
         for own in runs.values():
             own.append([])
-        for repeat in range(-1 if done == 0 else 0, contest.options.repeats):  # the first turn warms up
+        for repeat in range(-1 if done == 0 else 0, options.repeats):  # the first turn warms up
             for contender in turns(contenders, repeat):
-                timing = contender.run([prompt], contest.options.new_tokens)
+                timing = contender.run([prompt], options.new_tokens)
                 if repeat >= 0:
                     runs[contender.name][-1].append(timing)
-        progress("decode", done + 1, len(contest.prompts))
+        progress("decode", done + 1, len(prompts))
     return runs
 
 
 def _measure_agreement(
-    contest: _Contest, trial: Trial, contender: ForedraftContender, runs: Runs
-) -> Agreement:
+    found: Agreement,
+    prompts: Sequence[list[int]],
+    options: TuneSettings,
+    contender: ForedraftContender,
+    runs: Runs,
+) -> None:
     """Compare decoded and predicted τ over the timed runs, and over more runs until τ is accurate enough."""
-    prompts, options = contest.prompts, contest.options
-    found = Agreement(
-        contest.runner, contest.drafting, Skips.parse(trial.skips), trial.draft, options.temperature
-    )
     for turn in range(MAX_TURNS):
         if turn < options.repeats:
             timings = [repeats[turn] for repeats in runs]
@@ -312,7 +275,6 @@ def _measure_agreement(
         )
         if found.relative_error <= TAU_TOLERANCE / 2:
             break
-    return found
 
 
 def _finalist(

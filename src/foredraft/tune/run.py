@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from foredraft import demo
 from foredraft.bench.machine_record import LoadWatch, machine
+from foredraft.bench.settings import Progress, TuneSettings, silent
 from foredraft.bench.workload import AS_IT_IS, PromptForm
 from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
@@ -22,20 +23,12 @@ from foredraft.loading import load_for
 from foredraft.loading.checkpoints import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.lora.folder import with_loras
+from foredraft.model.memory import dtype_name
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
-from foredraft.tune.calibration import (
-    CalibrationCache,
-    CalibrationTexts,
-    calibration_prompt_count,
-    hold_out,
-    new_tokens_per_prompt,
-    write_calibration_texts,
-)
 from foredraft.tune.finals import (
     check_writable,
     decode_finalists,
-    dtype_of,
     make_plan_file,
     remaining_plan_note,
     replaced_plan_note,
@@ -43,9 +36,16 @@ from foredraft.tune.finals import (
 )
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage
-from foredraft.tune.teacher_forced import TeacherForced
-from foredraft.tune.tune_records import Finalist, PlanCosts, Trial, TuneReport, measure_plan_costs
-from foredraft.tune.tune_settings import Progress, TuneSettings, silent
+from foredraft.tune.teacher_forced import (
+    CalibrationCache,
+    CalibrationTexts,
+    TeacherForced,
+    calibration_prompt_count,
+    hold_out,
+    new_tokens_per_prompt,
+    write_calibration_texts,
+)
+from foredraft.tune.tune_records import Finalist, TuneReport, measure_plan_costs
 
 Prompts: TypeAlias = Sequence[str] | Sequence[list[int]]  # texts, or the token ids of chats
 CALIBRATION_BATCH = 8  # calibration texts generated in one batch
@@ -77,19 +77,16 @@ def tune(
     with stages("load"):
         llm = _load(folder, prompts, form, options, loading, watch)
     _check_layers(llm.loaded.spec)
-    target = _Target(model or "demo", folder, hash, llm)
-    run = _Run(target, options, form, storage, stages, watch)
-    max_draft = longest_draft(options.max_draft, options.max_draft, target.runner)
-    applied = form.applied(llm.tokenizer, prompts)
-    ids, held_out = hold_out(_encode(llm, applied, options, truncate))
+    run = _Run(model or "demo", folder, hash, llm, options, form, storage, stages, watch)
+    max_draft = longest_draft(options.max_draft, options.max_draft, run.runner)
+    ids, held_out = hold_out(_encode(llm, form.applied(llm.tokenizer, prompts), options, truncate))
     with stages("calibrate"):
         calibration = run.calibrate(ids)
         teacher_forced = TeacherForced(
-            target.runner, calibration, max_draft, deadline.check, watch, target.drafting
+            run.runner, calibration, max_draft, deadline.check, watch, run.drafting
         )
-    result = run.search(calibration, teacher_forced, deadline)
-    finalists, finished = run.decode(result, held_out)
-    return run.report(result, finalists, finished, plan_out)
+    report = run.search(calibration, teacher_forced, deadline)
+    return run.save(run.decode(report, held_out), plan_out)
 
 
 def _check_layers(spec: ModelSpec) -> None:
@@ -103,13 +100,18 @@ def _check_layers(spec: ModelSpec) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
-    """The loaded model."""
+class _Run:
+    """The stages of one search after the model is loaded."""
 
-    name: str  # its name, for display
+    name: str  # the model's name, for display
     folder: Path  # its folder
     hash: str  # its hash (`plan_files.model_hash`)
     llm: LLM  # the model itself
+    options: TuneSettings
+    form: PromptForm
+    storage: StudyStorage
+    stages: _Stages
+    progress: LoadWatch
 
     @property
     def runner(self) -> Runner:
@@ -121,74 +123,57 @@ class _Target:
         copy = self.llm.loaded.engine.drafters.get(LowBit.name)
         return None if copy is None or copy.draft_pass is None else copy.draft_pass.runner
 
-
-@dataclass(frozen=True, slots=True)
-class _SearchResult:
-    """The study after the trials, read from the storage, which may be lost from then on."""
-
-    study: str  # name of the study
-    tokens: int  # new tokens of the calibration texts
-    costs: PlanCosts  # costs on which predictions rest
-    trials: tuple[Trial, ...]  # completed trials
-    importance: dict[str, float]  # `Search.importance`
-    exhausted: int | None  # number of all plans if the search ended early because all were tried, else None
-    finished: bool  # False if Ctrl-C ended the trials
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The stages of one search after the model is loaded."""
-
-    target: _Target
-    options: TuneSettings
-    form: PromptForm
-    storage: StudyStorage
-    stages: _Stages
-    progress: LoadWatch
-
     def calibrate(self, prompts: list[list[int]]) -> CalibrationTexts:
         """Return the calibration texts after these prompts, from the cache folder or newly written."""
-        target, tokens, temperature = self.target, self.options.tokens, self.options.temperature
-        cache = CalibrationCache(target.folder, target.hash, target.llm.loaded, prompts, tokens, temperature)
+        llm, tokens, temperature = self.llm, self.options.tokens, self.options.temperature
+        cache = CalibrationCache(self.folder, self.hash, llm.loaded, prompts, tokens, temperature)
         return cache.read_or(
-            lambda: write_calibration_texts(target.llm, prompts, tokens, temperature, self.progress)
+            lambda: write_calibration_texts(llm, prompts, tokens, temperature, self.progress)
         )
 
     def search(
         self, calibration: CalibrationTexts, teacher_forced: TeacherForced, deadline: Deadline
-    ) -> _SearchResult:
-        """Run the trials of the study, with its storage guarded against loss."""
-        loaded, options = self.target.llm.loaded, self.options
+    ) -> TuneReport:
+        """Run the trials of the study, with its storage guarded against loss; report them."""
+        loaded, options, notes = self.llm.loaded, self.options, list[str]()
         max_draft = teacher_forced.max_draft
         context = int(median(text.prompt_length + text.new_tokens // 2 for text in calibration.texts))
-        study = _study_name(self.target.hash, loaded, calibration, max_draft, options.draft_weights)
+        study = _study_name(self.hash, loaded, calibration, max_draft, options.draft_weights)
         with self.storage.loss_reported():
             with self.stages("costs"):
                 search = Search(
                     self.storage, study, options, teacher_forced,
                     lambda: measure_plan_costs(
                         loaded, context, max_draft, options.temperature, self.progress,
-                        drafting=self.target.drafting,
+                        drafting=self.drafting,
                     ),
                     deadline,
                 )  # fmt: skip
             finished = self._run_trials(search)
-            trials = tuple(search.trials())
-            ended_early = search.exhausted and len(trials) < options.trials
-            return _SearchResult(
-                study=study,
-                tokens=calibration.tokens,
-                costs=search.costs,
-                trials=trials,
-                importance=search.importance(),
-                exhausted=search.plan_count if ended_early else None,
-                finished=finished,
+            trials, importance = tuple(search.trials()), search.importance()
+            if search.exhausted and len(trials) < options.trials:
+                notes.append(
+                    f"All {search.plan_count} plans of this model were tried, so the search ended early."
+                )
+        if calibration.tokens < options.tokens:
+            notes.append(
+                f"The prompts give {calibration.tokens:,} calibration tokens without repetition, of the"
+                f" {options.tokens:,} asked for; more prompts make the predictions better."
             )
+        shown = {"storage": self.storage.shown, "dtype": dtype_name(loaded.engine.cache.dtype)} | asdict(
+            self.form
+        )
+        return TuneReport(
+            model=self.name, model_hash=self.hash, layers=loaded.spec.layers, study=study,
+            storage=self.storage.shown, options=asdict(options) | shown, machine={},
+            tokens=calibration.tokens, costs=search.costs, trials=trials, importance=importance,
+            seconds=self.stages.seconds, finished=finished, notes=tuple(notes),
+        )  # fmt: skip
 
     def _run_trials(self, search: Search) -> bool:
         """Run the trials; return False if Ctrl-C ended them, and raise it if no trial is complete."""
         try:
-            with self.target.runner.uncaptured():
+            with self.runner.uncaptured():
                 with self.stages("rank"):
                     search.find_seed_plans(self.progress)
                 with self.stages("search"):
@@ -199,62 +184,39 @@ class _Run:
             return False
         return True
 
-    def decode(self, result: _SearchResult, held_out: list[list[int]]) -> tuple[tuple[Finalist, ...], bool]:
-        """Return the finalists, and False if Ctrl-C ended the search before they were decoded."""
-        if not result.finished:
-            return (), False
+    def decode(self, report: TuneReport, held_out: list[list[int]]) -> TuneReport:
+        """Add the finalists; the report is unfinished if Ctrl-C ended the search before they were decoded."""
+        options = self.options
+        if not report.finished:
+            return report
         try:
             with self.stages("decode"):
-                llm, drafting = self.target.llm, self.target.drafting
                 best = best_trials(
-                    result.trials, self.options.finalists, of_copy=self.options.draft_weights is not None
+                    report.trials, options.finalists, of_copy=options.draft_weights is not None
                 )
                 if not best:  # the empty plan alone was tried
-                    return (), True
-                found = decode_finalists(llm, best, held_out, self.options, self.progress, drafting)
-                return tuple(found), True
+                    return report
+                found = decode_finalists(self.llm, best, held_out, options, self.progress, self.drafting)
+                return replace(report, finalists=tuple(found))
         except KeyboardInterrupt:
-            return (), False
+            return replace(report, finished=False)
 
-    def report(
-        self, result: _SearchResult, finalists: tuple[Finalist, ...], finished: bool, plan_out: Path | None
-    ) -> TuneReport:
-        """Save the winner's plan, if a finalist wins, and return the report."""
-        target, options = self.target, self.options
-        winner = _winner(finalists)
-        notes, files, unwritten = list[str | None](), list[str](), list[str]()
-        if result.exhausted is not None:
-            notes.append(f"All {result.exhausted} plans of this model were tried, so the search ended early.")
-        if result.tokens < options.tokens:
-            notes.append(
-                f"The prompts give {result.tokens:,} calibration tokens without repetition, of the"
-                f" {options.tokens:,} asked for; more prompts make the predictions better."
-            )
+    def save(self, report: TuneReport, plan_out: Path | None) -> TuneReport:
+        """Save the winner's plan, if a finalist wins, and say so in the report."""
+        loaded, weights, finalists = self.llm.loaded, self.options.draft_weights, report.finalists
+        winner, files, unwritten = _winner(finalists), list[str](), list[str]()
         if winner is not None:
-            notes.append(replaced_plan_note(target.hash, options.draft_weights))
-            plan = make_plan_file(finalists[winner], target.name, target.hash, target.llm.loaded, options)
+            note = replaced_plan_note(self.hash, weights)
+            plan = make_plan_file(finalists[winner], self.name, self.hash, loaded, self.options)
             files, unwritten = save_plan(plan, plan_out)
         else:
-            notes.append(remaining_plan_note(target.hash, finalists, options.draft_weights))
-        shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm.loaded)} | asdict(self.form)
-        return TuneReport(
-            model=target.name,
-            model_hash=target.hash,
-            layers=target.llm.loaded.spec.layers,
-            study=result.study,
-            storage=self.storage.shown,
-            options=asdict(options) | shown,
-            machine=machine(target.llm.loaded.engine.device) | {"highest_load": self.progress.highest},
-            tokens=result.tokens,
-            costs=result.costs,
-            trials=result.trials,
-            importance=result.importance,
-            finalists=finalists,
+            note = remaining_plan_note(self.hash, finalists, weights)
+        return replace(
+            report,
+            machine=machine(loaded.engine.device) | {"highest_load": self.progress.highest},
             winner=winner,
             plan_files=tuple(files),
-            seconds=self.stages.seconds,
-            finished=finished,
-            notes=tuple(note for note in notes if note is not None),
+            notes=(*report.notes, *filter(None, [note])),
             unwritten=tuple(unwritten),
         )
 
@@ -367,8 +329,8 @@ def _study_name(
     runner = loaded.runner
     modes = {"kernels": runner.by_kernels, "compiled": runner.compiled, "deterministic": loaded.deterministic}
     mode = "+".join(name for name, enabled in modes.items() if enabled) or "plain"
-    texts = calibration.digest[:16]
-    return f"{STUDY_FORMAT}. {hash[:16]} {dtype_of(loaded)} {sampling} {texts} {mode} on {device}"
+    texts, dtype = calibration.digest[:16], dtype_name(loaded.engine.cache.dtype)
+    return f"{STUDY_FORMAT}. {hash[:16]} {dtype} {sampling} {texts} {mode} on {device}"
 
 
 def _winner(finalists: Sequence[Finalist]) -> int | None:

@@ -141,24 +141,18 @@ def _check_file(url: str) -> None:
     try:
         with closing(sqlite3.connect(name, timeout=WAIT)) as file:
             tables = [table for (table,) in file.execute("SELECT name FROM sqlite_master WHERE type='table'")]
-            if tables and not _holds_studies(file):
-                problem = (
-                    f"which belongs to another program (it has a table {tables[0]!r}) and is left unchanged"
-                )
-                raise _refused(url, problem, "give a file that does not exist yet")
-            if tables:  # fails now if the file is read-only
-                file.execute("UPDATE studies SET study_name = study_name WHERE 1 = 0")
+            if not tables:
+                return
+            try:  # Optuna's first table, which lists the studies
+                file.execute("SELECT study_id, study_name FROM studies")
+            except sqlite3.OperationalError:
+                owner = f"another program (it has a table {tables[0]!r})"
+                problem = f"which belongs to {owner} and is left unchanged"
+                raise _refused(url, problem, "give a file that does not exist yet") from None
+            # fails now if the file is read-only
+            file.execute("UPDATE studies SET study_name = study_name WHERE 1 = 0")
     except sqlite3.Error as error:
         raise _refused(url, f"which cannot be used ({error})", "give another file") from error
-
-
-def _holds_studies(file: sqlite3.Connection) -> bool:
-    """Return whether a database has Optuna's first table, which lists the studies."""
-    try:
-        file.execute("SELECT study_id, study_name FROM studies")
-    except sqlite3.OperationalError:
-        return False
-    return True
 
 
 def _refused(url: str, problem: str, remedy: str) -> ConfigError:

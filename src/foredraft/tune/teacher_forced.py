@@ -1,5 +1,8 @@
-"""Teacher forcing: acceptance probabilities of a plan's drafts from one forward over the calibration texts,
-and its τ.
+"""Calibration texts, and teacher forcing: acceptance probabilities of a plan's drafts on them, and its τ.
+
+The target writes the texts once. Every sample has a fixed seed, so texts are a function of the model, the
+prompts and the temperature, and are kept in the user's cache folder. A text is cut before more than
+`MAX_REPEATED` of its 4-grams are repetitions, because loops are easy to draft.
 
 Given that the text continues with x, a drafted token x is accepted with probability min(1, q(x) / p(x))
 (Leviathan et al. 2023, arXiv:2211.17192); at temperature 0 it is 1 or 0. Given the text, the starts of rounds
@@ -9,15 +12,18 @@ evenly spaced starts is too high, because rounds begin at hard tokens more often
 Every column attends to what it would attend to in decoding: the target's keys and values before the first
 column of its draft, and the draft's own from there on. The texts are cut into drafts of K columns, and passes
 go from the last draft of a text to its first, so that no pass reads what a draft wrote; `restore` copies the
-target's keys and values back before the next trial. Layers that several plans share are computed once: every
-plan is one path through a trie of layers.
+target's keys and values back before the next trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -25,54 +31,201 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import foredraft
+from foredraft import user_cache
+from foredraft.bench.bench_records import MAX_REPEATED
+from foredraft.bench.settings import Progress, Steps, silent
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import vocab_ops_of
-from foredraft.errors import ConfigError, Option
+from foredraft.drafters.lookup import repeated
+from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.llm import LLM
+from foredraft.llm.loaded import Loaded
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.layer_geometry import Plan
+from foredraft.model.lora.lora_config import base_of
 from foredraft.model.memory import upload
-from foredraft.model.runner import Resume, Runner, next_chunk
-from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.tune_settings import Progress, Steps, silent
+from foredraft.model.runner import Runner, next_chunk
+
+HELD_OUT_EVERY = 4  # one prompt in four is held out
+MIN_HELD_OUT = 6  # prompts, or half of all: with fewer, no speed-up is significant
+MIN_NEW_TOKENS, MAX_NEW_TOKENS = 64, 256  # bounds of the new tokens asked of one prompt
+MIN_TEXT_TOKENS = 16  # shorter texts are dropped: they hold few whole drafts
+MIN_TOKENS = 512  # that a search needs: on fewer, chance decides between plans
+MAX_SAMPLES = 8  # samples of one prompt at a temperature above 0
 
 
 @dataclass(frozen=True, slots=True)
-class TrieNode:
-    """Layers `start` to `stop` - 1, which all plans of the node run alike."""
+class CalibrationText:
+    """A prompt and its continuation by the target."""
 
-    start: int  # first layer of the node
-    stop: int  # layer after the last one of the node
-    plan: Plan  # one of the node's plans
-    indices: tuple[int, ...]  # indices of the node's plans in the list that the trie was built from
-    children: tuple[TrieNode, ...]  # nodes that begin at layer `stop`; a leaf has none
+    ids: tuple[int, ...]  # token ids of the prompt and of the new tokens after it
+    prompt_length: int  # tokens of the prompt
 
-
-def build_trie(plans: Sequence[Plan]) -> TrieNode:
-    """Return the root of the trie of one or more plans of the same model."""
-    return _node(plans, range(len(plans)), 0)
+    @property
+    def new_tokens(self) -> int:
+        return len(self.ids) - self.prompt_length
 
 
-def _node(plans: Sequence[Plan], members: Iterable[int], start: int) -> TrieNode:
-    """Return the node at layer `start` of plans that agree below it and, unless it is layer 0, in it."""
-    indices = tuple(members)
-    layers, stop = len(plans[indices[0]].attention), start
-    while stop < layers and len(_group_by_layer(plans, indices, stop)) == 1:
-        stop += 1
-    groups = _group_by_layer(plans, indices, stop).values() if stop < layers else ()
-    children = tuple(_node(plans, group, stop) for group in groups)
-    return TrieNode(start, stop, plans[indices[0]], indices, children)
+@dataclass(frozen=True, slots=True)
+class CalibrationTexts:
+    """All texts of one search, and the temperature at which the target wrote them."""
+
+    texts: tuple[CalibrationText, ...]
+    temperature: float
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all texts."""
+        return sum(text.new_tokens for text in self.texts)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the token ids and of the prompts' lengths."""
+        document = json.dumps([[text.ids, text.prompt_length] for text in self.texts])
+        return hashlib.sha256(document.encode()).hexdigest()
 
 
-def _group_by_layer(
-    plans: Sequence[Plan], indices: Iterable[int], layer: int
-) -> dict[tuple[bool, bool], list[int]]:
-    """Group plan indices by the sub-layers (attention, MLP) that the plans run in one layer."""
-    groups: dict[tuple[bool, bool], list[int]] = {}
-    for index in indices:
-        groups.setdefault((plans[index].attention[layer], plans[index].mlp[layer]), []).append(index)
-    return groups
+def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Split different prompts, in a fixed random order, into those for calibration and those held out."""
+    different = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
+    if len(different) < 2:
+        raise ConfigError(
+            "holds a single prompt" if len(prompts) < 2 else f"holds {len(prompts)} equal prompts",
+            option="prompts",
+            remedy="give two or more different prompts, since some are held out",
+        )
+    random.Random(0).shuffle(different)
+    count = calibration_prompt_count(len(different))
+    held_out = different[1::HELD_OUT_EVERY]
+    others = [prompt for index, prompt in enumerate(different) if index % HELD_OUT_EVERY != 1]
+    return others[:count], held_out + others[count:]
+
+
+def calibration_prompt_count(prompts: int) -> int:
+    """Return how many of this many different prompts are left for calibration texts."""
+    quarter = len(range(1, prompts, HELD_OUT_EVERY))
+    return max(1, prompts - max(quarter, min(MIN_HELD_OUT, prompts // 2)))
+
+
+def new_tokens_per_prompt(tokens: int, prompts: int) -> int:
+    """Return the new tokens to ask of each prompt: twice its share, since texts that repeat are cut."""
+    return min(max(-(-2 * tokens // prompts), MIN_NEW_TOKENS), MAX_NEW_TOKENS)
+
+
+def write_calibration_texts(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    temperature: float,
+    progress: Callable[[str, int, int], None],
+) -> CalibrationTexts:
+    """Let the target write texts with `tokens` new tokens or more in total, or what the prompts give."""
+    texts: list[CalibrationText] = []
+    done = 0
+    room = llm.max_length - max(map(len, prompts))  # truncation may have made prompts equal: fewer are left
+    new_tokens = min(new_tokens_per_prompt(tokens, len(prompts)), room)
+    for text in _generate_texts(llm, prompts, new_tokens, temperature):
+        texts.append(text)
+        done += text.new_tokens
+        progress("calibrate", min(done, tokens), tokens)
+        if done >= tokens:
+            break
+    if done >= min(tokens, MIN_TOKENS):
+        progress("calibrate", done, done)  # the prompts give no more
+        return CalibrationTexts(tuple(texts), temperature)
+    raise ConfigError(
+        f"but the prompts give {done} new tokens without repetition",
+        option="tokens",
+        value=tokens,
+        remedy=("give more prompts or lower ", Option("tokens")),
+    )
+
+
+def _generate_texts(
+    llm: LLM, prompts: Sequence[list[int]], new_tokens: int, temperature: float
+) -> Iterator[CalibrationText]:
+    """Generate one batch at a time, so that no batch is generated after the last one needed."""
+    rows = llm.loaded.engine.cache.rows
+    for sample in range(MAX_SAMPLES if temperature > 0 else 1):
+        params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, drafter="none")
+        for first in range(0, len(prompts), rows):
+            batch = list(prompts[first : first + rows])
+            seeds = range(sample * len(prompts) + first, sample * len(prompts) + first + len(batch))
+            each = [params.replace(seed=seed) for seed in seeds]
+            for prompt, output in zip(batch, llm.generate(batch, each), strict=True):
+                if output.error is not None:
+                    raise RequestError(f"writing a calibration text failed: {output.error}")
+                ids = output.token_ids
+                while ids and repeated(ids) > MAX_REPEATED:
+                    ids = ids[:-1]
+                if len(ids) >= min(MIN_TEXT_TOKENS, new_tokens):
+                    yield CalibrationText((*prompt, *ids), len(prompt))
+
+
+KIND = "texts"  # of the user's cache
+FORMAT = 1
+
+
+class CalibrationCache:
+    """The cached texts of one search."""
+
+    def __init__(
+        self,
+        folder: Path,  # of the model; its path and its files' times count, as the hash covers no values
+        hash: str,  # hash of the model (`plan_files.model_hash`)
+        loaded: Loaded,  # the model
+        prompts: Sequence[list[int]],
+        tokens: int,  # new tokens of all texts, at least, unless the prompts give fewer
+        temperature: float,  # temperature of the texts
+    ) -> None:
+        # token ids of the prompts that the texts continue
+        self.prompts = {tuple(prompt) for prompt in prompts}
+        self.vocabulary, self.tokens, self.temperature = loaded.spec.vocab_size, tokens, temperature
+        folder = base_of(folder)  # its LoRAs are in the hash whole
+        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
+        about = [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
+        runner, engine = loaded.runner, loaded.engine
+        how = [runner.by_kernels, runner.compiled, loaded.deterministic]
+        self.key = {
+            "format": FORMAT,
+            "foredraft": foredraft.__version__,
+            "model": hash,
+            "files": [str(folder.resolve()), *about],
+            # what determines the arithmetic
+            "passes": [engine.device.type, str(engine.cache.dtype), how, torch.__version__],
+            "prompts": list(prompts),
+            "tokens": tokens,
+            "temperature": temperature,
+        }
+
+    def read_or(self, write: Callable[[], CalibrationTexts]) -> CalibrationTexts:
+        """Return the cached texts, or call `write` and cache what it returns."""
+        found = self._read()
+        if found is None:
+            found = write()
+            texts = [[text.ids, text.prompt_length] for text in found.texts]
+            user_cache.write(KIND, self.key, {"texts": texts})
+        return found
+
+    def _read(self) -> CalibrationTexts | None:
+        kept = user_cache.read(KIND, self.key)
+        if kept is None:
+            return None
+        try:
+            texts = tuple(CalibrationText(tuple(ids), start) for ids, start in kept["texts"])
+            found = CalibrationTexts(texts, self.temperature)
+            sound = all(map(self._sound, texts))
+        except (ValueError, LookupError, TypeError):  # not what is written here
+            return None
+        return found if sound and found.tokens >= min(self.tokens, MIN_TOKENS) else None
+
+    def _sound(self, text: CalibrationText) -> bool:
+        ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)
+        start = type(text.prompt_length) is int and 0 < text.prompt_length < len(text.ids)
+        return ids and start and text.ids[: text.prompt_length] in self.prompts
 
 
 Floats = NDArray[np.float64]
@@ -175,40 +328,22 @@ class TeacherForced:
 
     def rounds(self, plan: Plan, *, every_start: bool = False) -> ExpectedRounds:
         """Return the expected rounds of a plan's drafts."""
-        acceptance = self.acceptance(plan, every_start=every_start)
-        return ExpectedRounds.from_acceptance(acceptance, self.lengths)
-
-    def rounds_of(self, plans: Sequence[Plan]) -> Iterator[ExpectedRounds]:
-        """Yield `rounds` of each plan, in less time than one call for each."""
-        for flat in self._flat_acceptance(plans):
-            yield ExpectedRounds.from_acceptance(self._at_any_place(flat), self.lengths)
+        return ExpectedRounds.from_acceptance(self.acceptance(plan, every_start=every_start), self.lengths)
 
     def acceptance(self, plan: Plan, *, every_start: bool = False) -> Floats:
         """Return acceptance probabilities [R, N, K], as `ExpectedRounds.from_acceptance` takes them."""
-        rows, max_draft = len(self.texts), self.max_draft
-        if not every_start:
-            [flat] = self._flat_acceptance([plan])
-            return self._at_any_place(flat)
-        acceptance = np.ones((rows, int(self.lengths[0]), max_draft))
+        rows, longest, max_draft = len(self.texts), int(self.lengths[0]), self.max_draft
+        if not every_start:  # each token is in one draft, whose probability serves for all its places
+            flat = np.ones((rows, longest + max_draft))
+            for (row, first, columns), own in self._score(plan, [row % max_draft for row in range(rows)]):
+                flat[row, first : first + columns] = own
+            return np.lib.stride_tricks.sliding_window_view(flat, max_draft, 1)[:, :longest]
+        acceptance = np.ones((rows, longest, max_draft))
         for offset in range(max_draft):
-            for _, (row, first, columns), own in self._score([plan], [offset] * rows):
+            for (row, first, columns), own in self._score(plan, [offset] * rows):
                 if (first - offset) % max_draft == 0:  # else a partial draft, which another offset has whole
                     acceptance[row, first, :columns] = own
         return acceptance
-
-    def _flat_acceptance(self, plans: Sequence[Plan]) -> Floats:
-        """Return the acceptance probability of each token in the one draft that holds it, [P, R, N + K]."""
-        rows = len(self.texts)
-        flat = np.ones((len(plans), rows, int(self.lengths[0]) + self.max_draft))
-        offsets = [row % self.max_draft for row in range(rows)]
-        for indices, (row, first, columns), own in self._score(plans, offsets):
-            flat[list(indices), row, first : first + columns] = own
-        return flat
-
-    def _at_any_place(self, flat: Floats) -> Floats:
-        """Use a token's probability for all its places in a draft: [R, N + K] -> [R, N, K]."""
-        windows = np.lib.stride_tricks.sliding_window_view(flat, self.max_draft, 1)
-        return windows[:, : int(self.lengths[0])]
 
     def blocks(self, offsets: list[int]) -> list[list[DraftSpan]]:
         """Cut each text into drafts, the first of them `offset` tokens long, and list the last one first."""
@@ -244,53 +379,29 @@ class TeacherForced:
         return upload(tokens, self.runner.decoder.device, torch.int64), starts
 
     @torch.inference_mode()
-    def _score(
-        self, plans: Sequence[Plan], offsets: list[int]
-    ) -> Iterator[tuple[tuple[int, ...], DraftSpan, NDArray[np.float32]]]:
-        """Yield plan indices, a draft, and the acceptance probabilities of its tokens under these plans."""
-        trie = build_trie(plans)
+    def _score(self, plan: Plan, offsets: list[int]) -> Iterator[tuple[DraftSpan, NDArray[np.float32]]]:
+        """Yield each draft and the acceptance probabilities of its tokens under a plan."""
         self.restore()
         for blocks in self.passes(self.blocks(offsets)):
             self.before_pass()
             tokens, starts = self.inputs(blocks)
             counts = [block.columns for block in blocks]
+            hidden = self.drafting.forward(
+                self.cache, tokens, starts, first_row=blocks[0].row, idle=[not count for count in counts],
+                counts=counts, plan=plan, want_logits=False, invariant=False,
+            ).hidden  # fmt: skip
             device = tokens.device
             real = torch.arange(tokens.shape[1], device=device) < upload(counts, device)[:, None]
-            next_tokens = upload(
-                [t for row, first, columns in blocks for t in self._new_ids(row)[first : first + columns]],
-                device,
-            )
+            drafted = [
+                token
+                for row, first, columns in blocks
+                for token in self.texts[row].ids[self.texts[row].prompt_length :][first : first + columns]
+            ]
             p = torch.cat([self._p[row, first : first + columns] for row, first, columns in blocks])
-            stops = np.cumsum(counts)
-            for indices, hidden in self._forward(trie, blocks, tokens, starts):
-                q = self._probabilities(self.drafting, hidden[real], next_tokens)
-                acceptance = (q / p).clamp_max(1).cpu().numpy()
-                for block, stop in zip(blocks, stops, strict=True):
-                    yield indices, block, acceptance[stop - block.columns : stop]
-
-    def _forward(
-        self,
-        node: TrieNode,
-        blocks: list[DraftSpan],
-        tokens: Tensor,
-        starts: list[int],
-        entering: Tensor | None = None,
-    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Run the plans below a node of the trie on tokens [B, T], from states [B, T, D] that enter it."""
-        counts = [block.columns for block in blocks]
-        known = [tokens.shape[1]] * len(blocks)
-        hidden = self.drafting.forward(
-            self.cache, tokens, starts, first_row=blocks[0].row, idle=[not count for count in counts],
-            counts=counts, plan=node.plan, stop=node.stop, want_logits=False, invariant=False,
-            resume=None if entering is None else Resume(node.start, entering, known),
-        ).hidden  # fmt: skip
-        if not node.children:
-            yield node.indices, hidden
-        for child in node.children:
-            yield from self._forward(child, blocks, tokens, starts, hidden)
-
-    def _new_ids(self, row: int) -> tuple[int, ...]:
-        return self.texts[row].ids[self.texts[row].prompt_length :]
+            q = self._probabilities(self.drafting, hidden[real], upload(drafted, device))
+            acceptance = (q / p).clamp_max(1).cpu().numpy()
+            for block, stop in zip(blocks, np.cumsum(counts), strict=True):
+                yield block, acceptance[stop - block.columns : stop]
 
     def _probabilities(self, runner: Runner, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the probability of each token [N] after a runner's states [N, D], a few at a time."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import comb
 from statistics import median
@@ -24,18 +24,19 @@ import torch
 from torch import Tensor
 
 from foredraft.bench.bench_records import Spread, load_doubt
+from foredraft.bench.settings import Progress, Steps, silent
 from foredraft.decode.drafter import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
+from foredraft.drafters.strict_records import as_record
 from foredraft.llm.loaded import Loaded
 from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume, Runner
 from foredraft.profiling.timing import BareForwards, TimedDraws, Work, draft_seconds, in_sequence, interleaved
 from foredraft.tune.teacher_forced import Floats
-from foredraft.tune.tune_settings import Progress, Steps, silent
 
 Line = tuple[float, float]  # (intercept, slope by layer)
 LIKELIEST = TimedDraws(draw=lambda column, logits: logits.argmax(-1))
@@ -142,13 +143,7 @@ class PlanCosts:
     @classmethod
     def from_json(cls, text: str) -> PlanCosts:
         """Return the costs whose fields this JSON object holds."""
-        found: dict[str, Any] = json.loads(text)
-        for name in ("attention", "verifying"):
-            found[name] = tuple(found[name])
-        if (exit := found["exit"]) is not None:
-            lines = [(start, slope) for start, slope in exit["verifying"]]
-            found["exit"] = ExitCosts((exit["step"][0], exit["step"][1]), tuple(lines))
-        return cls(**found)
+        return as_record(cls, json.loads(text))
 
 
 def measure_plan_costs(
@@ -338,10 +333,10 @@ class TuneReport:
     costs: PlanCosts  # costs on which predictions rest
     trials: tuple[Trial, ...]  # all completed trials of the study
     importance: dict[str, float]  # share of each sub-layer in the differences between trials
-    finalists: tuple[Finalist, ...]  # the best plans in real decoding
-    winner: int | None  # index of the winner among the finalists; None if no plan won or none was timed
-    plan_files: tuple[str, ...]  # files to which the winner was written
-    seconds: dict[str, float]  # duration of each stage
+    finalists: tuple[Finalist, ...] = ()  # the best plans in real decoding
+    winner: int | None = None  # index among the finalists; None if no plan won or none was timed
+    plan_files: tuple[str, ...] = ()  # files to which the winner was written
+    seconds: dict[str, float] = field(default_factory=dict)  # duration of each stage
     finished: bool = True  # False if the search was interrupted
     notes: tuple[str, ...] = ()  # further remarks for a reader
     unwritten: tuple[str, ...] = ()  # for each file that could not be written, the reason

@@ -7,8 +7,8 @@ tokens follow the target's distribution, by chi-square tests whose power the rep
 
 from typing import TYPE_CHECKING
 
+from foredraft.bench.settings import VerifySettings
 from foredraft.lazy import lazily
-from foredraft.verify.verify_settings import VerifySettings
 
 if TYPE_CHECKING:
     from foredraft.verify.verify_records import (

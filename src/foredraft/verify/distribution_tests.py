@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from foredraft.bench.settings import Rule, Setting
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.stats import RoundTrace, Stats
 from foredraft.llm import Output
@@ -25,7 +26,6 @@ from foredraft.verify import chi_square
 from foredraft.verify.chi_square import Cells, Prefix, detectable_distance, pearson, survival
 from foredraft.verify.sampler import TARGET, TREE_WIDTHS, WIDTHS, PlainTarget, Sampler, SamplingCase
 from foredraft.verify.verify_records import DistributionTest, DraftPosition
-from foredraft.verify.verify_settings import Rule, Setting
 
 
 class PositionCounts:
@@ -44,7 +44,6 @@ class PositionCounts:
 
     @property
     def bonuses(self) -> int:
-        """Bonus tokens."""
         return self._tokens[-1].total()
 
     def add(self, tokens: list[int], trace: list[RoundTrace]) -> None:
@@ -125,18 +124,13 @@ def choose_cases(
     for case in cases:
         cells[case.number] = Cells.of(plain.next_token(case.prompt, params), TREE_WIDTHS)
         progress(len(cells), len(cases))
-    good: list[SamplingCase] = []
-    rest: list[_Probed] = []
+    probed: list[_Probed] = []
     for case in sorted(cases, key=lambda case: -cells[case.number].entropy):
-        if len(good) == count:
-            break
-        probed = _probe(sampler, case, cells[case.number])
-        if probed.good:
-            good.append(case)
-        else:
-            rest.append(probed)
-    rest.sort(key=lambda probed: -probed.fewest)  # stable: by entropy among equals
-    return [*good, *(probed.case for probed in rest)][:count]
+        if sum(each.good for each in probed) < count:
+            probed.append(_probe(sampler, case, cells[case.number]))
+    # stable: by entropy among equals, as among good ones
+    probed.sort(key=lambda each: (not each.good, 0 if each.good else -each.fewest))
+    return [each.case for each in probed][:count]
 
 
 def choose_stand_in(
@@ -165,9 +159,7 @@ def _stand_ins(sampler: Sampler, own: SamplingParams) -> Iterator[tuple[Sampling
     for params in (own, target):
         if sampler.draws(params):
             yield from ((params, temperature) for temperature in DRAFT_TEMPERATURES)
-        elif (
-            params is target
-        ):  # drafts are greedy, and the target often draws another token than the likeliest
+        elif params is target:  # greedy drafts, where the target often draws another than the likeliest token
             yield params, 1.0
 
 
@@ -177,9 +169,7 @@ def _probe(sampler: Sampler, case: SamplingCase, cells: Cells) -> _Probed:
     for output in outputs:
         counts.add(output.token_ids, output.trace or [])
     longest = len(Stats.merge(output.stats for output in outputs).drafted_at)
-    if not longest:
-        return _Probed(case, -1)
-    return _Probed(case, min(*counts.corrections[:longest], counts.bonuses))
+    return _Probed(case, min(*counts.corrections[:longest], counts.bonuses) if longest else -1)
 
 
 POWER = 0.9  # probability of detection that a test's `detectable` distance has
@@ -207,29 +197,23 @@ class _Counts:
 
     cells: Cells
     positions: PositionCounts
-    by_cell: list[int] = field(init=False)
+    by_cell: Counter[int] = field(default_factory=Counter)
     samples: int = 0
     stats: Stats = field(default_factory=Stats)
     errors: set[str] = field(default_factory=set)
     impossible: int = 0
 
-    def __post_init__(self) -> None:
-        self.by_cell = [0] * len(self.cells.probabilities)
-
     def add(self, outputs: Sequence[Output]) -> None:
         self.samples += len(outputs)
         self.stats = Stats.merge([self.stats, *(output.stats for output in outputs)])
         for output in outputs:
-            self._count(output)
-
-    def _count(self, output: Output) -> None:
-        if output.error:
-            self.errors.add(output.error)
-        elif (cell := self.cells.of_sample(output.token_ids)) is None:
-            self.impossible += 1
-        else:
-            self.by_cell[cell] += 1
-            self.positions.add(output.token_ids, output.trace or [])
+            if output.error:
+                self.errors.add(output.error)
+            elif (cell := self.cells.of_sample(output.token_ids)) is None:
+                self.impossible += 1
+            else:
+                self.by_cell[cell] += 1
+                self.positions.add(output.token_ids, output.trace or [])
 
 
 def run_test(
@@ -250,7 +234,8 @@ def run_test(
     for outputs in sampler.draw(case, size, trace=check.by_position):
         counts.add(outputs)
         progress(counts.samples, size)
-    result = chi_square.pearson(counts.by_cell, cells.probabilities, size)
+    by_cell = [counts.by_cell[cell] for cell in range(len(cells.probabilities))]
+    result = chi_square.pearson(by_cell, cells.probabilities, size)
     if len(cells.probabilities) == 1:
         detectable = chi_square.detectable_probability(size, POWER)
     else:

@@ -1,11 +1,13 @@
-"""The sampler of continuations of one prompt, the target alone, decoded plainly, and token identity with it.
+"""What a verification runs: the target alone, the sampler of continuations, and engines with planted defects.
 
 `PlainTarget` has a cache of its own, and no drafter, acceptance rule or batch. For the samples of a stand-in,
-the engine gets one drafter more: the target itself.
+the engine gets one drafter more: the target itself. At temperature 0 the tokens are a function of the prompt,
+under the `coupled` rule of prompt and seed. A divergence is reported with the target's margin between its two
+most likely tokens there, and fails however small it is.
 
-At temperature 0 the tokens are a function of the prompt, under the `coupled` rule of prompt and seed. A
-divergence is reported with the target's margin between its two most likely tokens there, and fails however
-small it is.
+The decisions of `auto` never change the distribution of a text, so under `drafting_always` all drafters that
+it may choose take turns. Every greedy test without penalties passes with the planted defects, and so does
+every test whose drafter is the target: a verification that cannot find them proves nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +15,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from foredraft.bench.settings import DEFECTS, Setting
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import AutoregressiveDrafter
+from foredraft.decode.engine import Engine
+from foredraft.decode.noise import RESIDUAL, DrawKeys, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import PLAIN, Candidates, Decision, Policy
+from foredraft.decode.round_draft import AcceptResult, Draft, RoundInputs
 from foredraft.decode.sampling import PenaltyContext, SamplingTable, distribution_of
 from foredraft.decode.scores import likeliest
 from foredraft.drafters.layer_skip import LayerSkip
@@ -28,12 +39,147 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import RequestError
 from foredraft.llm import LLM, Output
 from foredraft.llm.loaded import Loaded
-from foredraft.model.memory import release_freed
+from foredraft.model.memory import release_freed, upload
 from foredraft.model.runner import next_chunk
+from foredraft.profiling.timing import replaced
 from foredraft.verify.chi_square import NextToken
-from foredraft.verify.planting import drafting_always
 from foredraft.verify.verify_records import Divergence, Identity, TextRun
-from foredraft.verify.verify_settings import Setting
+
+
+class DraftsAlways(Policy):
+    """Drafts in every round that has a candidate; the candidates of a row take turns."""
+
+    uses_costs = True  # so a request may have several drafters, which read and propose as under `auto`
+
+    def __init__(self, loaded: Policy) -> None:
+        self.name, self.max_draft = loaded.name, loaded.max_draft
+
+    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
+        decisions = []
+        for row in rows:
+            # Samples of a prompt begin with different drafters, so that each meets every position of a text.
+            turn, names = row.sequence.sample + row.sequence.round_count, list(row.limits)
+            name = names[turn % len(names)] if names else ""
+            decisions.append(Decision(name, min(self.max_draft, row.limits[name])) if names else PLAIN)
+        return decisions
+
+
+@contextmanager
+def drafting_always(engine: Engine) -> Iterator[None]:
+    """Let every round draft within the context, under policies that else would only where it pays."""
+    loaded = engine.policy
+    with replaced(engine, "policy", DraftsAlways(loaded) if loaded.uses_costs else loaded):
+        yield
+
+
+@contextmanager
+def planted(engine: Engine, name: str | None) -> Iterator[None]:
+    """Plant a defect in the rounds of this engine within the context."""
+    if name is None:
+        yield
+        return
+    point, mutate = _INJECTION_POINTS[name]
+    with replaced(engine, point, mutate(getattr(engine, point))):
+        yield
+
+
+def _mutated_corrections(
+    accept: Callable[..., AcceptResult], correction: Callable[[Draft, Distribution, Tensor], Distribution]
+) -> Callable[..., AcceptResult]:
+    """Return an acceptance rule that draws the token after the accepted ones once more, from `correction`.
+
+    Rows under the `coupled` rule are unchanged: that rule has no residual.
+    """
+
+    def defective(
+        draft: Draft,
+        p: Distribution,
+        keys: DrawKeys | None,
+        noise: Noise,
+        is_coupled: list[bool],
+        *others: Any,
+    ) -> AcceptResult:
+        verdict = accept(draft, p, keys, noise, is_coupled, *others)
+        if not draft.tokens.shape[1]:
+            return verdict
+
+        def pick(weights: Tensor) -> Tensor:
+            assert keys is not None
+            return noise.pick(weights, keys.columns(verdict.accepted), RESIDUAL)
+
+        drawn = correction(draft, p, verdict.accepted).draw(pick)[:, 0]
+        unchanged = upload(is_coupled, drawn.device)
+        return replace(verdict, next_token=torch.where(unchanged, verdict.next_token, drawn))
+
+    return defective
+
+
+def _residual_of_the_position_before(draft: Draft, p: Distribution, accepted: Tensor) -> Distribution:
+    q = draft.q.position((accepted - 1).clamp_min(0))
+    return p.position(accepted).minus(q, accepted < draft.lengths)
+
+
+class _SharedCoin(Noise):
+    """Noise whose coins are those of the first position."""
+
+    def __init__(self, sound: Noise) -> None:
+        self._sound, self.uses_gumbel_argmax = sound, sound.uses_gumbel_argmax
+
+    def coin(self, keys: DrawKeys, purpose: int) -> Tensor:
+        coins = self._sound.coin(keys, purpose)
+        return coins[:, :1].expand_as(coins)
+
+    def pick(self, weights: Tensor, keys: DrawKeys, purpose: int) -> Tensor:
+        return self._sound.pick(weights, keys, purpose)
+
+
+class _RoundKeys(NoiseKeys):
+    """Keys that hold the round for every purpose."""
+
+    def _hash(self, purpose: int) -> Tensor:
+        return self.vocab_ops.hash_keys(self.base, self.round, self.position, self.attempt, purpose)
+
+
+class _KeyedByRound(RoundInputs):
+    @cached_property
+    def noise(self) -> NoiseKeys:
+        sound = super().noise
+        return _RoundKeys(
+            sound.base, sound.position, sound.attempt, sound.round, sound.vocab_ops, sound.coupled
+        )
+
+
+class _CommittedContext(PenaltyContext):
+    """A context that every column of a pass shares: that of the committed tokens."""
+
+    __slots__ = ()
+
+    def along(self, drafted: Tensor, ahead: int | Tensor = 0) -> PenaltyContext:
+        return self
+
+
+class _PenaltiesNotAlong(RoundInputs):
+    @cached_property
+    def penalty_context(self) -> PenaltyContext | None:
+        sound = super().penalty_context
+        if sound is None or sound.ids is None:
+            return sound
+        return _CommittedContext(**{each.name: getattr(sound, each.name) for each in fields(sound)})
+
+
+# Name of a defect -> the engine's attribute that it replaces, and a function from the sound attribute to the
+# defective one.
+_INJECTION_POINTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "residual": (
+        "accept",
+        lambda sound: _mutated_corrections(sound, lambda draft, p, accepted: p.position(accepted)),
+    ),
+    "position": ("accept", lambda sound: _mutated_corrections(sound, _residual_of_the_position_before)),
+    "coin": ("noise", _SharedCoin),
+    "round-noise": ("round_inputs", lambda sound: _KeyedByRound),
+    "penalties": ("round_inputs", lambda sound: _PenaltiesNotAlong),
+}
+assert _INJECTION_POINTS.keys() == DEFECTS.keys()
 
 
 class PlainTarget:
@@ -48,9 +194,14 @@ class PlainTarget:
     def logits(self, prompt: list[int], new: list[int]) -> Tensor:
         """Return the logits of the token after prompt + new, [V] float32."""
         if prompt != self._prompt:
-            self._prefill(prompt)
+            start, stop = 0, len(prompt) - 1  # the last token stays pending
+            while start < stop:
+                end = next_chunk(start, stop, self.runner.chunk)
+                self.runner.prefill(self.cache, 0, prompt[start:end], start)
+                start = end
+            self._prompt, self._cached = prompt, prompt[:-1]
         tokens = [*prompt, *new]
-        start = len(prompt) - 1  # `_prefill` leaves the prompt's last token pending
+        start = len(prompt) - 1
         while start < min(len(self._cached), len(tokens) - 1) and self._cached[start] == tokens[start]:
             start += 1
         logits = None
@@ -81,14 +232,6 @@ class PlainTarget:
 
         return distribution
 
-    def _prefill(self, prompt: list[int]) -> None:
-        start, stop = 0, len(prompt) - 1
-        while start < stop:
-            end = next_chunk(start, stop, self.runner.chunk)
-            self.runner.prefill(self.cache, 0, prompt[start:end], start)
-            start = end
-        self._prompt, self._cached = prompt, prompt[:-1]
-
 
 # Separate tokens at each position of a sample (`cells`). More cells need more samples: these widths make 9
 # cells; two tokens at each position make 31, and need 1.5 times the samples for the same distance. Four
@@ -109,20 +252,6 @@ class SamplingCase:
     prompt: list[int]  # token ids of the prompt
     params: SamplingParams  # sampling parameters, drafter and acceptance rule included
     draft_temperature: float = 1.0  # divides the drafter's logits; less than 1 sharpens q
-
-
-@contextmanager
-def _changed(loaded: Loaded, case: SamplingCase) -> Iterator[None]:
-    """Change the drafter as a case has it within the context."""
-    engine = loaded.engine
-    engine.draft_temperature = case.draft_temperature
-    if case.params.drafter == TARGET:  # only then: "auto" stands for all drafters that the engine has
-        engine.drafters[TARGET] = LayerSkip(loaded.runner, engine.cache, Skips())
-    try:
-        yield
-    finally:
-        engine.drafters.pop(TARGET, None)
-        engine.draft_temperature = 1.0
 
 
 class Sampler:
@@ -159,8 +288,12 @@ class Sampler:
         while count > 0:
             size = min(count, BATCH)
             params = replace(case.params, max_new_tokens=len(WIDTHS), seed=self.next_seed(), ignore_eos=True)
+            engine, drafters = self.llm.loaded.engine, dict(self.llm.loaded.engine.drafters)
+            if params.drafter == TARGET:  # only then: "auto" stands for all drafters that the engine has
+                drafters[TARGET] = LayerSkip(self.llm.loaded.runner, engine.cache, Skips())
+            changed = replaced(engine, "draft_temperature", case.draft_temperature)
             start = time.perf_counter()
-            with _changed(self.llm.loaded, case):
+            with changed, replaced(engine, "drafters", drafters):
                 outputs = self.llm.generate([case.prompt], params, n=size, trace=trace)
             self._drawn, self._seconds = self._drawn + size, self._seconds + time.perf_counter() - start
             yield outputs
@@ -244,7 +377,9 @@ def _divergence(
     plain: PlainTarget, check: TextCheck, i: int, run: TextRun, want: Output, got: Output
 ) -> Divergence:
     """Return the first difference of a run's output of prompt `i` from the expected one."""
-    at = _first_difference(want.token_ids, got.token_ids)
+    pairs = enumerate(zip(want.token_ids, got.token_ids, strict=False))
+    ends = min(len(want.token_ids), len(got.token_ids))
+    at = next((i for i, (one, other) in pairs if one != other), ends)
     logits = plain.logits(check.prompts[i], want.token_ids[:at])
     first, second = likeliest(logits, 2).tolist()
     return Divergence(
@@ -257,9 +392,3 @@ def _divergence(
         best=(first, second),
         logits=(float(logits[first]), float(logits[second])),
     )
-
-
-def _first_difference(expected: list[int], found: list[int]) -> int:
-    """Return the first position at which the tokens differ, or the length of the shorter list."""
-    shorter = min(len(expected), len(found))
-    return next((i for i in range(shorter) if expected[i] != found[i]), shorter)

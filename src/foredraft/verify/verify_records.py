@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from foredraft.verify.verify_settings import DEFECTS, Rule, Setting
+from foredraft.bench.settings import DEFECTS, Rule, Setting
 
 
 class TextRun(NamedTuple):
@@ -40,10 +40,8 @@ class Divergence:
         return self.logits[0] - self.logits[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the divergence for JSON."""
-        figures = asdict(self) | {"margin": self.margin}
-        del figures["run"]
-        return figures | self.run._asdict()
+        figures = {name: value for name, value in asdict(self).items() if name != "run"}
+        return figures | {"margin": self.margin} | self.run._asdict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +63,19 @@ class Identity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison for JSON, with its verdict."""
-        figures = asdict(self) | {"passed": self.passed}
-        figures["runs"] = [run._asdict() for run in self.runs]
-        figures["divergences"] = [each.as_dict() for each in self.divergences]
-        return figures
+        runs, divergences = (
+            [run._asdict() for run in self.runs],
+            [each.as_dict() for each in self.divergences],
+        )
+        return asdict(self) | {"passed": self.passed, "runs": runs, "divergences": divergences}
 
     def diverged(self, run: TextRun) -> int:
         """Return the number of prompts on which a run differs."""
         return sum(found.run == run for found in self.divergences)
 
-    @property
-    def drafter_diverged(self) -> bool:
-        """Whether a run of the drafter differs."""
-        return any(found.run.drafter != "none" for found in self.divergences)
-
-    @property
-    def control_diverged(self) -> bool:
-        """Whether plain decoding in a batch differs."""
-        return any(found.run.drafter == "none" for found in self.divergences)
+    def any_diverged(self, *, control: bool) -> bool:
+        """Return whether a run of the drafter differs, or, control, of plain decoding in a batch."""
+        return any((found.run.drafter == "none") is control for found in self.divergences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +156,9 @@ class DistributionTest:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the test for JSON, with its verdicts."""
-        figures = asdict(self) | {"control": self.control, "passed": self.passed}
-        figures["positions"] = [
-            asdict(each)
-            | {
-                "detectable_correction": each.detectable_correction,
-                "tested": each.tested,
-                "passed": each.passed,
-            }
-            for each in self.positions
-        ]
-        return figures
+        shown = ("detectable_correction", "tested", "passed")
+        positions = [asdict(each) | {name: getattr(each, name) for name in shown} for each in self.positions]
+        return asdict(self) | {"control": self.control, "passed": self.passed, "positions": positions}
 
 
 Verdict = Literal["passed", "failed", "inconclusive"]
@@ -219,15 +204,6 @@ class VerifyReport:
         return [tests[0] for tests in self._positions if not any(each.tested for each in tests)]
 
     @property
-    def corrections_at(self) -> dict[int, int]:
-        """Corrections that were tested at each draft position, over all tests."""
-        return {
-            tests[0].position: sum(each.corrections for each in tests)
-            for tests in self._positions
-            if not tests[0].bonus
-        }
-
-    @property
     def _positions(self) -> list[tuple[DraftPosition, ...]]:
         """The tests of each draft position that drafts reach, and last those of the bonus token."""
         longest = max((len(test.drafted_at) for test in self.tests if test.positions), default=0)
@@ -253,9 +229,11 @@ class VerifyReport:
             ]
             yield f"too few tokens for a test of {' and '.join(names)}; take more samples, or other prompts"
         blind = [
-            str(position + 1)
-            for position, corrected in self.corrections_at.items()
-            if corrected < FEWEST_CORRECTIONS and position not in untested
+            str(tests[0].position + 1)
+            for tests in self._positions
+            if not tests[0].bonus
+            and sum(each.corrections for each in tests) < FEWEST_CORRECTIONS
+            and tests[0].position not in untested
         ]
         if blind:
             yield (
@@ -279,9 +257,13 @@ class VerifyReport:
         defect = DEFECTS[self.planted]
         # (the defect breaks it, it failed) of every check
         checks = [
-            (defect.affects(each.acceptance, each.setting), each.drafter_diverged) for each in self.identities
+            (
+                not control and defect.affects(each.acceptance, each.setting),
+                each.any_diverged(control=control),
+            )
+            for each in self.identities
+            for control in (False, True)
         ]
-        checks += [(False, each.control_diverged) for each in self.identities]
         checks += [
             (not test.control and defect.affects(test.acceptance, test.setting), not test.passed)
             for test in self.tests

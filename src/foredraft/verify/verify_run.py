@@ -12,6 +12,15 @@ from typing import Any, Literal
 import torch
 
 import foredraft
+from foredraft.bench.settings import (
+    DISTANCES,
+    GREEDY,
+    GREEDY_PENALISED,
+    PENALISED,
+    SETTINGS,
+    VerifySettings,
+    no_drafter,
+)
 from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
@@ -25,18 +34,17 @@ from foredraft.verify.distribution_tests import (
     choose_stand_in,
     run_test,
 )
-from foredraft.verify.planting import drafting_always, planted
-from foredraft.verify.sampler import WIDTHS, PlainTarget, Sampler, SamplingCase, TextCheck, compare_tokens
-from foredraft.verify.verify_records import DistributionTest, Identity, VerifyReport
-from foredraft.verify.verify_settings import (
-    DISTANCES,
-    GREEDY,
-    GREEDY_PENALISED,
-    PENALISED,
-    SETTINGS,
-    VerifySettings,
-    no_drafter,
+from foredraft.verify.sampler import (
+    WIDTHS,
+    PlainTarget,
+    Sampler,
+    SamplingCase,
+    TextCheck,
+    compare_tokens,
+    drafting_always,
+    planted,
 )
+from foredraft.verify.verify_records import DistributionTest, Identity, VerifyReport
 
 FAMILY_LEVEL = 1e-3  # of all chi-square tests together; each has an equal share (Bonferroni)
 DEFAULTS = VerifySettings()
@@ -110,44 +118,32 @@ class _Task:
 
 def _compare_texts(task: _Task) -> list[Identity]:
     """Compare texts token for token: greedy ones, and seeded ones where the `coupled` rule is tested."""
-    prompts, options = task.prompts, task.options
-    checks = [
-        TextCheck(prompts, GREEDY, None, options.tokens),
-        TextCheck(prompts[:TEXTS], GREEDY_PENALISED, None, options.tokens),
-    ]
-    if "coupled" in options.rules:
-        checks += [
-            TextCheck(
-                prompts[:TEXTS], setting, [task.sampler.next_seed() for _ in prompts[:TEXTS]], options.tokens
-            )
-            for setting in (SETTINGS[0], PENALISED)
-        ]
-    return [
-        compare_tokens(
-            task.sampler.llm,
-            task.plain,
-            check,
-            task.drafter,
-            partial(task.progress, f"Texts {number} of {len(checks)}"),
-        )
-        for number, check in enumerate(checks, start=1)
-    ]
+    prompts, tokens = task.prompts, task.options.tokens
+    few = prompts[:TEXTS]
+    checks = [TextCheck(prompts, GREEDY, None, tokens), TextCheck(few, GREEDY_PENALISED, None, tokens)]
+    if "coupled" in task.options.rules:
+        for setting in (SETTINGS[0], PENALISED):
+            checks.append(TextCheck(few, setting, [task.sampler.next_seed() for _ in few], tokens))
+    found = []
+    for number, check in enumerate(checks, start=1):
+        progress = partial(task.progress, f"Texts {number} of {len(checks)}")
+        found.append(compare_tokens(task.sampler.llm, task.plain, check, task.drafter, progress))
+    return found
 
 
 def _run_tests(task: _Task) -> tuple[list[DistributionTest], float]:
     """Run a test for each rule and setting, and a control for each setting."""
-    checks = _checks(_choose(task), task.drafter, task.options)
-    detect = task.options.detect
+    options = task.options
+    checks = _checks(_choose(task), task.drafter, options)
+    detect = options.detect
     if detect is None:  # the user's own number of samples says nothing of what they are to detect
-        given = task.options.samples is not None
+        given = options.samples is not None
         detect = DISTANCES[0] if given else _affordable(checks, task.sampler.seconds_per_sample)
-    tests = [
-        run_test(
-            task.sampler, task.plain, check, partial(_sample_count, task.options.samples, detect, check),
-            partial(task.progress, f"Chi-square test {number} of {len(checks)}"),
-        )
-        for number, check in enumerate(checks, start=1)
-    ]  # fmt: skip
+    tests = []
+    for number, check in enumerate(checks, start=1):
+        progress = partial(task.progress, f"Chi-square test {number} of {len(checks)}")
+        count = partial(_sample_count, options.samples, detect, check)
+        tests.append(run_test(task.sampler, task.plain, check, count, progress))
     return tests, detect
 
 
@@ -172,20 +168,15 @@ def _checks(cases: Sequence[SamplingCase], drafter: str, options: VerifySettings
     checks: list[DistributionCheck] = []
     for rule, is_control in kinds:
         judged = rule != "coupled" and not is_control
+        full = rule == (options.acceptance or "speculative") and not is_control
         for case, setting in zip(cases, SETTINGS, strict=True):
             # Where q has no part, there is no stand-in.
             name = "none" if is_control else case.params.drafter if judged else drafter
             params = SamplingParams(**setting.options, acceptance=rule, drafter=name)
-            temperature = case.draft_temperature if judged else 1.0
+            own = replace(case, params=params, draft_temperature=case.draft_temperature if judged else 1.0)
+            by_position = judged and rule == "speculative"
             checks.append(
-                DistributionCheck(
-                    replace(case, params=params, draft_temperature=temperature),
-                    rule,
-                    setting,
-                    full=rule == (options.acceptance or "speculative") and not is_control,
-                    by_position=judged and rule == "speculative",
-                    level=level,
-                )
+                DistributionCheck(own, rule, setting, full=full, by_position=by_position, level=level)
             )
     return checks
 
