@@ -14,7 +14,8 @@ from foredraft.model import attention, checkpoint, decoder, layers, rope, rope_c
 from foredraft.model.decoder import Attention, Decoder, Layer
 from foredraft.model.families import llama
 from foredraft.model.layers import (
-    PROJECTIONS,
+    INWARD,
+    OUTWARD,
     Folded,
     LayerInput,
     LayerInputs,
@@ -268,11 +269,8 @@ first_head_normed = around(
 @around
 def folded_back(product: Function, own: Folded, rows: slice) -> Tensor:
     """Project embeddings and heads each by the other's projection."""
-    other = {PROJECTIONS["project_in"]: "project_out", PROJECTIONS["project_out"]: "project_in"}
-    module = other[own.projection.removesuffix(".weight")]
-    file = own.projections
-    found = replace(file, stored=file.stored.replace(file.stored.split(".")[-2], module))
-    made: Tensor = product(replace(own, projections=found, outward=not own.outward), rows)
+    other = {INWARD: OUTWARD, OUTWARD: INWARD}[own.projection]
+    made: Tensor = product(replace(own, projection=other, outward=not own.outward), rows)
     return made
 
 
@@ -290,7 +288,7 @@ OTHERS = [
     defect("norms of outputs, not of sums", RUN, with_parts(finish=given(sum_norms=False)), decoding(SUMS)),
     defect("norms before sub-layers instead of after sums", RUN, NORMED_BEFORE, decoding(SUMS)),
     defect("one norm for all heads", CALL, first_head_normed, decoding("stablelm-head-norms")),
-    defect("projections in and out exchanged", Folded.__getitem__, folded_back, reloaded(PROJECTED)),
+    defect("projections in and out exchanged", Folded.rows, folded_back, reloaded(PROJECTED)),
     defect(
         "untied head folded as a tied one",
         ProjectedLayout.combined,

@@ -24,6 +24,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.model.config import broken
 from foredraft.model.quantisation.scheme import ActivationFormat
+from foredraft.model.safetensors_file import LazyTensor
 from foredraft.model.tensor_names import EMBEDDING, HEAD, TensorLayout
 
 
@@ -183,8 +184,8 @@ class PairInputs:
     normed_output: bool  # the state of the pair after is the last layer's output after the final norm
 
 
-INWARD, OUTWARD = "model.project_in", "model.project_out"
-PROJECTIONS = {"project_in": INWARD, "project_out": OUTWARD}  # outer modules of a layout
+PROJECTIONS = {"project_in": "model.project_in", "project_out": "model.project_out"}  # outer, of a layout
+TABLE, HEAD_TABLE, INWARD, OUTWARD = (f"{name}.weight" for name in (EMBEDDING, HEAD, *PROJECTIONS.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,52 +199,43 @@ class ProjectedLayout(TensorLayout):
         return {"word_embed_proj_dim": None, "tie_word_embeddings": False}
 
     def combined(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        names = {name: f"{name}.weight" for name in (EMBEDDING, HEAD, INWARD, OUTWARD)}
-        head = EMBEDDING if self.tied else HEAD
-        for name in (EMBEDDING, INWARD, OUTWARD, head):
-            if names[name] not in files:
-                raise broken(f"tensor {self.stored_name(names[name])} is missing from the checkpoint")
-        if self.tied and names[HEAD] in files and not _equal(files, names[HEAD], names[EMBEDDING]):
-            problem = f"tensor {names[HEAD]} differs from {names[EMBEDDING]}, but config.json ties them"
+        head = TABLE if self.tied else HEAD_TABLE
+        for name in (TABLE, INWARD, OUTWARD, head):
+            if name not in files:
+                raise broken(f"tensor {self.stored_name(name)} is missing from the checkpoint")
+        if self.tied and HEAD_TABLE in files and not _are_equal(files, HEAD_TABLE, TABLE):
+            problem = f"tensor {HEAD_TABLE} differs from {TABLE}, but config.json ties them"
             raise CheckpointError(problem, remedy="correct tie_word_embeddings")
-        found = {name: file for name, file in files.items() if name not in names.values()}
-        inward = Folded(files[names[EMBEDDING]], names[EMBEDDING], files[names[INWARD]], names[INWARD])
-        outward = Folded(files[names[head]], names[head], files[names[OUTWARD]], names[OUTWARD], outward=True)
-        return found | {names[EMBEDDING]: inward, names[HEAD]: outward}
+        others = {name: file for name, file in files.items() if name not in (INWARD, OUTWARD)}
+        folded = {TABLE: Folded(files, TABLE, INWARD), HEAD_TABLE: Folded(files, head, OUTWARD, outward=True)}
+        return others | folded
 
 
-def _equal(files: Mapping[str, Any], one: str, other: str) -> bool:
-    return torch.equal(*(files[name].get_tensor(name).float() for name in (one, other)))
+def _are_equal(files: Mapping[str, Any], *names: str) -> bool:
+    return torch.equal(*(files[name].get_tensor(name).float() for name in names))
 
 
 @dataclass(frozen=True)
 class Folded:
     """An open file that gives a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
 
-    tables: Any
+    files: Mapping[str, Any]
     table: str
-    projections: Any
     projection: str
     outward: bool = False
 
-    def get_slice(self, name: str) -> Folded:
-        return self
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def get_shape(self) -> list[int]:
-        rows = self.tables.get_slice(self.table).get_shape()[0]
-        projection = self.projections.get_slice(self.projection).get_shape()
-        return [rows, projection[1 if self.outward else 0]]
+    def get_slice(self, name: str) -> LazyTensor:
+        table, projection = (self.files[each].get_slice(each) for each in (self.table, self.projection))
+        shape = table.get_shape()[0], projection.get_shape()[1 if self.outward else 0]
+        return LazyTensor("F32", shape, self.rows)
 
     def get_tensor(self, name: str) -> Tensor:
-        return self[:]
+        return self.rows(slice(None))
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        projection: Tensor = self.projections.get_tensor(self.projection).float()
-        table: Tensor = self.tables.get_tensor(self.table)
-        return table[rows].float() @ (projection if self.outward else projection.T)
+    def rows(self, rows: slice) -> Tensor:
+        table, projection = (self.files[each].get_tensor(each) for each in (self.table, self.projection))
+        product: Tensor = table[rows].float() @ (projection.float() if self.outward else projection.float().T)
+        return product
 
 
 HALF = 2.0**-0.5  # the factor on the sum of two inputs of size one
