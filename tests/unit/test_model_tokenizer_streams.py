@@ -296,7 +296,7 @@ def told(question: str, answer: bool) -> Mutation:
 def window_emptied(push: Function, stream: Detokenizer, id: int) -> str:
     before = len(stream._window)
     piece: str = push(stream, id)
-    if stream._run_decoder is None and len(stream._window) < before:
+    if stream._run == b"" and len(stream._window) < before:
         stream._window, stream._emitted = [], 0
     return piece
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,24 @@ OUTSIDE = -1  # the source of keys and values that are another model's
 OF_KEYS = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.\w+")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGeometry:
-    """What the fields of a `ModelSpec` say of its layers' heads."""
-
-    __slots__ = ()
+    """The fields of a `ModelSpec` that say what its layers are, and what they say."""
 
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    heads: int  # query heads
+    kv_heads: int  # key and value heads; of windowed layers, where `full_kv_heads` gives others
+    head_dim: int  # of windowed layers, where `full_head_dim` gives another
     intermediate_size: int
-    windows: tuple[int | None, ...]
-    unrotated: tuple[int, ...]
-    full_kv_heads: int | None
-    full_head_dim: int | None
-    sources: tuple[int, ...]
-    shared_intermediate_size: int | None
-    keys_are_values: bool
+    windows: tuple[int | None, ...]  # the sliding window of each layer in positions; None is full attention
+    unrotated: tuple[int, ...] = ()  # the layers whose queries and keys are not rotated
+    full_kv_heads: int | None = None  # key and value heads of layers with full attention; None: `kv_heads`
+    full_head_dim: int | None = None  # the size of a head there; None: `head_dim`
+    sources: tuple[int, ...] = ()  # whose keys each layer reads; (): its own. -1 (`OUTSIDE`): another model's
+    shared_intermediate_size: int | None = None  # in layers that read keys of another; None: as elsewhere
+    keys_are_values: bool = False  # layers with full attention project keys alone, which are their values too
+    layer_input_size: int = 0  # of the embedding that each token has in every layer; 0: there is none
+    layer_input_rows: int = 0  # tokens with such embeddings
 
     @property
     def groups(self) -> int:
@@ -74,8 +75,7 @@ class LayerGeometry:
         return self.keys_are_values and window is None
 
     def inner_of(self, layer: int) -> int:
-        own = self.stores(layer) or self.shared_intermediate_size is None
-        return self.intermediate_size if own else self.shared_intermediate_size or 0
+        return (None if self.stores(layer) else self.shared_intermediate_size) or self.intermediate_size
 
     def source_of(self, layer: int) -> int:
         return self.sources[layer] if self.sources else layer
@@ -86,8 +86,7 @@ class LayerGeometry:
     @property
     def producers(self) -> tuple[int, ...]:
         """The layers whose keys and values another layer reads, in ascending order."""
-        read = {source for layer, source in enumerate(self.sources) if source not in (layer, OUTSIDE)}
-        return tuple(sorted(read))
+        return tuple(sorted({each for layer, each in enumerate(self.sources) if each not in (layer, OUTSIDE)}))
 
     @property
     def windows_by_heads(self) -> tuple[int | None, ...]:
@@ -103,20 +102,16 @@ class LayerGeometry:
 
     def first(self, layers: int) -> Self:
         unrotated = tuple(layer for layer in self.unrotated if layer < layers)
-        made: Self = replace(
-            cast("Any", self), layers=layers, windows=self.windows[:layers], sources=self.sources[:layers],
-            unrotated=unrotated,
-        )  # fmt: skip
-        return made
+        windows, sources = self.windows[:layers], self.sources[:layers]
+        return replace(self, layers=layers, windows=windows, sources=sources, unrotated=unrotated)
 
     def plain_layer(self, window: int | None = None) -> Self:
         """Return the spec of one rotated layer with full attention, own keys, and this window's heads."""
-        made: Self = replace(
-            cast("Any", self), layers=1, windows=(None,), kv_heads=self.kv_heads_of(window),
-            head_dim=self.head_dim_of(window), full_kv_heads=None, full_head_dim=None, sources=(),
-            unrotated=(), keys_are_values=self.joins_values(window), layer_input_size=0, layer_input_rows=0,
+        return replace(
+            self.first(0), layers=1, windows=(None,), kv_heads=self.kv_heads_of(window),
+            head_dim=self.head_dim_of(window), full_kv_heads=None, full_head_dim=None,
+            keys_are_values=self.joins_values(window), layer_input_size=0, layer_input_rows=0,
         )  # fmt: skip
-        return made
 
     def makes_unread_keys(self, name: str) -> bool:
         found = OF_KEYS.fullmatch(name)

@@ -40,14 +40,8 @@ class ModelSpec(LayerGeometry):
     architecture: str  # a key of `FAMILIES`; of a multimodal checkpoint, that of its text model
     vocab_size: int
     hidden_size: int
-    layers: int
-    heads: int  # query heads
-    kv_heads: int  # key and value heads; of windowed layers, where `full_kv_heads` gives others
-    head_dim: int  # of windowed layers, where `full_head_dim` gives another
-    intermediate_size: int
     norm_eps: float
     max_positions: int  # the most positions that a request may use
-    windows: tuple[int | None, ...]  # the sliding window of each layer in positions; None is full attention
     tied: bool  # the head has the weight of the embedding
     dtype: str  # the checkpoint's dtype: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]  # every id that ends a text
@@ -80,15 +74,8 @@ class ModelSpec(LayerGeometry):
     learned_positions: int = 0  # rows of the table that is added to embeddings by position; 0 is no table
     position_offset: int = 0  # the row of position 0
     window_rope: Rope | None = None  # of windowed layers
-    full_kv_heads: int | None = None  # key and value heads of layers with full attention; None: `kv_heads`
-    full_head_dim: int | None = None  # the size of a head there; None: `head_dim`
-    sources: tuple[int, ...] = ()  # whose keys each layer reads; (): its own. -1 (`OUTSIDE`): another model's
-    shared_intermediate_size: int | None = None  # in layers that read keys of another; None: as elsewhere
     value_norms: bool = False  # values are normed per head, without a weight
-    keys_are_values: bool = False  # layers with full attention project keys alone, which are their values too
     layer_scalars: bool = False  # what leaves a layer is multiplied by a number of the layer's own
-    layer_input_size: int = 0  # of the embedding that each token has in every layer; 0: there is none
-    layer_input_rows: int = 0  # tokens with such embeddings
     rotated_ahead: int = 0  # queries are rotated by so many positions past the last one that they see
     interleaved: bool = False  # channels 2i and 2i + 1 of a stored head rotate together (`row_orders`)
     fused_qkv: bool = False  # queries, keys and values are stored as one weight
@@ -96,7 +83,6 @@ class ModelSpec(LayerGeometry):
     fused_gate_up: bool = False  # the gate and the up projection are stored as one weight
     naming: Naming = AS_STORED  # how the checkpoint names its tensors
     query_rope: Rope | None = None  # of queries, where they are rotated otherwise than keys
-    unrotated: tuple[int, ...] = ()  # the layers whose queries and keys are not rotated
     head_copies: bool = False  # the head is a coded copy of the embedding, so its weights are no further ones
     embedding_copies: bool = False  # and the embedding holds what the head's codes stand for
     quantisation: Quantisation | None = None  # how the checkpoint stores the weights of linear layers

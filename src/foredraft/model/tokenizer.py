@@ -177,12 +177,8 @@ class Tokenizer:
 
     def ends_mid_character(self, ids: Iterable[int]) -> bool:
         """Return whether the bytes of visible ids end within a character, which later ids may complete."""
-        if not self.byte_level:
-            return False
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for id in ids:
-            decoder.decode(token_bytes(self._inner.id_to_token(id) or ""))
-        return bool(decoder.getstate()[0])
+        data = b"".join(token_bytes(self._inner.id_to_token(id) or "") for id in ids)
+        return self.byte_level and codecs.utf_8_decode(data, "replace")[1] < len(data)
 
     def text(self, ids: list[int], skip_special: bool) -> str:
         text: str = _called("decode token ids", self._inner.decode, ids, skip_special_tokens=skip_special)
@@ -204,17 +200,14 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._window: list[int] = []
         self._emitted = 0  # characters of the window's text
-        self._run_start = 0  # the index in the window where the run of byte tokens begins
-        self._run_emitted = 0  # ids of the run whose text has been returned
-        self._run_decoder: codecs.IncrementalDecoder | None = None  # None outside a run
-        self._run_invalid = False
+        self._run: bytes | None = b""  # of the byte tokens that end the window; None when they are invalid
+        self._run_emitted = 0  # bytes of the run whose text has been returned
         self._prompt_tails: tuple[str, ...] = ()  # of `after`: the end of its text that is not certain yet
         self.push(self._context(after))
-        if self._held_back() and not self._is_incomplete():
+        if self._held_back() and not self._incomplete():
             self._emit_run()
         # as it reads if what follows breaks the character at its end, and if it completes it
         self._prompt_tails = self._rest(), self.pending()
@@ -227,9 +220,7 @@ class Detokenizer:
         """Return the rest of the text if it ends here: the complete characters that are held back."""
         if self._held_back() == 0:
             return ""
-        assert self._run_decoder is not None
-        incomplete = len(self._run_decoder.getstate()[0])  # bytes, which are as many ids
-        text = self._text(self._window[: len(self._window) - incomplete])[self._emitted :]
+        text = self._text(self._window[: len(self._window) - self._incomplete()])[self._emitted :]
         return self._without_prompt(text)
 
     def _context(self, after: Sequence[int]) -> list[int]:
@@ -256,14 +247,11 @@ class Detokenizer:
         byte = self._tokenizer.byte(id)
         if byte is None:
             self._end_run()
-        elif self._run_decoder is None:
-            self._run_decoder = codecs.getincrementaldecoder("utf-8")()
-            self._run_start = len(self._window)
-        elif self._run_invalid:
+        elif self._run is None:
             return REPLACEMENT  # the library decodes each further byte of an invalid run to U+FFFD
         self._window.append(id)
         if byte is not None and self._extends_run(byte):
-            if self._held_back() < MAX_HELD_BYTES or self._is_incomplete():
+            if self._held_back() < MAX_HELD_BYTES or self._incomplete():
                 return ""
             return self._emit_run()
         text = self._text(self._window)
@@ -277,50 +265,43 @@ class Detokenizer:
         return piece
 
     def _rest(self) -> str:
-        emitted = self._emitted_of_invalid_run() if self._is_incomplete() else self._emitted
+        emitted = self._emitted_of_invalid_run() if self._incomplete() else self._emitted
         return self._text(self._window)[emitted:]
 
     def _held_back(self) -> int:
-        if self._run_decoder is None or self._run_invalid:
-            return 0
-        return len(self._window) - self._run_start - self._run_emitted
+        return 0 if self._run is None else len(self._run) - self._run_emitted
 
-    def _is_incomplete(self) -> bool:
-        if self._run_decoder is None or self._run_invalid:
-            return False
-        return bool(self._run_decoder.getstate()[0])
+    def _incomplete(self) -> int:
+        """Return the bytes of an incomplete character at the end of the run, which are as many ids."""
+        return 0 if self._run is None else len(self._run) - codecs.utf_8_decode(self._run)[1]
 
     def _extends_run(self, byte: bytes) -> bool:
         """Add the next byte to the run, and return whether the run is still valid."""
-        assert self._run_decoder is not None
         try:
-            self._run_decoder.decode(byte)
+            self._run = (self._run or b"") + byte
+            self._incomplete()
         except UnicodeDecodeError:
-            self._invalidate_run()
-        return not self._run_invalid
-
-    def _invalidate_run(self) -> None:
-        self._run_invalid, self._emitted = True, self._emitted_of_invalid_run()
+            self._emitted, self._run = self._emitted_of_invalid_run(), None
+        return self._run is not None
 
     def _emitted_of_invalid_run(self) -> int:
         """Return `_emitted` for an invalid run, whose bytes all decode to U+FFFD, emitted ones too."""
         if not self._run_emitted:
             return self._emitted
-        return len(self._text(self._window[: self._run_start])) + self._run_emitted
+        return len(self._text(self._window[: -len(self._run or b"")])) + self._run_emitted
 
     def _end_run(self) -> None:
-        if self._is_incomplete():
-            self._invalidate_run()
-        self._run_decoder, self._run_emitted, self._run_invalid = None, 0, False
+        if self._incomplete():
+            self._emitted = self._emitted_of_invalid_run()
+        self._run, self._run_emitted = b"", 0
 
     def _emit_run(self) -> str:
         """Return the text of the run so far, and keep only its last part as context for what follows."""
-        text = self._text(self._window)
-        piece = text[self._emitted :]
-        kept = self._window[self._run_start + self._run_emitted :]
-        self._window[self._run_start :] = kept
-        self._run_emitted = len(kept)
-        self._emitted = len(self._text(self._window))
+        piece, run = self._text(self._window)[self._emitted :], self._run or b""
+        start = len(self._window) - len(run)
+        del self._window[start : start + self._run_emitted]
+        self._run = run[self._run_emitted :]
+        self._run_emitted, self._emitted = len(self._run), len(self._text(self._window))
         return piece
 
     def _text(self, ids: list[int]) -> str:
@@ -391,16 +372,13 @@ def _byte_level_table() -> dict[str, int]:
 
 
 BYTE_LEVEL = _byte_level_table()
-NO_BYTE = 0x100  # beyond every byte, so that Latin-1 cannot encode it
-# code of each character -> byte, for `str.translate`; no other character becomes a byte
-TO_BYTES = dict.fromkeys(range(256), NO_BYTE) | {ord(each): byte for each, byte in BYTE_LEVEL.items()}
 
 
 def token_bytes(token: str) -> bytes:
     """Return the bytes of a token of a byte-level vocabulary; an added token may be plain text instead."""
     try:
-        return token.translate(TO_BYTES).encode("latin-1")
-    except UnicodeEncodeError:
+        return bytes(map(BYTE_LEVEL.__getitem__, token))
+    except KeyError:
         return token.encode()
 
 
