@@ -120,16 +120,6 @@ def read_bytes(kind: str, key: Any, suffix: str) -> bytes | None:
     return content if content is not None and hashlib.sha256(content).hexdigest() == digest else None
 
 
-def write_bytes(kind: str, key: Any, suffix: str, content: bytes) -> None:
-    """Store a file under a key, in place of an earlier one. A failure is only logged."""
-    try:
-        with new_file(kind, key, suffix) as new:
-            if new is not None:
-                new.write_bytes(content)
-    except OSError as error:
-        logger.debug("the cache cannot hold %s (%s)", keyed_path(kind, key, suffix), error)
-
-
 @contextmanager
 def new_file(kind: str, key: Any, suffix: str, *, large: bool = False) -> Iterator[Path | None]:
     """Yield a path for a new file under a key, kept if the block ends without an error; None where the cache

@@ -20,44 +20,13 @@ from foredraft.errors import CheckpointError, Option, RequestError, Text, did_yo
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 
 PROBE = "foredraftprobe"  # a word that survives what templates do to a message
-
-
-def takes_parts_alone(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Return whether a template shows a message's text only where it is given as a part."""
-
-    def shows(content: Any) -> bool:
-        try:
-            return PROBE in render([{"role": "user", "content": content}])
-        except Exception:  # the expressions of a template may raise anything
-            return False
-
-    return not shows(PROBE) and shows(_parts(PROBE))
-
-
-def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are lists of parts."""
-    return [
-        {**message, "content": _parts(message["content"])}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
-
-
-def _parts(text: str) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": text}]
-
-
 Message = Mapping[str, Any]  # one message: "role", and the other keys that the template reads
 
 FILE, NAMED_FOLDER, CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT, TOOL_USE = "default", "tool_use"
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # keys for a message's reasoning; the first one present counts
+# keys for a message's reasoning; the first one present counts
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Variables that a template may leave unread without an error.
 STANDARD = {"add_generation_prompt", *SPECIAL}
 LISTS = {"tools", "documents"}  # refused where they hold something that the template does not read
@@ -71,8 +40,6 @@ NOT_VARIABLES: dict[str, Text] = {
     "sanitize_control_tokens": "it is not supported, so remove special tokens from the messages",
     "truncation": ("its name is ", Option("truncate"), ", an option of chat and generate"),
 }
-
-
 # Marks the end of a message that is continued. A template that keeps the space behind the word keeps the
 # spaces before it, too (https://huggingface.co/docs/transformers/chat_templating#continuefinalmessage).
 END = "FOREDRAFT_CONTINUES_HERE "
@@ -119,7 +86,10 @@ class ChatTemplate:
         plain, begun = _checked(messages), ""
         source = self.source(with_tools=tools is not None)
         if self._takes_parts_alone(source):
-            plain = as_parts(plain)
+            plain = [
+                {**each, "content": _parts(text)} if isinstance(text := each.get("content"), str) else each
+                for each in plain
+            ]
         if continue_final_message:
             plain, begun = _marked(plain)
         append = bool(add_generation_prompt) and not continue_final_message
@@ -134,14 +104,12 @@ class ChatTemplate:
                 f"the chat template cannot be rendered with these messages ({_line(error)})",
                 remedy=f"change the messages, or put another {FILE} into the model's folder",
             ) from error
-        chosen = (
-            {"tools"} if TOOL_USE in self.templates else set()
-        )  # tools have chosen a template of their own
+        # tools have chosen a template of their own, if there is one
+        chosen = {"tools"} if TOOL_USE in self.templates else set()
         _check_variables([*variables, *(name for name in LISTS - chosen if given[name])], read)
         if invalid_at(text) is not None:
-            raise RequestError(
-                "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
-            )
+            remedy = "give text that can be encoded as UTF-8"
+            raise RequestError("a message is not valid Unicode", remedy=remedy)
         return _cut(text, begun, source) if continue_final_message else text
 
     def _takes_parts_alone(self, source: str) -> bool:
@@ -152,9 +120,15 @@ class ChatTemplate:
             from foredraft.model.template import render
 
             values = self.special_tokens | {"add_generation_prompt": True, "tools": None, "documents": None}
-            self._in_parts[source] = takes_parts_alone(
-                lambda messages: render(source, values | {"messages": messages})
-            )
+
+            def shows(content: Any) -> bool:
+                messages = [{"role": "user", "content": content}]
+                try:
+                    return PROBE in render(source, values | {"messages": messages})
+                except Exception:  # the expressions of a template may raise anything
+                    return False
+
+            self._in_parts[source] = not shows(PROBE) and shows(_parts(PROBE))
         return self._in_parts[source]
 
     @property
@@ -187,6 +161,10 @@ class ChatTemplate:
                 remedy=f"put one into the model's folder as {FILE}",
             )
         return self.templates[DEFAULT]
+
+
+def _parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
 
 
 def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
@@ -240,9 +218,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if "added_tokens_decoder" not in config and file.is_file():
         found |= read_json(file)
     tokens = {name: found.get(name) for name in SPECIAL}
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
-    }
+    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -259,10 +235,12 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise RequestError(f"{name} is not an object", remedy="give an object with role and content")
         plain = {key: value for key, value in _plain(message, name).items() if value is not None}
         if not isinstance(plain.get("role"), str):
-            raise RequestError(
-                f"{name} has no role that is text", remedy="give 'system', 'user' or 'assistant'"
-            )
-        checked.append(_with_reasoning(plain))
+            remedy = "give 'system', 'user' or 'assistant'"
+            raise RequestError(f"{name} has no role that is text", remedy=remedy)
+        # templates read the reasoning under one of two keys
+        if key := next(filter(plain.__contains__, REASONING), None):
+            plain = {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
+        checked.append(plain)
     return checked
 
 
@@ -296,33 +274,24 @@ def _cut(text: str, begun: str, source: str) -> str:
     return text[:at] if text.startswith(END, at) else text[:at].rstrip()
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both keys that templates read."""
-    for name in REASONING:
-        if name in message:
-            return {"thinking": message[name], **message, "reasoning_content": message[name]}
-    return message
-
-
 def _plain(value: Any, name: str) -> Any:
     """Return a copy made of JSON's types and tuples, so that a template cannot call other methods."""
     try:
         return _copied(value, name)
     except RecursionError:
-        raise RequestError(
-            f"{name} is nested too deeply, or contains itself", remedy="give plain JSON values"
-        ) from None
+        problem = f"{name} is nested too deeply, or contains itself"
+        raise RequestError(problem, remedy="give plain JSON values") from None
+
+
+EXACT: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _copied(value: Any, name: str) -> Any:
     if value is None or type(value) in (str, bool, int, float):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)  # a member of a string enumeration, for one
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
+    for kind, exact in EXACT.items():
+        if isinstance(value, kind):  # a member of an enumeration, for one
+            return exact(value)
     if isinstance(value, Mapping):
         return {_copied(key, name): _copied(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -330,9 +299,8 @@ def _copied(value: Any, name: str) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
         return _copied(number, name)
-    raise RequestError(
-        f"{name} holds a {type(value).__name__}", remedy="give text, numbers, and lists and objects of these"
-    )
+    remedy = "give text, numbers, and lists and objects of these"
+    raise RequestError(f"{name} holds a {type(value).__name__}", remedy=remedy)
 
 
 def _line(error: Exception) -> str:

@@ -86,7 +86,9 @@ class LayerGeometry:
     @property
     def producers(self) -> tuple[int, ...]:
         """The layers whose keys and values another layer reads, in ascending order."""
-        return tuple(sorted({each for layer, each in enumerate(self.sources) if each not in (layer, OUTSIDE)}))
+        return tuple(
+            sorted({each for layer, each in enumerate(self.sources) if each not in (layer, OUTSIDE)})
+        )
 
     @property
     def windows_by_heads(self) -> tuple[int | None, ...]:

@@ -53,7 +53,8 @@ class Tokenizer:
         """Wrap a tokenizer of the library, whose truncation and padding are switched off."""
         inner.no_truncation()
         inner.no_padding()
-        self._inner, self._digest = inner, digest
+        self._digest = digest
+        self.inner = inner  # that of the library, for reading its tables; it must not be changed
         self.chat = chat  # the chat templates; None if the checkpoint has none
         self.model_vocab_size = sys.maxsize if model_vocab_size is None else model_vocab_size
         self.special = frozenset(
@@ -91,12 +92,16 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """A hash of everything about the tokenizer: of its file, or else of its content."""
-        return self._digest or hashlib.sha256(self._inner.to_str().encode()).hexdigest()
+        return self._digest or hashlib.sha256(self.inner.to_str().encode()).hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash that two tokenizers share if their ids mean the same; a large one takes seconds."""
-        return _fingerprint(json.loads(self._inner.to_str()))
+        content = json.loads(self.inner.to_str())
+        model = content["model"]
+        added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or [])
+        parts = [model.get("type"), model.get("vocab"), model.get("merges"), added]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def has_ids_of(self, other: Tokenizer) -> bool:
         return self.digest == other.digest or self.fingerprint == other.fingerprint
@@ -104,32 +109,27 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """One more than the largest id of the vocabulary without added tokens; ids below may be unused."""
-        added = self._inner.get_added_tokens_decoder()
-        ids = self._inner.get_vocab(with_added_tokens=False).values()
+        added = self.inner.get_added_tokens_decoder()
+        ids = self.inner.get_vocab(with_added_tokens=False).values()
         return max((id for id in ids if id not in added), default=-1) + 1
 
     def has(self, id: int) -> bool:
-        return self._inner.id_to_token(id) is not None
-
-    @property
-    def inner(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library, for reading its tables; it must not be changed."""
-        return self._inner
+        return self.inner.id_to_token(id) is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with the special tokens that the post-processor adds unless disabled."""
-        ids: list[int] = self._encoded(text, add_special_tokens, places=False).ids
+        ids: list[int] = self.encoding(text, add_special_tokens, places=False).ids
         return ids
 
-    def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
-        return self._encoded(text, add_special_tokens, places=True)
-
-    def _encoded(self, text: str, add_special_tokens: bool, *, places: bool) -> tokenizers.Encoding:
+    def encoding(
+        self, text: str, add_special_tokens: bool = True, *, places: bool = True
+    ) -> tokenizers.Encoding:
+        """Return the encoding of a text, in which the places of the tokens are right only with `places`."""
         check_unicode(text, "the text")
-        inner, options = self._inner, {"add_special_tokens": add_special_tokens}
+        options = {"add_special_tokens": add_special_tokens}
         if len(text) < LONG:
-            return _called("encode the text", inner.encode, text, **options)
-        encode = inner.encode_batch if places else inner.encode_batch_fast
+            return _called("encode the text", self.inner.encode, text, **options)
+        encode = self.inner.encode_batch if places else self.inner.encode_batch_fast
         return _called("encode the text", encode, [text], **options)[0]
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
@@ -154,7 +154,7 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         if invalid_at(text) is not None:
             return None
-        id = self._inner.token_to_id(text)
+        id = self.inner.token_to_id(text)
         return id if id in self.special else None
 
     def special_ids(self, texts: Iterable[str]) -> dict[int, str]:
@@ -166,7 +166,7 @@ class Tokenizer:
         return not (skip_special and id in self.special) and self.has(id)
 
     def byte(self, id: int) -> bytes | None:
-        return self.byte_of(self._inner.id_to_token(id) or "") if self._byte_fallback else None
+        return self.byte_of(self.inner.id_to_token(id) or "") if self._byte_fallback else None
 
     def byte_of(self, token: str) -> bytes | None:
         """Return the byte of a byte token, given by its name; None for any other token."""
@@ -177,11 +177,11 @@ class Tokenizer:
 
     def ends_mid_character(self, ids: Iterable[int]) -> bool:
         """Return whether the bytes of visible ids end within a character, which later ids may complete."""
-        data = b"".join(token_bytes(self._inner.id_to_token(id) or "") for id in ids)
+        data = b"".join(token_bytes(self.inner.id_to_token(id) or "") for id in ids)
         return self.byte_level and codecs.utf_8_decode(data, "replace")[1] < len(data)
 
     def text(self, ids: list[int], skip_special: bool) -> str:
-        text: str = _called("decode token ids", self._inner.decode, ids, skip_special_tokens=skip_special)
+        text: str = _called("decode token ids", self.inner.decode, ids, skip_special_tokens=skip_special)
         return text
 
     def text_of(self, tokens: list[str]) -> str:
@@ -380,11 +380,3 @@ def token_bytes(token: str) -> bytes:
         return bytes(map(BYTE_LEVEL.__getitem__, token))
     except KeyError:
         return token.encode()
-
-
-def _fingerprint(content: dict[str, Any]) -> str:
-    """Return a hash of everything that gives ids their meaning: vocabulary, merges and added tokens."""
-    model = content["model"]
-    added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or [])
-    parts = [model.get("type"), model.get("vocab"), model.get("merges"), added]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
