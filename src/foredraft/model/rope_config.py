@@ -21,11 +21,12 @@ from foredraft.model.unsupported import ELSEWHERE_IN_ROPE, check_unread
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 ORIGINAL = "original_max_position_embeddings"
 OVERRIDDEN = ("llama3", "longrope", "yarn")  # types that take ORIGINAL from the whole config, if it has one
-LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers with parameters of their own, in Gemma 3
+LAYERS = "full_attention", "sliding_attention"  # kinds of layers with parameters of their own, in Gemma 3
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 GROWTH = "llama_4_scaling_beta"
 PARTIAL = "partial_rotary_factor"
 SAME_KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}
+ALL_KINDS = {**SAME_KINDS, "proportional": "proportional"}
 KEEP_TRAINED = "keep the one that the model was trained with"
 
 
@@ -74,17 +75,16 @@ def read_ropes(
     window_key: str | None = "rope_local_base_freq",
 ) -> tuple[Rope, Rope]:
     nested = read.section("rope_parameters")
-    full = nested.section("full_attention") if nested else None
-    windowed = nested.section("sliding_attention") if nested else None
+    full, windowed = (nested.section(kind) if nested else None for kind in LAYERS)
     truncate = nested.flag("truncate", default=True) if nested else True
-    if nested:  # the keys of one set are not read here, so they are misplaced
-        read.ignored |= check_unread(nested, frozenset().union(*KEYS_BY_ROPE.values()), ELSEWHERE_IN_ROPE)
+    if nested:
+        _check_misplaced(read, nested)
     scaling = read.section("rope_scaling")  # applies to layers with full attention only
     if scaling and "rope_type" not in scaling.config and "type" in scaling.config:
         raise scaling.error("type", "spell it rope_type, because transformers ignores type in this family")
     ropes = (
-        _read_all(read, [section for section in (full, scaling) if section], "rope_theta", theta),
-        _read_all(read, [windowed] if windowed else [], window_key, window_theta),
+        _read_all(read, [*filter(None, (full, scaling))], "rope_theta", theta),
+        _read_all(read, [*filter(None, (windowed,))], window_key, window_theta),
     )
     # transformers reads truncate beside the two sets, not in them
     for section in filter(None, (full, windowed, scaling)):
@@ -100,14 +100,17 @@ def read_full_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
     if nested is None:
         return Rope("proportional", GLOBAL_THETA, turning=0.25), Rope("default", LOCAL_THETA)
     ropes = []
-    for kind in ("full_attention", "sliding_attention"):
+    for kind in LAYERS:
         if (section := nested.section(kind)) is None:
             raise nested.error(kind, "it must hold the rotary parameters of these layers")
-        kinds = {**SAME_KINDS, "proportional": "proportional"}
-        ropes.append(_read_one(read, section, section.number("rope_theta"), None, kinds))
-    # the keys of one set are not read here, so they are misplaced
-    read.ignored |= check_unread(nested, frozenset().union(*KEYS_BY_ROPE.values()), ELSEWHERE_IN_ROPE)
+        ropes.append(_read_one(read, section, section.number("rope_theta"), None, ALL_KINDS))
+    _check_misplaced(read, nested)
     return ropes[0], ropes[1]
+
+
+def _check_misplaced(read: ConfigReader, nested: ConfigReader) -> None:
+    """Check what stands beside the sets of two kinds of layers: keys of a set are not read there."""
+    read.ignored |= check_unread(nested, frozenset().union(*KEYS_BY_ROPE.values()), ELSEWHERE_IN_ROPE)
 
 
 def _read_all(
@@ -152,7 +155,7 @@ def _read_one(
     section: ConfigReader,
     theta: float,
     original: int | None,
-    kinds: Mapping[str, str] = SAME_KINDS,
+    kinds: Mapping[str, str],
 ) -> Rope:
     kind = section.take("rope_type", section.take("type", "default"))
     if section.take("type") not in (None, kind):
@@ -167,7 +170,7 @@ def _read_one(
             raise read.error(ORIGINAL, f"{section.where} has {section.take(ORIGINAL)}; {KEEP_TRAINED}")
         section.config = {**section.config, ORIGINAL: original}
     rope = KINDS[kind](section, theta, trained)
-    read.ignored |= check_unread(section, KEYS_BY_ROPE[kind] | LAYERS, ELSEWHERE_IN_ROPE)
+    read.ignored |= check_unread(section, KEYS_BY_ROPE[kind] | {*LAYERS}, ELSEWHERE_IN_ROPE)
     return rope
 
 
@@ -180,6 +183,11 @@ def _theta(read: ConfigReader, section: ConfigReader, key: str | None, default: 
     if read.take(key) not in (None, theta):
         raise read.error(key, f"{section.where} has {theta}; {KEEP_TRAINED}")
     return theta
+
+
+def _dynamic(section: ConfigReader, theta: float, trained: int) -> Rope:
+    # the base grows from max_position_embeddings on, whatever ORIGINAL says
+    return Rope("dynamic", theta, section.number("factor"), original_positions=trained)
 
 
 def _llama3(section: ConfigReader, theta: float, trained: int) -> Rope:
@@ -209,10 +217,8 @@ def _longrope(section: ConfigReader, theta: float, trained: int) -> Rope:
     short, long = (_factors(section, key) for key in ("short_factor", "long_factor"))
     if len(short) != len(long):
         raise section.error("long_factor", f"it must have {len(short)} numbers, as short_factor has")
-    return Rope(
-        "longrope", theta, original_positions=original, attention_factor=attention, factors=short,
-        long_factors=long,
-    )  # fmt: skip
+    rope = Rope("longrope", theta, original_positions=original, attention_factor=attention)
+    return replace(rope, factors=short, long_factors=long)
 
 
 def _factors(section: ConfigReader, key: str) -> tuple[float, ...]:
@@ -239,16 +245,8 @@ def _yarn(section: ConfigReader, theta: float, trained: int) -> Rope:
     mscale_all_dim = section.optional_number("mscale_all_dim", zero_is_null=True)
     attention = section.optional_number("attention_factor")
     attention = attention or _attention_factor(factor, mscale, mscale_all_dim)
-    return Rope(
-        "yarn",
-        theta,
-        factor=factor,
-        low_frequency=slow,
-        high_frequency=fast,
-        original_positions=original,
-        attention_factor=attention,
-        truncate=section.flag("truncate", default=True),
-    )
+    truncate = section.flag("truncate", default=True)
+    return Rope("yarn", theta, factor, slow, fast, original, attention, truncate)
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -265,11 +263,8 @@ def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float
 # scaling type -> function of (its section, theta, max_position_embeddings)
 KINDS: dict[str, Callable[[ConfigReader, float, int], Rope]] = {
     "default": lambda section, theta, trained: Rope("default", theta),
-    # the base grows from max_position_embeddings on, whatever ORIGINAL says
-    "dynamic": lambda section, theta, trained: Rope(
-        "dynamic", theta, factor=section.number("factor"), original_positions=trained
-    ),
-    "linear": lambda section, theta, trained: Rope("linear", theta, factor=section.number("factor")),
+    "dynamic": _dynamic,
+    "linear": lambda section, theta, trained: Rope("linear", theta, section.number("factor")),
     "llama3": _llama3,
     "longrope": _longrope,
     "proportional": _proportional,

@@ -12,10 +12,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
@@ -90,30 +90,24 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path  # the file
-        if is_no_file(path):
-            raise self._unreadable(OSError(errno.EINVAL, NO_FILE))
         try:
-            self._file = path.open("rb")
+            if is_no_file(path):
+                raise OSError(errno.EINVAL, NO_FILE)
+            with ExitStack() as opened:
+                self._file = opened.enter_context(path.open("rb"))
+                self.size = os.fstat(self._file.fileno()).st_size
+                header = self._header()
+                self.tensors = self._tensors(header)
+                opened.pop_all()  # the file stays open
         except OSError as error:
-            raise self._unreadable(error) from error
-        try:
-            self.size = os.fstat(self._file.fileno()).st_size
-            header = self._header()
-            self.tensors = self._tensors(header)
-            given = header.get(METADATA)
-            self.metadata: dict[str, Any] = given if isinstance(given, dict) else {}
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, OSError):
-                raise self._unreadable(error) from error
-            raise
+            raise broken(f"{self.path} cannot be read ({error.strerror})") from error
+        given = header.get(METADATA)
+        self.metadata: dict[str, Any] = given if isinstance(given, dict) else {}
 
     def __enter__(self) -> SafetensorsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def keys(self) -> list[str]:
@@ -173,7 +167,7 @@ class SafetensorsFile:
 
     def _tensor(self, name: str, entry: Any) -> TensorInfo:
         given, shown = entry if isinstance(entry, dict) else {}, shortened(name)
-        dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+        dtype, shape, offsets = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets):
             raise self._error(f"has a header without dtype, shape and data_offsets of {shown}")
         if dtype not in DTYPES:
@@ -191,9 +185,6 @@ class SafetensorsFile:
 
     def _error(self, problem: str) -> CheckpointError:
         return broken(f"{self.path} {problem}, so it is broken or incomplete")
-
-    def _unreadable(self, error: OSError) -> CheckpointError:
-        return broken(f"{self.path} cannot be read ({error.strerror})")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
