@@ -364,14 +364,10 @@ def has_decoder(kind: str, decoder: dict[str, Any] | None) -> bool:
     return decoder["type"] == kind or any(has_decoder(kind, part) for part in decoder.get("decoders", ()))
 
 
-def _byte_level_table() -> dict[str, int]:
-    """Return the byte of each character in a byte-level vocabulary, as GPT-2 has it: some from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_LEVEL = _byte_level_table()
+# the byte of each character of a byte-level vocabulary, as GPT-2 has it: some characters from U+0100 on
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def token_bytes(token: str) -> bytes:
