@@ -24,7 +24,7 @@ from foredraft.model.layers import (
 )
 from foredraft.model.rope import Rope
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_names import HEAD, TensorLayout
+from foredraft.model.tensor_names import HEAD, Naming
 from tests.parity.mutant_checks import (
     MASKS,
     NARROWER,
@@ -282,7 +282,7 @@ windowless = around(
 
 NORMED_BEFORE = with_parts(project=project_normed, finish=finish_normed)
 PARALLEL, SEQUENTIAL = (with_parts(finish=given(parallel_residual=each)) for each in (True, False))
-TRANSPOSED, ORDER, ATTEND = TensorLayout._is_transposed, checkpoint.channel_order, attention.attend
+TRANSPOSED, ORDER, ATTEND = Naming._is_transposed, checkpoint.channel_order, attention.attend
 SUMS, PROJECTED = "opt-sums-normed", "opt-projected-untied"
 OTHERS = [
     defect("norms before sub-layers instead of after", RUN, NORMED_BEFORE, decoding("olmo2")),

@@ -131,7 +131,7 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
         tokenizer=target.tokenizer,
         model="demo" if options.model == demo.target_path() else str(options.model),
         weights=target.weights,
-        lora=target.loras,
+        lora=tuple(name for name, _ in target.source.loras),
         max_length=size.positions,
         default_drafter=None if drafting.drafter == "none" else drafting.drafter,
         default_params=params,

@@ -32,15 +32,11 @@ from foredraft.kinds.tables import DRAFTERS, POLICIES, PolicyOption
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import GENERATION, generation_defaults
-from foredraft.model.gguf.folder import check_vocabulary
-from foredraft.model.gguf.tensors import source_of
-from foredraft.model.hub import existing, resolve
-from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.lora_config import base_of
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner
+from foredraft.model.source import ModelSource, existing, locate, resolve, source_at
 from foredraft.model.spec import CONFIG, ModelSpec
-from foredraft.model.tokenizer import GIVE_TOKENIZER, Tokenizer
+from foredraft.model.tokenizer import FILE, GIVE_TOKENIZER, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -153,11 +149,13 @@ def _check_revision(option: str, revision: str | None, source: str | Path | None
 
 
 def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
-    """Resolve the target's folder and its LoRAs, fetching hub ids, and read its spec and its tokenizer."""
-    folder = resolve(str(options.model), options.revision, options.report, weights=weights)
-    assert isinstance(options.lora, tuple)  # as its declaration keeps it
-    folder = with_loras(folder, options.lora, options.report)
-    target = _read(folder, _dtype(options), _tokenizer_folder(options.tokenizer))
+    """Find the target and its LoRAs, fetching hub ids, and read its spec and its tokenizer."""
+    source = resolve(str(options.model), options.revision, options.report, weights=weights)
+    if options.lora:
+        from foredraft.model.lora.source import with_loras
+
+        source = with_loras(source, options.lora, options.report)
+    target = _read(source, _dtype(options), _tokenizer_folder(options.tokenizer))
     if options.weights is None:
         return target
     if target.spec.quantisation is not None:
@@ -175,12 +173,12 @@ def find_draft(options: LoadOptions, *, weights: bool = True) -> Path | None:
     local = existing(options.draft)
     if local is not None and options.draft_revision is None:
         return local
-    return resolve(str(options.draft), options.draft_revision, options.report, weights=weights, drafter=True)
+    return locate(str(options.draft), options.draft_revision, options.report, weights=weights, drafter=True)
 
 
 def read_draft(options: LoadOptions, draft: Path, target: Checkpoint) -> Checkpoint:
     """Read the spec and the tokenizer of a draft model."""
-    return _read(resolve(draft), _dtype(options), like=target.tokenizer)
+    return _read(source_at(draft), _dtype(options), like=target.tokenizer)
 
 
 def _dtype(options: LoadOptions) -> torch.dtype | None:
@@ -202,26 +200,25 @@ def _tokenizer_folder(given: str | Path | None) -> Path | None:
 
 
 def _read(
-    folder: Path,
+    source: ModelSource,
     dtype: torch.dtype | None,
     tokenizer_folder: Path | None = None,
     like: Tokenizer | None = None,
 ) -> Checkpoint:
     """Read a checkpoint; the tokenizer may come from elsewhere, and its tables from an equal `like`."""
-    spec = ModelSpec.from_folder(folder)
+    spec = source.spec
     if spec.ignored:
         ignored = ", ".join(spec.ignored)
-        logger.info("%s: ignored, because transformers does not read it: %s", _named(folder, CONFIG), ignored)
-    tokenizer = Tokenizer.from_folder(tokenizer_folder or folder, spec.vocab_size, like=like)
-    if tokenizer is None:
-        check_vocabulary(base_of(folder))
-    else:
-        _check_tokenizer(tokenizer_folder or folder, folder, spec, tokenizer)
-    return Checkpoint(folder, spec, tokenizer, DTYPES[spec.dtype] if dtype is None else dtype)
+        logger.info("%s: ignored, because transformers does not read it: %s", source.named(CONFIG), ignored)
+    given = source if tokenizer_folder is None else ModelSource(tokenizer_folder)
+    tokenizer = given.tokenizer(spec.vocab_size, like=like)
+    if tokenizer is not None:
+        _check_tokenizer(given, source, spec, tokenizer)
+    return Checkpoint(source, spec, tokenizer, DTYPES[spec.dtype] if dtype is None else dtype)
 
 
-def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Raise CheckpointError where a tokenizer cannot be the model's.
+def _check_tokenizer(given: ModelSource, source: ModelSource, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError where a given tokenizer cannot be the model's.
 
     Only added tokens may lie beyond the model's vocabulary: the text models of Gemma 3 share a tokenizer with
     the multimodal ones. The tokens that begin and end the model's texts must exist.
@@ -234,33 +231,27 @@ def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, toke
         for id in ids:
             if not found and not tokenizer.has(id):
                 found = f"no token {id}, which is the model's {name}"
-    if found:
-        if tokenizer_folder == folder and source_of(folder) != base_of(folder):
-            raise CheckpointError(
-                f"{source_of(folder)} has a vocabulary that is not its model's: it has {found}",
-                remedy=GIVE_TOKENIZER,
-            )
-        tokenizer_file, model = tokenizer_folder / "tokenizer.json", _named(folder, CONFIG)
-        raise CheckpointError(
-            f"{tokenizer_file} is not the tokenizer of {model}: it has {found}",
-            remedy="put the model's own tokenizer there",
-        )
-
-
-def _named(folder: Path, file: str) -> Path:
-    """Return the path of a checkpoint's file, or the GGUF file that the folder was made from."""
-    base, source = base_of(folder), source_of(folder)
-    return base / file if source == base else source
+    if not found:
+        return
+    file = given.named(FILE)
+    if file == source.named(CONFIG):  # a GGUF file, which has both
+        problem = f"{file} has a vocabulary that is not its model's: it has {found}"
+        raise CheckpointError(problem, remedy=GIVE_TOKENIZER)
+    raise CheckpointError(
+        f"{file} is not the tokenizer of {source.named(CONFIG)}: it has {found}",
+        remedy="put the model's own tokenizer there",
+    )
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
     """Return the sampling parameters of generation_config.json, without values that no request may have."""
     params = SamplingParams()
-    for option, value in generation_defaults(checkpoint.folder, checkpoint.spec.vocab_size).items():
+    config, file = checkpoint.source.generation or {}, checkpoint.source.named(GENERATION)
+    for option, value in generation_defaults(config, file, checkpoint.spec.vocab_size).items():
         try:
             params = replace(params, **{option: value})
         except RequestError as error:
-            logger.warning("%s: %s; it is left out", _named(checkpoint.folder, GENERATION), error)
+            logger.warning("%s: %s; it is left out", file, error)
     return params
 
 
@@ -321,7 +312,7 @@ def choose_drafting(
             weights_here=weights_here,
             draft=draft if owner in (None, name) else None,
             read_draft=read,
-            shipped=(demo.adapter_path(),) if base_of(target.folder) == demo.target_path() else (),
+            shipped=(demo.adapter_path(),) if target.source.path == demo.target_path() else (),
             free_memory=partial(free_memory, device),
             found=tuple(found.values()),
         )

@@ -34,9 +34,6 @@ from foredraft.loading.runners import check_dtype, describe_operators, find_devi
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.hub import weights_to_come
-from foredraft.model.lora.lora_config import loras_of
-from foredraft.model.lora.lora_tensors import Replacement
-from foredraft.model.lora.merging import open_lora
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import unserved_because
@@ -186,9 +183,9 @@ def _kernels(target: Checkpoint, device: torch.device, spelling: Callable[[Optio
 def _check(checkpoint: Checkpoint, device: torch.device) -> bool:
     """Check dtype, and the names and shapes of the tensors where they are there; return whether they are."""
     check_dtype(device, checkpoint.dtype)
-    if weights_to_come(checkpoint.folder):
+    if weights_to_come(checkpoint.source.path):
         return False
-    load_decoder(checkpoint.folder, "meta", checkpoint.dtype)
+    load_decoder(checkpoint.source, "meta", checkpoint.dtype)
     return True
 
 
@@ -225,11 +222,14 @@ def _model_info(
         larger_bytes=larger,
         expanded_bytes=expanded_memory(checkpoint, device),
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
-        loras=tuple(_lora_info(name, folder) for name, folder in loras_of(checkpoint.folder)),
+        loras=tuple(_lora_info(name, folder) for name, folder in checkpoint.source.loras),
     )
 
 
 def _lora_info(name: str, folder: Path) -> LoraInfo:
+    from foredraft.model.lora.lora_tensors import Replacement
+    from foredraft.model.lora.merging import open_lora
+
     with ExitStack() as stack:
         lora = open_lora(name, folder, stack)
     config, changed = lora.config, {c.module for c in lora.changes if not isinstance(c.what, Replacement)}

@@ -154,7 +154,7 @@ def make_runners(options: LoadOptions, models: Sequence[Checkpoint], device: tor
     slow = [checkpoint for checkpoint, runner in zip(models, made, strict=True) if not runner.by_kernels]
     if slow and options.allows_kernels and device.type == "cpu":
         told = describe_operators(slow[0].spec, device, slow[0].dtype)
-        logger.warning("%s: " + "%s" * len(told), slow[0].folder, *told)
+        logger.warning("%s: " + "%s" * len(told), slow[0].source, *told)
     return made
 
 
@@ -179,29 +179,29 @@ def make_runner(
     kernels: bool | None = None,
 ) -> Runner:
     """Load the weights of one model, after the probes for batch-invariant shapes, to save memory."""
-    folder, dtype = checkpoint.folder, checkpoint.dtype
+    source, dtype = checkpoint.source, checkpoint.dtype
     length = checkpoint.length
-    outline = load_decoder(folder, "meta", dtype, length=length)  # checks names and shapes, reads no value
+    outline = load_decoder(source, "meta", dtype, length=length)  # checks names and shapes, reads no value
     reason = "compile is on" if compile else "they are off" if kernels is False else None
     reason = reason or unserved_because(outline.spec, device, dtype)
     if kernels and reason is not None:
         raise ConfigError(
-            f"but the kernels cannot run {folder} here: {reason}",
+            f"but the kernels cannot run {source} here: {reason}",
             option="kernels",
             value=True,
             remedy="leave it out",
         )
     if reason is None:
-        runner = Runner(load_decoder(folder, device, dtype, native=True, bits=checkpoint.bits, length=length))
+        runner = Runner(load_decoder(source, device, dtype, native=True, bits=checkpoint.bits, length=length))
     else:
         probed = cached_shapes(outline, device, probe_shapes) if deterministic else None
-        decoder = load_decoder(folder, device, dtype, bits=checkpoint.bits, length=length)
+        decoder = load_decoder(source, device, dtype, bits=checkpoint.bits, length=length)
         runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
-    logger.info("%s: %s%s", folder, runner.choices, f"; no kernels: {reason}" if reason else "")
+    logger.info("%s: %s%s", source, runner.choices, f"; no kernels: {reason}" if reason else "")
     rope = checkpoint.spec.rope
     if rope.long_factors:
         kind = "short" if runner.decoder.spec.rope.factors == rope.factors else "long"
-        logger.info("%s: the %s factors of longrope, for texts up to %s tokens", folder, kind, length)
+        logger.info("%s: the %s factors of longrope, for texts up to %s tokens", source, kind, length)
     for format, size in expanded_bytes(outline.spec, device, dtype, native=reason is None).items():
-        logger.info("%s: weights of %s are expanded and take %s", folder, format, as_gib(size))
+        logger.info("%s: weights of %s are expanded and take %s", source, format, as_gib(size))
     return runner

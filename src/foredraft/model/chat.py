@@ -52,6 +52,7 @@ Message = Mapping[str, Any]  # one message: "role", and the other keys that the 
 
 FILE, NAMED_FOLDER, CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPECIAL_TOKENS = "special_tokens_map.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
 REASONING = (
     "reasoning_content",
@@ -95,8 +96,21 @@ class ChatTemplate:
         """Return the templates of a checkpoint: from their own files, or else from tokenizer_config.json."""
         file = folder / CONFIG
         config = read_json(file) if file.is_file() else {}
-        templates = _from_files(folder) or _from_config(config.get("chat_template"), file)
-        return cls(templates, _special_tokens(folder, config)) if templates else None
+        tokens = config
+        # Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides it,
+        # as in transformers.
+        if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS).is_file():
+            tokens = config | read_json(folder / SPECIAL_TOKENS)
+        templates = _from_files(folder)
+        return cls(templates, _texts(tokens)) if templates else cls.from_config(config, file, tokens)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], where: Path, tokens: Mapping[str, Any] | None = None
+    ) -> ChatTemplate | None:
+        """Return the templates of a tokenizer_config.json, whose special tokens may stand elsewhere."""
+        templates = _from_config(config.get("chat_template"), where)
+        return cls(templates, _texts(config if tokens is None else tokens)) if templates else None
 
     def render(
         self,
@@ -229,17 +243,9 @@ def _from_config(found: Any, file: Path) -> dict[str, str]:
     return templates
 
 
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens by name; a token may be an object that holds its text.
-
-    Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides the
-    config, as in transformers.
-    """
-    file = folder / "special_tokens_map.json"
-    found = dict(config)
-    if "added_tokens_decoder" not in config and file.is_file():
-        found |= read_json(file)
-    tokens = {name: found.get(name) for name in SPECIAL}
+def _texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens by name; a token may be an object that holds its text."""
+    tokens = {name: config.get(name) for name in SPECIAL}
     texts = {
         name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
     }

@@ -232,11 +232,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
-    file = folder / GENERATION
-    if not file.is_file():
-        return {}
-    config = {key: value for key, value in read_json(file).items() if value is not None}
+def generation_defaults(config: Mapping[str, Any], file: Path, vocab_size: int) -> dict[str, Any]:
+    config = {key: value for key, value in config.items() if value is not None}
     unread = []
     for key in sorted(config.keys() - {*ALWAYS, *SAMPLING} - HARMLESS):
         name, value = shortened(key)[1:-1], shortened(config[key])  # a key is any string: without quotes

@@ -1,7 +1,6 @@
-"""Turn the name of a model into a local folder; `owner/name` is downloaded from the Hugging Face hub.
+"""Download a model from the Hugging Face hub: a checkpoint's folder, or a GGUF file of a repository,
+of a type of weights that a name may have (`owner/name:Q4_K_M`).
 
-A GGUF file is turned into a folder, too: a local one, or one of a repository, of a type of weights that a
-name may have as llama.cpp and Ollama spell it (`owner/name:Q4_K_M`, `hf.co/owner/name:Q4_K_M`).
 `huggingface_hub` manages the cache, so its environment variables apply (HF_HOME, HF_TOKEN, HF_ENDPOINT,
 HF_HUB_OFFLINE). Only the files that a model is loaded from are downloaded.
 """
@@ -16,12 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from foredraft.errors import CheckpointError, ConfigError, shortened
+from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import is_file_name, read_json
-from foredraft.model.gguf.file import is_gguf
-from foredraft.model.gguf.folder import checkpoint_folder
 from foredraft.model.gguf.tensors import choose, models_among, part_names, shown_types
-from foredraft.model.lora.lora_config import base_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,73 +33,20 @@ SMALL = (  # the files besides the weights
     INDEX,
     ".gitattributes",  # every repository has it; the hub's client warns where it finds nothing to download
 )
-HOST = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/")  # in front of a name, as Ollama spells it
 # owner/name, a type of weights after a colon, and a revision after @
 REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?:@(\S+))?")
 MEGABYTE = 10**6
-MAX_LISTED = 20  # file names in a message
 
 OnProgress = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 
 
-def resolve(
-    name_or_path: str | Path,
-    revision: str | None = None,
-    report: OnProgress | None = None,
-    *,
-    weights: bool = True,
-    drafter: bool = False,
-) -> Path:
-    folder = existing(name_or_path)
-    name = str(name_or_path)
-    if folder is not None and (folder.is_dir() or is_gguf(folder)):
-        kind = "folder" if folder.is_dir() else "file"
-        if revision is not None:
-            problem = f"{name} is a local {kind}, which has no revision {revision!r}"
-            raise ConfigError(problem, remedy="leave the revision out")
-        return _local(folder) if folder.is_dir() else checkpoint_folder(folder)
-    if folder is not None:
-        problem = f"{name} is a file, but not a GGUF file"
-        raise CheckpointError(problem, remedy="give the folder of a checkpoint, or a GGUF file")
-    match = REPOSITORY.fullmatch(HOST.sub("", name, count=1) if HOST.match(name) else name)
-    if match is None:
-        problem = f"{shortened(name)} is neither a folder nor a hub name of the form owner/name"
-        raise CheckpointError(problem, remedy="check its spelling")
-    repository, type, named = match.groups()
-    if named is not None and revision not in (None, named):
-        raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
-    return Download(repository, type, named or revision, report, drafter=drafter).run(weights)
-
-
 def weights_to_come(folder: Path) -> bool:
     """Return whether a folder of the hub's cache lacks weights, as after `resolve` with weights=False."""
+    if not folder.is_dir():  # a GGUF file
+        return False
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    folder = base_of(folder)
     return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in _missing(folder))
-
-
-def existing(name: str | Path) -> Path | None:
-    """Return the path if it exists; a name that no path can have does not."""
-    try:
-        path = Path(name).expanduser()
-        return path if path.exists() else None
-    except (OSError, RuntimeError):
-        return None
-
-
-def _local(folder: Path) -> Path:
-    """Return a folder, or the folder that is made from the only GGUF file in it."""
-    if any((folder / file).is_file() for file in (SINGLE, INDEX)):
-        return folder
-    try:
-        models = models_among(sorted(file.name for file in folder.iterdir() if file.is_file()))
-    except OSError:
-        return folder
-    if len(models) > 1:
-        listed = ", ".join(models) if len(models) <= MAX_LISTED else f"{len(models)} of them"
-        raise CheckpointError(f"{folder} holds several GGUF files: {listed}", remedy="give one of them")
-    return checkpoint_folder(folder / models[0]) if models else folder
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -133,7 +76,7 @@ class Download:
         present = self._files_of(commit)
         file = self._gguf_file(folder, present)
         if file is not None:
-            return folder / file if self.drafter else checkpoint_folder(folder / file)
+            return folder / file
         other = self._other_name(folder, present)
         if other is not None:
             missing = [name for name in (CONFIG, other) if not (folder / name).is_file()]

@@ -24,7 +24,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.model.config import broken
 from foredraft.model.quantisation.scheme import ActivationFormat
-from foredraft.model.tensor_names import EMBEDDING, HEAD, TensorLayout
+from foredraft.model.tensor_names import EMBEDDING, HEAD, Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,8 @@ INWARD, OUTWARD = "model.project_in", "model.project_out"
 PROJECTIONS = {"project_in": INWARD, "project_out": OUTWARD}  # outer modules of a layout
 
 
-@dataclass(frozen=True, eq=False)
-class ProjectedLayout(TensorLayout):
+@dataclass(frozen=True)
+class ProjectedLayout(Naming):
     """A layout whose embedding and head are stored narrow, with a projection each."""
 
     tied: bool = True  # the head's stored table is that of the embedding

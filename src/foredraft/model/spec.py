@@ -16,9 +16,9 @@ import torch
 
 from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import CONFIG_KEYS, GENERATION, ConfigReader, read_json
-from foredraft.model.families import FAMILIES, Family
+from foredraft.model.families import FAMILIES
+from foredraft.model.families.shared import Family
 from foredraft.model.layer_geometry import OUTSIDE, LayerGeometry
-from foredraft.model.lora.lora_config import is_lora
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import Quantisation, read_quantisation
 from foredraft.model.rope import Rope
@@ -28,7 +28,7 @@ from foredraft.model.wrappers import TextPart, text_part_of, with_tie
 
 __all__ = ["OUTSIDE", "ModelSpec", "Rope", "with_dtype"]
 
-CONFIG = "config.json"
+CONFIG, LORA_CONFIG = "config.json", "adapter_config.json"
 # Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
 EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
 
@@ -134,7 +134,7 @@ class ModelSpec(LayerGeometry):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder", remedy="give the folder of a checkpoint")
         if not (folder / CONFIG).is_file():
-            if is_lora(folder):
+            if (folder / LORA_CONFIG).is_file():
                 problem = f"{folder} is a LoRA, which changes another model"
                 remedy = ("give that one, and this as ", Option("lora", str(folder)))
                 raise CheckpointError(problem, remedy=remedy)

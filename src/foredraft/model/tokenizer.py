@@ -71,8 +71,24 @@ class Tokenizer:
         file = Path(path) / FILE
         if not file.is_file():
             return None
+        found = cls.from_content(file, file, None, model_vocab_size, like=like)
+        _check_added(found.inner, file)
+        found.chat = ChatTemplate.from_folder(Path(path))
+        return found
+
+    @classmethod
+    def from_content(
+        cls,
+        content: bytes | Path,
+        where: Path,
+        chat: ChatTemplate | None,
+        model_vocab_size: int | None = None,
+        *,
+        like: Tokenizer | None = None,
+    ) -> Tokenizer:
+        """Return the tokenizer of the content of a `tokenizer.json`; `where` names it in errors."""
         try:
-            content = file.read_bytes()
+            content = content if isinstance(content, bytes) else content.read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             if like is not None and like.digest == digest:
                 inner = like.inner
@@ -84,9 +100,8 @@ class Tokenizer:
         except BaseException as error:  # the library raises bare Exception, and panics
             if not is_fault(error):
                 raise
-            raise broken(f"{file} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})") from error
-        _check_added(inner, file)
-        return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size, digest=digest)
+            raise broken(f"{where} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})") from error
+        return cls(inner, chat, model_vocab_size, digest=digest)
 
     @cached_property
     def digest(self) -> str:

@@ -53,6 +53,7 @@ from foredraft.model.runner.native import (
     pack_native,
     pack_pieces,
 )
+from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import EMBEDDING, HEAD, LAST_NORM, LAYERS, POSITIONS
 
@@ -71,7 +72,7 @@ class TensorSource(Protocol):
 
 
 def load_decoder(
-    folder: Path,
+    place: ModelSource | Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     *,
@@ -79,13 +80,14 @@ def load_decoder(
     bits: int | None = None,
     length: int | None = None,
 ) -> Decoder:
-    spec = ModelSpec.from_folder(folder).at_length(length)
+    source = source_of(place)
+    spec = source.spec.at_length(length)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        place = torch.device(device)
-        tensors = CheckpointTensors(folder, stack, place, chosen, spec.quantisation, spec.naming)
+        there = torch.device(device)
+        tensors = CheckpointTensors(source, stack, there, chosen, spec.quantisation, spec.naming)
         packs_here = native and tensors.device.type == "cpu"
-        kept = KeptWeights(folder, chosen, bits, tensors.used) if packs_here else None
+        kept = KeptWeights(source, chosen, bits, tensors.used) if packs_here else None
         decoder = build_decoder(spec, tensors, native, bits, kept)
         if spec.embedding_copies:
             tensors.used.add(f"{EMBEDDING}.weight")  # the head may give its rows
@@ -189,11 +191,12 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return counter.shapes
 
 
-def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    spec = ModelSpec.from_folder(folder)
+def read_tensors(place: ModelSource | Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    source = source_of(place)
+    spec = source.spec
     with ExitStack() as stack:
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype, spec.quantisation, spec.naming)
+        tensors = CheckpointTensors(source, stack, torch.device("cpu"), dtype, spec.quantisation, spec.naming)
         return {
             name: tensors.tensor(name, shape).clone(memory_format=torch.contiguous_format)
             for name, shape in tensor_shapes(spec).items()
@@ -201,10 +204,10 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tenso
         }
 
 
-def layer_tensors(folder: Path, layer: int) -> dict[str, Tensor]:
+def layer_tensors(place: ModelSource | Path, layer: int) -> dict[str, Tensor]:
     """Return a layer and the last norm of a model, as `read_tensors` does, by the names of `load_layer`."""
     own = f"{LAYERS}.{layer}."
-    found = read_tensors(folder, lambda name: name.startswith((own, f"{LAST_NORM}.")))
+    found = read_tensors(place, lambda name: name.startswith((own, f"{LAST_NORM}.")))
     return {name.replace(own, f"{LAYERS}.0."): tensor for name, tensor in found.items()}
 
 

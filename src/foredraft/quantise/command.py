@@ -2,7 +2,7 @@
 
 The linear layers and the head are coded; a tied head becomes a tensor of its own. The embedding is stored as
 the values that its codes stand for, because the format has no codes of embeddings. Every other tensor and
-file is copied, except the record of a GGUF file or of LoRAs. Of a multimodal checkpoint the text model alone
+file is copied. Of a multimodal checkpoint the text model alone
 is written. The card has, over held-out text, the KL divergence from the original, how often both find the
 same token likeliest, the ratio of perplexities, and the embedding's share of the divergence.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
@@ -29,14 +28,12 @@ from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
 from foredraft.loading.machine_limits import use_threads
 from foredraft.model.checkpoint import Checkpoint, weight_headers
-from foredraft.model.config import read_json
 from foredraft.model.decoder import Decoder
-from foredraft.model.gguf.tensors import RECORD
-from foredraft.model.lora.lora_config import RECORD as LORAS
 from foredraft.model.quantisation import BITS, CodeFormat, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.gptq import pack
 from foredraft.model.safetensors_file import INDEX, SINGLE, write_tensors
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, EMBEDDING_COPIES, ModelSpec, with_dtype
 from foredraft.model.tensor_names import EMBEDDING, HEAD
 from foredraft.model.weights import read_tensors
@@ -49,12 +46,9 @@ MODULES = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
 MOST = 4 << 30  # bytes of a file
 
 
-def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: torch.dtype) -> int:
+def write_quantised(source: ModelSource, out: Path, spec: ModelSpec, bits: int, dtype: torch.dtype) -> int:
     """Write a checkpoint with weights of so many bits into an empty folder, and return its bytes."""
-    own = (CONFIG, INDEX, RECORD, LORAS)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in own:
-            shutil.copyfile(file, out / file.name)
+    source.write_others(out)
     plain: list[str] = []  # linear layers that keep their weights
     classes: set[str] = set()  # of those that are coded
     files: dict[str, str] = {}  # tensor -> file
@@ -72,7 +66,7 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
         (out / INDEX).write_text(json.dumps(index), encoding="utf-8")
     else:
         write_tensors(out / SINGLE, filled, {"format": "pt"})
-    config = with_dtype(text_config_of(read_json(source / CONFIG)), dtype) | {"tie_word_embeddings": False}
+    config = with_dtype(text_config_of(source.config), dtype) | {"tie_word_embeddings": False}
     config |= spec.naming.written_keys
     config |= {EMBEDDING_COPIES: spec.tied, "quantization_config": _scheme(bits, plain, classes)}
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -80,7 +74,7 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
 
 
 def _tensors(
-    source: Path, spec: ModelSpec, bits: int, dtype: torch.dtype, plain: list[str], classes: set[str]
+    source: ModelSource, spec: ModelSpec, bits: int, dtype: torch.dtype, plain: list[str], classes: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the new checkpoint, by its stored name; gather `plain` layers and `classes`."""
     head, naming = f"{HEAD}.weight", spec.naming
@@ -150,11 +144,11 @@ class Quality:
 
 @torch.no_grad()
 def measure_quality(
-    original: Path, quantised: Path, dtype: torch.dtype, documents: Sequence[Document]
+    original: ModelSource, quantised: ModelSource, dtype: torch.dtype, documents: Sequence[Document]
 ) -> Quality:
     """Compare two checkpoints on documents."""
     device = torch.device("cpu")
-    targets = [FrozenTarget(folder, device, dtype) for folder in (original, quantised)]
+    targets = [FrozenTarget(source, device, dtype) for source in (original, quantised)]
     targets.append(_with_embedding(*targets))
     batches = Batches(documents, GROUP_TOKENS, 0)
     divergences, of_embedding = list[Tensor](), list[Tensor]()
@@ -227,10 +221,10 @@ def quantise_checkpoint(
     check_out(out, lambda folder: False)
     documents = _documents(checkpoint, data)
     with errors_named(out, "out", "give a folder that can be"), replacing_folder(out) as new:
-        size = write_quantised(checkpoint.folder, new, checkpoint.spec, BITS[weights], checkpoint.dtype)
+        size = write_quantised(checkpoint.source, new, checkpoint.spec, BITS[weights], checkpoint.dtype)
         quality = None
         if documents:
-            quality = measure_quality(checkpoint.folder, new, checkpoint.dtype, documents)
+            quality = measure_quality(checkpoint.source, ModelSource(new), checkpoint.dtype, documents)
         (new / CARD).write_text(_card(model or "the demo target", weights, quality), encoding="utf-8")
     return QuantiseResult(str(out), weights, size, quality)
 

@@ -7,13 +7,19 @@ their kind before them, and every layer takes an embedding of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
 from foredraft.model.families.shared import (
+    ATTENTION_BIAS,
     FULL,
+    GGUF,
+    NORMED_TWICE,
     SLIDING,
+    Family,
     equal_windows,
     head_sizes,
     read_activation,
@@ -21,6 +27,9 @@ from foredraft.model.families.shared import (
     read_windows,
 )
 from foredraft.model.rope_config import read_full_ropes, read_rope, read_ropes
+
+if TYPE_CHECKING:
+    from foredraft.model.gguf.gguf_config import MetadataReader
 
 
 def gemma(read: ConfigReader) -> dict[str, Any]:
@@ -157,7 +166,7 @@ def _full_heads(
     for key, value in (("num_global_key_value_heads", kv_heads), ("global_head_dim", head_dim)):
         if value is not None:
             read.ignored[key] = value
-    heads = _by_layer(read, by_layer, len(windows), usual)
+    heads = _own_heads(read, by_layer, len(windows), usual)
     full = {own for own, window in zip(heads, windows, strict=True) if window is None}
     windowed = {own for own, window in zip(heads, windows, strict=True) if window is not None}
     if len(full) > 1 or windowed - {usual}:
@@ -166,7 +175,7 @@ def _full_heads(
     return full.pop()
 
 
-def _by_layer(read: ConfigReader, given: Any, layers: int, usual: tuple[int, int]) -> list[tuple[int, int]]:
+def _own_heads(read: ConfigReader, given: Any, layers: int, usual: tuple[int, int]) -> list[tuple[int, int]]:
     heads = [usual] * layers
     for key, values in given.items() if isinstance(given, dict) else [("", None)]:
         named = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 6
@@ -192,3 +201,154 @@ def _sources(read: ConfigReader, windows: tuple[int | None, ...]) -> tuple[int, 
         remedy = "a layer of each kind before the last ones must have keys of its own"
         raise read.error("num_kv_shared_layers", remedy)
     return (*range(first), *(last[window] for window in windows[first:]))
+
+
+# in GGUF files; heads of layers with full attention stand under the usual keys
+
+
+# Layers of the Gemma models with 27 billion weights, whose attention scale differs; no file says it.
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def gemma2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    return _windowed_in_gguf(read, config, pattern=2) | {
+        "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    read.number("rope.freq_base")  # the layers with full attention have another base than the usual one
+    windowed = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10_000.0)}
+    return _windowed_in_gguf(read, config, pattern=6) | {
+        "rope_parameters": {FULL: config["rope_parameters"], SLIDING: windowed},
+        "final_logit_softcapping": read.optional_number("final_logit_softcapping", zero_is_null=True),
+    }
+
+
+def _windowed_in_gguf(read: MetadataReader, config: dict[str, Any], pattern: int) -> dict[str, Any]:
+    large = config["num_hidden_layers"] == LAYERS_OF_27B[read.architecture]
+    scalar = config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"]
+    if read.has("attention.scale"):
+        scalar = read.exact(read.number("attention.scale") ** -2)
+    return {"query_pre_attn_scalar": scalar, **read.windows(config, pattern)}
+
+
+BY_LAYER = ("attention.head_count_kv", "feed_forward_length")  # keys that may hold a list, a number a layer
+STILL = 1e30  # what frequencies that do not turn are divided by
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+
+
+def gemma4_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    layers, full_dim = config["num_hidden_layers"], config["head_dim"]
+    windowed = _windowed(read, layers)
+    heads, inner = (_by_layer(read, key, layers) for key in BY_LAYER)
+    dim = read.count("attention.key_length_swa", full_dim)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if read.count(key, dim) != dim:
+            raise read.error(key, f"only the size of a windowed layer's key head, {dim}, is supported")
+    shared = read.count("attention.shared_kv_layers", 0, allow_zero=True)
+    first, wide = layers - shared, inner[-1] != inner[0]
+    if wide and inner != [*[inner[0]] * first, *[2 * inner[0]] * shared]:
+        raise read.error("feed_forward_length", "layers that share keys may have twice the usual size")
+    size = read.count("embedding_length_per_layer_input", 0, allow_zero=True)
+    read.take("expert_feed_forward_length")  # says nothing where there are no experts
+    full = [layer for layer in range(layers) if not windowed[layer]]
+    usual = next((heads[layer] for layer in range(layers) if windowed[layer]), heads[-1])
+    if any(heads[layer] != usual for layer in range(layers) if windowed[layer]):
+        raise read.error(BY_LAYER[0], "all windowed layers must have equal heads")
+    table = read.file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "attention_k_eq_v": _joined(read, [layer for layer in full if layer < first]),
+        "final_logit_softcapping": read.optional_number("final_logit_softcapping", zero_is_null=True),
+        "head_dim": dim,
+        "num_key_value_heads": usual,
+        "per_layer_config": {
+            str(layer): {"num_key_value_heads": heads[layer], "head_dim": full_dim} for layer in full
+        },
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": wide,
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": size,
+        "vocab_size_per_layer_input": config["vocab_size"] if table is None else table.shape[0],
+        "sliding_window": read.count("attention.sliding_window"),
+        "layer_types": [SLIDING if each else FULL for each in windowed],
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": read.number("rope.freq_base"),
+                "partial_rotary_factor": _turning(read, full_dim),
+            },
+            SLIDING: {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa")},
+        },
+    }
+
+
+def _windowed(read: MetadataReader, layers: int) -> list[bool]:
+    given = read.take(WINDOW_PATTERN)
+    if not isinstance(given, list) or len(given) != layers or given[-1]:
+        raise read.error(WINDOW_PATTERN, f"it must be a list of {layers} flags, of which the last is false")
+    return [bool(each) for each in given]
+
+
+def _by_layer(read: MetadataReader, key: str, layers: int) -> list[int]:
+    given = read.take(key)
+    if not isinstance(given, list):
+        return [read.count(key)] * layers
+    if len(given) != layers or not all(isinstance(each, int) and each > 0 for each in given):
+        raise read.error(key, f"it must be {layers} whole numbers above 0")
+    return given
+
+
+def _joined(read: MetadataReader, full: list[int]) -> bool:
+    """Return whether layers with full attention have no projection of values, so that these are the keys."""
+    lacking = {not read.has_tensor(f"blk.{layer}.attn_v.weight") for layer in full}
+    if len(lacking) > 1:
+        problem = "has projections of values in some layers with full attention alone"
+        raise read.file.error(problem, "convert the model again")
+    return lacking == {True}
+
+
+def _turning(read: MetadataReader, head_dim: int) -> float:
+    """Return the share of the frequencies that turn, which come first."""
+    given = torch.tensor(read.factors(read.ROPE_FACTORS, head_dim // 2))
+    count = int((given == 1.0).sum())
+    if not torch.equal(given, torch.where(torch.arange(len(given)) < count, 1.0, STILL).float()) or not count:
+        problem = f"has other numbers in {read.ROPE_FACTORS} than 1 and {STILL:g}"
+        raise read.file.error(problem, "give the model's checkpoint folder")
+    return count / len(given)
+
+
+COMMON: dict[str, Any] = {"activation": "gelu_pytorch_tanh", "biases": ATTENTION_BIAS}
+LATER: dict[str, Any] = COMMON | {"activation_key": "hidden_activation", "parts": NORMED_TWICE}
+OF_GEMMA4 = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
+FAMILIES: dict[str, Family] = {
+    "GemmaForCausalLM": Family(
+        "gemma", gemma, eos=1, bos=2, positions=8192, gguf=(GGUF("gemma", adds_one=True, **COMMON),)
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2", gemma2, eos=1, bos=2, positions=8192,
+        gguf=(GGUF("gemma2", gemma2_in_gguf, adds_one=True, **LATER),),
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", gemma3, eos=1, bos=2, positions=131_072,
+        gguf=(GGUF("gemma3", gemma3_in_gguf, adds_one=True, **LATER),),
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text", gemma4, eos=1, bos=2, positions=131_072,
+        gguf=(
+            GGUF(
+                "gemma4", gemma4_in_gguf, rope="own", by_layer=BY_LAYER,
+                **(LATER | {"parts": NORMED_TWICE | OF_GEMMA4}),
+            ),
+        ),
+    ),
+    "Gemma4UnifiedForCausalLM": Family(
+        "gemma4_unified_text", gemma4_unified, eos=1, bos=2, positions=262_144
+    ),
+}  # fmt: skip

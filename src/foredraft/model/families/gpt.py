@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.model.config import ConfigReader
 from foredraft.model.families.llama import longest
 from foredraft.model.families.shared import (
+    FUSED_QKV,
+    GGUF,
+    Family,
     divided_head_dim,
     equal_windows,
     head_sizes,
@@ -22,9 +25,12 @@ from foredraft.model.families.shared import (
 from foredraft.model.layers import PROJECTIONS, ProjectedLayout
 from foredraft.model.rope import Rope
 from foredraft.model.rope_config import read_rope
-from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, POSITIONS, TensorLayout
+from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, POSITIONS, Naming
 
-GPT2 = TensorLayout(
+if TYPE_CHECKING:
+    from foredraft.model.gguf.gguf_config import MetadataReader
+
+GPT2 = Naming(
     prefixes=("transformer.", ""),
     layers="h",
     outer={"wte": EMBEDDING, "wpe": POSITIONS, "ln_f": LAST_NORM},
@@ -45,7 +51,7 @@ GPT2_KEYS = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-OPT = TensorLayout(
+OPT = Naming(
     prefixes=("model.decoder.", "decoder."),
     outer={"embed_tokens": EMBEDDING, "embed_positions": POSITIONS, "final_layer_norm": LAST_NORM},
     inner={
@@ -104,13 +110,13 @@ def opt(read: ConfigReader) -> dict[str, Any]:
 
 
 @functools.cache
-def _projected(layout: TensorLayout, tied: bool) -> ProjectedLayout:
+def _projected(layout: Naming, tied: bool) -> ProjectedLayout:
     outer = {**layout.outer, **PROJECTIONS}
     return ProjectedLayout(prefixes=layout.prefixes, outer=outer, inner=layout.inner, tied=tied)
 
 
 @functools.cache
-def _sums_normed(layers: int) -> TensorLayout:
+def _sums_normed(layers: int) -> Naming:
     """Return the layout of OPT with norms after sums: the final norm is that of the last layer's last sum."""
     last = {f"layers.{layers - 1}.final_layer_norm": LAST_NORM}
     outer = {name: own for name, own in OPT.outer.items() if own != LAST_NORM} | last
@@ -135,7 +141,7 @@ def learned(read: ConfigReader) -> dict[str, Any]:
     }
 
 
-NEOX = TensorLayout(
+NEOX = Naming(
     prefixes=("gpt_neox.",),
     outer={"embed_in": EMBEDDING, "final_layer_norm": LAST_NORM},
     inner={
@@ -149,7 +155,7 @@ NEOX = TensorLayout(
     heads=("embed_out", "lm_head"),
     ignored=("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
 )
-PHI = TensorLayout(
+PHI = Naming(
     outer={"embed_tokens": EMBEDDING, "final_layernorm": LAST_NORM},
     inner={
         **LLAMA_INNER,
@@ -198,14 +204,14 @@ def stablelm(read: ConfigReader) -> dict[str, Any]:
 
 
 @functools.cache
-def _by_head(heads: int, kv_heads: int) -> TensorLayout:
+def _by_head(heads: int, kv_heads: int) -> Naming:
     """Return the layout of StableLM 2 12B, whose heads have a norm each."""
     norms = {
         f"self_attn.{kind}_layernorm.norms.{head}": f"self_attn.{kind}_norm.{head}"
         for kind, count in (("q", heads), ("k", kv_heads))
         for head in range(count)
     }
-    return TensorLayout(inner=LLAMA_INNER | norms)
+    return Naming(inner=LLAMA_INNER | norms)
 
 
 def phi(read: ConfigReader) -> dict[str, Any]:
@@ -235,7 +241,7 @@ def normed(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
     }
 
 
-STARCODER2 = TensorLayout(inner={**LLAMA_INNER, "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
+STARCODER2 = Naming(inner={**LLAMA_INNER, "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
 
 
 def starcoder2(read: ConfigReader) -> dict[str, Any]:
@@ -253,3 +259,69 @@ def starcoder2(read: ConfigReader) -> dict[str, Any]:
         "naming": STARCODER2,
         **dict.fromkeys(BIASES, biases),
     }
+
+
+def gpt2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": None, "n_inner": config["intermediate_size"]}
+
+
+def gpt_neox_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    return {"use_parallel_residual": read.flag("use_parallel_residual", default=True)}
+
+
+def stablelm_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    # a model of parallel residuals has one norm for attention and MLP
+    parallel = not read.has_tensor("blk.0.ffn_norm.weight")
+    read.flag("use_parallel_residual", default=parallel)  # older files have true in all models
+    head_norms = read.has_tensor("blk.0.attn_q_norm.weight")
+    return {"qk_layernorm": head_norms, "use_parallel_residual": parallel}
+
+
+FAMILIES: dict[str, Family] = {
+    "GPT2LMHeadModel": Family(
+        "gpt2", gpt2, eos=50256, bos=50256, positions=1024, spelled=GPT2_KEYS, inner_key="n_inner",
+        gguf=(
+            GGUF(
+                "gpt2", gpt2_in_gguf, activation="gelu_new", activation_key="activation_function",
+                norm_key="layer_norm_epsilon", rope="own", parts=FUSED_QKV,
+            ),
+        ),
+    ),
+    "GPTNeoXForCausalLM": Family(
+        "gpt_neox", gpt_neox, eos=2, bos=0, positions=2048,
+        gguf=(
+            GGUF(
+                "gptneox", gpt_neox_in_gguf, activation="gelu", biases={"attention_bias": "attn_qkv"},
+                norm_key="layer_norm_eps", rope="part", parts=FUSED_QKV,
+            ),
+        ),
+    ),
+    "OPTForCausalLM": Family("opt", opt, eos=2, bos=2, positions=2048, inner_key="ffn_dim"),
+    "PhiForCausalLM": Family(
+        "phi", phi, eos=2, bos=1, positions=2048,
+        gguf=(
+            GGUF(
+                "phi2", fixed={"qk_layernorm": False}, activation="gelu_new", norm_key="layer_norm_eps",
+                rope="part",
+            ),
+        ),
+    ),
+    "StableLmForCausalLM": Family(
+        "stablelm", stablelm, eos=0, bos=0, positions=4096,
+        gguf=(
+            GGUF(
+                "stablelm", stablelm_in_gguf, biases={"use_qkv_bias": "attn_q"}, norm_key="layer_norm_eps",
+                rope="part",
+            ),
+        ),
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2", starcoder2, eos=50256, bos=50256, positions=4096,
+        gguf=(
+            GGUF(  # llama.cpp does not know its window
+                "starcoder2", fixed={"sliding_window": None}, activation="gelu_pytorch_tanh",
+                biases={"use_bias": "attn_q"}, norm_key="norm_epsilon",
+            ),
+        ),
+    ),
+}  # fmt: skip

@@ -6,12 +6,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from foredraft.model.config import ConfigReader
+from foredraft.model.config import SHARED_KEYS, ConfigReader
 from foredraft.model.families.shared import (
+    ATTENTION_BIAS,
+    BIASES,
     FULL,
+    FUSED_QKV,
+    GGUF,
+    LAYER,
+    NORMED_AFTER,
+    NORMED_TWICE,
     SLIDING,
+    Family,
     divided_head_dim,
     equal_windows,
     full_layers,
@@ -25,7 +33,12 @@ from foredraft.model.families.shared import (
 )
 from foredraft.model.rope import Rope
 from foredraft.model.rope_config import ROPE_KEYS, read_growing_rope, read_rope, read_ropes
-from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, TensorLayout
+from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, Naming
+
+if TYPE_CHECKING:
+    from foredraft.model.gguf.gguf_config import MetadataReader
+
+ORIGINAL, ORIGINAL_KEY = "original_max_position_embeddings", "rope.scaling.original_context_length"
 
 
 def llama(read: ConfigReader) -> dict[str, Any]:
@@ -190,7 +203,7 @@ def read_unrotated(read: ConfigReader) -> tuple[int, ...]:
 # the keys that its modelling code reads, besides those that all families share
 KEYS = frozenset({"bias", "hidden_act", "pretraining_tp"})
 CODE = "modeling_internlm2.InternLM2ForCausalLM"  # the modelling code that this family stands for
-INTERNLM2 = TensorLayout(
+INTERNLM2 = Naming(
     outer={"tok_embeddings": EMBEDDING, "norm": LAST_NORM},
     inner={
         "attention_norm": "input_layernorm",
@@ -279,7 +292,7 @@ def exaone4(read: ConfigReader) -> dict[str, Any]:
     }
 
 
-GLM4 = TensorLayout(
+GLM4 = Naming(
     inner={
         **LLAMA_INNER,
         "post_self_attn_layernorm": "post_attention_layernorm",
@@ -328,3 +341,139 @@ def cohere2(read: ConfigReader) -> dict[str, Any]:
         "parallel_residual": True,
         "shared_norm": True,
     }
+
+
+# what GGUF files say in keys of their own; without one, the value is llama.cpp's
+
+
+def granite_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": read.number("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": read.number("embedding_scale", 1.0),
+        "residual_multiplier": read.number("residual_scale", 1.0),
+        "logits_scaling": read.number("logit_scale"),
+    }
+
+
+def ministral3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a Mistral, or of a Ministral 3, whose queries grow; a growth of 0 is none."""
+    rope = config["rope_parameters"]
+    rope.setdefault(ORIGINAL, read.count(ORIGINAL_KEY, config["max_position_embeddings"]))
+    growth = read.optional_number("attention.temperature_scale", zero_is_null=True)
+    if read.take("attention.temperature_length", rope[ORIGINAL]) != rope[ORIGINAL]:
+        raise read.error("attention.temperature_length", f"{ORIGINAL_KEY} is {rope[ORIGINAL]}")
+    log = read.optional_number("rope.scaling.yarn_log_multiplier", zero_is_null=True)
+    scales = {} if log is None or rope["rope_type"] != "yarn" else {"mscale": 1.0, "mscale_all_dim": log}
+    return {"rope_parameters": {**rope, **scales, "llama_4_scaling_beta": growth or 0.0}}
+
+
+def phi3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    head_dim, rope = config["head_dim"], config["rope_parameters"]
+    rotated = read.count("rope.dimension_count", head_dim)
+    share = rotated / head_dim
+    if int(head_dim * share) != rotated:  # the quotient was rounded down
+        share = (rotated + 0.5) / head_dim
+    window = None if read.take("attention.sliding_window", 0) == 0 else read.count("attention.sliding_window")
+    found = {"sliding_window": window, "rope_parameters": rope | {"partial_rotary_factor": share}}
+    if not any(map(read.has_tensor, read.LONG_ROPE)):
+        return found
+    short, long = (read.factors(name, rotated // 2) for name in read.LONG_ROPE)
+    found["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": share,
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": read.number("rope.scaling.attn_factor", 1.0),
+    }
+    return found | {ORIGINAL: read.count(ORIGINAL_KEY)}
+
+
+def olmo2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of OLMo 2, or of OLMo 3, which has windows."""
+    if not read.has("attention.sliding_window"):
+        return {}
+    # llama.cpp scales the rotation of layers with full attention only
+    windowed = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    ropes = {FULL: config["rope_parameters"], SLIDING: windowed}
+    olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+    return read.windows(config) | olmo3 | {"rope_parameters": ropes}
+
+
+def exaone4_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    if read.has("attention.sliding_window"):
+        return read.windows(config)
+    return {"sliding_window": None, "layer_types": [FULL] * config["num_hidden_layers"]}
+
+
+def cohere2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return {
+        "logit_scale": read.number("logit_scale"),
+        "sliding_window": read.count("attention.sliding_window"),
+        # llama.cpp gives every fourth layer full attention, whatever the model
+        "layer_types": [SLIDING if layer % 4 else FULL for layer in layers],
+    }
+
+
+FUSED_GATE_UP = {"ffn_up": "mlp.gate_up_proj"}
+SEED_OSS = {part: name for part, name in LAYER.items() if part != "ffn_norm"}
+SEED_OSS["post_attention_norm"] = LAYER["ffn_norm"]
+FAMILIES: dict[str, Family] = {
+    "Cohere2ForCausalLM": Family(
+        "cohere2", cohere2, eos=255001, bos=5, positions=8192,
+        gguf=(GGUF("cohere2", cohere2_in_gguf, biases=ATTENTION_BIAS, norm_key="layer_norm_eps"),),
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4", exaone4, eos=2, bos=0, positions=2048,
+        gguf=(GGUF("exaone4", exaone4_in_gguf, parts=NORMED_AFTER),),
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4", glm4, eos=ENDS, bos=None, positions=131_072,
+        gguf=(GGUF("glm4", biases=ATTENTION_BIAS, rope="part", parts=NORMED_TWICE | FUSED_GATE_UP),),
+    ),
+    "GraniteForCausalLM": Family(
+        "granite", granite, eos=2, bos=1, positions=2048,
+        gguf=(GGUF("granite", granite_in_gguf, biases=BIASES, reordered=True),),
+    ),
+    "InternLM2ForCausalLM": Family(
+        "internlm2", internlm2, eos=2, bos=1, positions=2048, keys=SHARED_KEYS | KEYS
+    ),
+    "LlamaForCausalLM": Family(
+        "llama", llama, eos=2, bos=1, positions=2048,
+        gguf=tuple(  # llama.cpp's converter makes a Llama of an InternLM 2
+            GGUF(name, biases=BIASES, windows=False, reordered=True) for name in ("llama", "internlm2")
+        ),
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3", ministral3, eos=2, bos=1, positions=262_144,
+        gguf=(GGUF("mistral3", ministral3_in_gguf, reordered=True),),
+    ),
+    "MinistralForCausalLM": Family("ministral", mistral, eos=2, bos=1, positions=131_072),
+    "MistralForCausalLM": Family("mistral", mistral, eos=2, bos=1, positions=131_072),
+    "Olmo2ForCausalLM": Family(
+        "olmo2", olmo2, eos=50279, bos=None, positions=2048,
+        gguf=(GGUF("olmo2", olmo2_in_gguf, biases=ATTENTION_BIAS, parts=NORMED_AFTER),),
+    ),
+    "Olmo3ForCausalLM": Family("olmo3", olmo3, eos=50279, bos=None, positions=2048),
+    "Phi3ForCausalLM": Family(
+        "phi3", phi3, eos=32_000, bos=1, positions=4096,
+        gguf=(GGUF("phi3", phi3_in_gguf, rope="part", parts=FUSED_QKV | FUSED_GATE_UP),),
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", qwen2, eos=None, bos=None, positions=32_768, gguf=(GGUF("qwen2", windows=False),)
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", qwen3, eos=None, bos=None, positions=32_768,
+        gguf=(GGUF("qwen3", biases=ATTENTION_BIAS, windows=False),),
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss", seed_oss, eos=2, bos=0, positions=524_288,
+        gguf=(GGUF("seed_oss", biases=BIASES | {"attention_out_bias": "attn_output"}, parts=SEED_OSS),),
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3", smollm3, eos=128_001, bos=128_000, positions=32_768,
+        # llama.cpp rotates all but every fourth layer, whatever the model
+        gguf=(GGUF("smollm3", fixed={"no_rope_layer_interval": 4}, biases=BIASES, reordered=True),),
+    ),
+}  # fmt: skip

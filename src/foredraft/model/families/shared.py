@@ -1,13 +1,65 @@
-"""`Family`: what the reader of a config knows of one architecture; keys that several families read alike."""
+"""`Family`: what the readers of configs and of GGUF files know of an architecture; keys that many share.
+
+In a GGUF file the channels of q and k that RoPE rotates together may be neighbours (`reordered`), and the
+norms of Gemma 1 to 3 are stored as 1 + weight (`adds_one`), as its writer left them
+(https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import MAX_KEY_WIDTH, MAX_WIDTH, ConfigReader
+
+if TYPE_CHECKING:
+    from foredraft.model.gguf.gguf_config import MetadataReader
+
+# the parts of a layer in a GGUF file -> the decoder's names
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NORMED_TWICE = LAYER | {  # layers whose sub-layers have norms before and after them
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+NORMED_AFTER = {part: name for part, name in NORMED_TWICE.items() if part not in ("attn_norm", "ffn_norm")}
+FUSED_QKV = LAYER | {"attn_qkv": "self_attn.qkv_proj"}
+ATTENTION_BIAS = {"attention_bias": "attn_q"}
+BIASES = ATTENTION_BIAS | {"mlp_bias": "ffn_up"}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUF:
+    """How GGUF files hold a family: its `config.json`, and the names of its tensors."""
+
+    architecture: str  # as the file names it
+    # the keys of config.json that nothing below says, given those that are known; null: the family lacks it
+    keys: Callable[[MetadataReader, dict[str, Any]], dict[str, Any]] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys with one value in all files
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+    biases: Mapping[str, str] = field(default_factory=dict)  # key -> part of layer 0 with a bias
+    norm_key: str = "rms_norm_eps"  # of the epsilon of norms
+    rope: Literal["whole", "part", "own"] = "whole"  # what of a head is rotated; own: `keys` reads all of it
+    windows: bool = True  # a file may have sliding windows, or another attention scale than usual
+    by_layer: tuple[str, ...] = ()  # keys of the file that may hold a list, a number a layer
+    parts: Mapping[str, str] = field(default_factory=lambda: LAYER)  # of a layer -> in the decoder
+    reordered: bool = False
+    adds_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +75,7 @@ class Family:
     # keys of a config that the architecture has other names for, too -> these
     spelled: Mapping[str, str] = field(default_factory=dict)
     inner_key: str = "intermediate_size"  # the key of the size of an MLP
+    gguf: tuple[GGUF, ...] = ()  # the architectures of GGUF files that hold it
 
     def size_key(self, key: str, config: Mapping[str, Any]) -> str:
         """Return how a config of the architecture spells the key of a size."""

@@ -1,5 +1,4 @@
-"""`LoraConfig`: what `adapter_config.json` says of a LoRA; the record of a folder with LoRAs. It needs no
-PyTorch.
+"""`LoraConfig`: what `adapter_config.json` says of a LoRA. It needs no PyTorch.
 
 Every key is read, changes nothing in a merged weight, or is refused by name. So is a LoRA whose effect is
 more than W + s·B·A, or whose training changed the weights under it.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from typing import Any
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
 
-RECORD = "foredraft_loras.json"  # of a folder that `folder.with_loras` made
 LORA_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA's folder
-UNTIED = "untied"  # a key of the record
 PIECE = 2**20  # bytes that are hashed at a time
 
 
@@ -28,28 +25,7 @@ def is_lora(folder: Path) -> bool:
     return (folder / LORA_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
-def record_of(base: Path, loras: Sequence[tuple[str, Path]], *, untied: bool) -> dict[str, Any]:
-    listed = [{"name": name, "folder": str(folder.absolute())} for name, folder in loras]
-    return {"base": str(base.absolute()), "loras": listed, UNTIED: untied}
-
-
-def base_of(folder: Path) -> Path:
-    """Return the folder of the model without LoRAs; a folder without a record is that itself."""
-    return Path(read_json(folder / RECORD)["base"]) if (folder / RECORD).is_file() else folder
-
-
-def loras_of(folder: Path) -> list[tuple[str, Path]]:
-    """Return the LoRAs of a folder in their order: their names, for display, and their folders."""
-    if not (folder / RECORD).is_file():
-        return []
-    return [(each["name"], Path(each["folder"])) for each in read_json(folder / RECORD)["loras"]]
-
-
-def lora_digests(folder: Path) -> list[str]:
-    return [_digest(lora) for _, lora in loras_of(folder)]
-
-
-def _digest(lora: Path) -> str:
+def lora_digest(lora: Path) -> str:
     digest = hashlib.sha256()
     for name in (LORA_CONFIG, WEIGHTS):
         try:

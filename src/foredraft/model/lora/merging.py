@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import read_json
-from foredraft.model.lora.lora_config import LORA_CONFIG, RECORD, UNTIED, WEIGHTS, loras_of, read_lora_config
+from foredraft.model.lora.lora_config import LORA_CONFIG, WEIGHTS, read_lora_config
 from foredraft.model.lora.lora_tensors import FLOATS, Change, LoraTensors, LowRankUpdate, Replacement, Shift
 from foredraft.model.safetensors_file import DTYPES, LazyTensor, SafetensorsFile
 
@@ -189,9 +188,6 @@ class MergedTensors:
     def __init__(self, tensors: Mapping[str, ChangedTensor], dtype: torch.dtype) -> None:
         self.tensors, self.dtype = tensors, dtype
 
-    def keys(self) -> list[str]:
-        return [*self.tensors]
-
     def get_slice(self, name: str) -> LazyTensor:
         shape = self.tensors[name].shape
         return LazyTensor(NAMES[self.dtype], shape, lambda rows: self.get_tensor(name)[rows])
@@ -268,11 +264,10 @@ def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
 
 
 def merge_loras(
-    folder: Path, files: Mapping[str, Any], stack: ExitStack, dtype: torch.dtype, source: str
+    loras: Sequence[LoraTensors], files: Mapping[str, Any], dtype: torch.dtype, source: str, *, untied: bool
 ) -> MergedTensors:
-    """Return the tensors that the LoRAs of a folder change, merged when they are read."""
-    loras = [open_lora(name, lora, stack) for name, lora in loras_of(folder)]
-    aliases = _untied(files, source) if read_json(folder / RECORD)[UNTIED] else {}
+    """Return the tensors that LoRAs change, merged when they are read."""
+    aliases = _untied(files, source) if untied else {}
     return MergedTensors(changed_tensors(files, loras, source, aliases), dtype)
 
 
