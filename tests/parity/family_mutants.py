@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.model import attention, checkpoint, decoder, layers, rope, rope_config, spec, weights
+from foredraft.model import attention, checkpoint, decoder, layers, rope, spec, weights
 from foredraft.model.decoder import Attention, Decoder, Layer
 from foredraft.model.families import llama
 from foredraft.model.layers import (
@@ -193,7 +193,7 @@ LLAMA_LIKE = [
         lambda grown: lambda own, positions: grown(own, positions + 1)[1:], decoding("ministral3"),
     ),
     defect("queries grow within a period", rope._grown, grown_within_a_period, decoding("ministral3")),
-    defect("keys grow, too", rope_config.read_growing_rope, keys_grown_too, reloaded("ministral3")),
+    defect("keys grow, too", rope.read_growing_rope, keys_grown_too, reloaded("ministral3")),
     defect("norms without their offset", NORM, norms_with(-1.0), reloaded("gemma")),
     defect("gelu taken for SiLU", FAMILY, in_family(configured(hidden_act="silu")), reloaded("gemma-gelu")),
     defect(

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from foredraft.model.checkpoint import CheckpointTensors
 from foredraft.model.lora import merging, source
-from foredraft.model.lora.lora_config import LoraConfig
-from foredraft.model.lora.lora_tensors import LowRankUpdate, Replacement, Shift
+from foredraft.model.lora.adapter import LoraConfig, LowRankUpdate, Replacement, Shift
 from foredraft.model.lora.source import with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder

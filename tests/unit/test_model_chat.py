@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.errors import CheckpointError, RequestError
-from foredraft.model import chat as module
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from tests.support.checkpoints import tiny_tokenizer
@@ -542,5 +541,7 @@ def test_parts_stay_as_they_are_given() -> None:
     ],
 )
 def test_a_defect_is_caught(answer: bool, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sometimes = defect("parts", module.takes_parts_alone, lambda sound: lambda render: answer, check)
+    sometimes = defect(
+        "parts", ChatTemplate._takes_parts_alone, lambda sound: lambda self, source: answer, check
+    )
     assert_caught(sometimes, monkeypatch)

@@ -41,8 +41,8 @@ from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.drafters.states import FoundReader, KnownStates, WaitingReader, WaitingStates
 from foredraft.errors import ConfigError, Option, shortened
 from foredraft.model.cache import KVCache
-from foredraft.model.lora.lora_config import is_lora
 from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Resume, Runner
+from foredraft.model.spec import is_lora
 
 logger = logging.getLogger(__name__)
 

@@ -10,36 +10,22 @@ that would leave a plain text out without a word gets texts as lists of parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean, invalid_at
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.errors import Option, RequestError, Text, did_you_mean, invalid_at
+from foredraft.model.config import broken, read_json
 
 PROBE = "foredraftprobe"  # a word that survives what templates do to a message
-
-
-def takes_parts_alone(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Return whether a template shows a message's text only where it is given as a part."""
-
-    def shows(content: Any) -> bool:
-        try:
-            return PROBE in render([{"role": "user", "content": content}])
-        except Exception:  # the expressions of a template may raise anything
-            return False
-
-    return not shows(PROBE) and shows(_parts(PROBE))
 
 
 def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose contents are lists of parts."""
     return [
-        {**message, "content": _parts(message["content"])}
-        if isinstance(message.get("content"), str)
-        else message
+        message | ({"content": _parts(content)} if isinstance(content := message.get("content"), str) else {})
         for message in messages
     ]
 
@@ -54,11 +40,8 @@ FILE, NAMED_FOLDER, CONFIG = "chat_template.jinja", "additional_chat_templates",
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 SPECIAL_TOKENS = "special_tokens_map.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # keys for a message's reasoning; the first one present counts
+# keys for a message's reasoning; the first one present counts
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Variables that a template may leave unread without an error.
 STANDARD = {"add_generation_prompt", *SPECIAL}
 LISTS = {"tools", "documents"}  # refused where they hold something that the template does not read
@@ -101,7 +84,12 @@ class ChatTemplate:
         # as in transformers.
         if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS).is_file():
             tokens = config | read_json(folder / SPECIAL_TOKENS)
-        templates = _from_files(folder)
+        files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+        files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
+        try:
+            templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise broken(f"{folder} has a chat template that cannot be read ({error})") from error
         return cls(templates, _texts(tokens)) if templates else cls.from_config(config, file, tokens)
 
     @classmethod
@@ -148,14 +136,17 @@ class ChatTemplate:
                 f"the chat template cannot be rendered with these messages ({_line(error)})",
                 remedy=f"change the messages, or put another {FILE} into the model's folder",
             ) from error
-        chosen = (
-            {"tools"} if TOOL_USE in self.templates else set()
-        )  # tools have chosen a template of their own
-        _check_variables([*variables, *(name for name in LISTS - chosen if given[name])], read)
+        # tools have chosen a template of their own
+        chosen = {"tools"} if TOOL_USE in self.templates else set()
+        for name in [*variables, *(name for name in LISTS - chosen if given[name])]:
+            if name not in STANDARD | read:  # the template would ignore it
+                others = sorted(read - STANDARD - LISTS - {"messages"})
+                shown = ", ".join(others) or "only the standard ones"
+                remedy = f"leave it out (it reads {shown}){did_you_mean(name, others)}"
+                raise RequestError(f"the chat template does not read {name!r}", remedy=remedy)
         if invalid_at(text) is not None:
-            raise RequestError(
-                "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
-            )
+            remedy = "give text that can be encoded as UTF-8"
+            raise RequestError("a message is not valid Unicode", remedy=remedy)
         return _cut(text, begun, source) if continue_final_message else text
 
     def _takes_parts_alone(self, source: str) -> bool:
@@ -166,9 +157,15 @@ class ChatTemplate:
             from foredraft.model.template import render
 
             values = self.special_tokens | {"add_generation_prompt": True, "tools": None, "documents": None}
-            self._in_parts[source] = takes_parts_alone(
-                lambda messages: render(source, values | {"messages": messages})
-            )
+
+            def shows(content: Any) -> bool:
+                try:
+                    messages = [{"role": "user", "content": content}]
+                    return PROBE in render(source, values | {"messages": messages})
+                except Exception:  # the expressions of a template may raise anything
+                    return False
+
+            self._in_parts[source] = not shows(PROBE) and shows(_parts(PROBE))
         return self._in_parts[source]
 
     @property
@@ -203,29 +200,6 @@ class ChatTemplate:
         return self.templates[DEFAULT]
 
 
-def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
-    """Check that the template reads every given variable, since it would ignore the others."""
-    for name in given:
-        if name not in STANDARD | read:
-            others = sorted(read - STANDARD - LISTS - {"messages"})
-            shown = ", ".join(others) or "only the standard ones"
-            raise RequestError(
-                f"the chat template does not read {name!r}",
-                remedy=f"leave it out (it reads {shown}){did_you_mean(name, others)}",
-            )
-
-
-def _from_files(folder: Path) -> dict[str, str]:
-    files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
-    files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
-    try:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{folder} has a chat template that cannot be read ({error})", remedy=DOWNLOAD_AGAIN
-        ) from error
-
-
 def _from_config(found: Any, file: Path) -> dict[str, str]:
     """Return the templates of a tokenizer_config.json, which holds one, or a list of named ones."""
     if found is None:
@@ -236,10 +210,7 @@ def _from_config(found: Any, file: Path) -> dict[str, str]:
     except (TypeError, KeyError):
         templates = {}
     if not all(isinstance(text, str) for pair in templates.items() for text in pair) or not templates:
-        raise CheckpointError(
-            f"{file}: chat_template is neither a template nor a list of named templates",
-            remedy=DOWNLOAD_AGAIN,
-        )
+        raise broken(f"{file}: chat_template is neither a template nor a list of named templates")
     return templates
 
 
@@ -265,10 +236,13 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise RequestError(f"{name} is not an object", remedy="give an object with role and content")
         plain = {key: value for key, value in _plain(message, name).items() if value is not None}
         if not isinstance(plain.get("role"), str):
-            raise RequestError(
-                f"{name} has no role that is text", remedy="give 'system', 'user' or 'assistant'"
-            )
-        checked.append(_with_reasoning(plain))
+            remedy = "give 'system', 'user' or 'assistant'"
+            raise RequestError(f"{name} has no role that is text", remedy=remedy)
+        for key in REASONING:  # templates read it under two keys
+            if key in plain:
+                plain = {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
+                break
+        checked.append(plain)
     return checked
 
 
@@ -300,14 +274,6 @@ def _cut(text: str, begun: str, source: str) -> str:
         )  # fmt: skip
     at = text.rindex(word)
     return text[:at] if text.startswith(END, at) else text[:at].rstrip()
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both keys that templates read."""
-    for name in REASONING:
-        if name in message:
-            return {"thinking": message[name], **message, "reasoning_content": message[name]}
-    return message
 
 
 def _plain(value: Any, name: str) -> Any:

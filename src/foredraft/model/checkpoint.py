@@ -336,7 +336,7 @@ def identity(place: ModelSource | Path) -> dict[str, Any]:
     known = {"config": source.base.config, "tensors": weight_headers(source.base)}
     if not source.loras:
         return known
-    from foredraft.model.lora.lora_config import lora_digest
+    from foredraft.model.lora.adapter import lora_digest
 
     return known | {"loras": [lora_digest(folder) for _, folder in source.loras]}
 

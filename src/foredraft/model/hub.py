@@ -49,10 +49,6 @@ def weights_to_come(folder: Path) -> bool:
     return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in _missing(folder))
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
-
-
 class Download:
     def __init__(
         self,
@@ -64,7 +60,7 @@ class Download:
         drafter: bool = False,
     ) -> None:
         self.repository, self.type, self.revision = repository, type, revision
-        self.report, self.drafter = report or _silent, drafter
+        self.report, self.drafter = report or (lambda *_: None), drafter
         self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
     def run(self, weights: bool) -> Path:
@@ -77,9 +73,12 @@ class Download:
         file = self._gguf_file(folder, present)
         if file is not None:
             return folder / file
-        other = self._other_name(folder, present)
-        if other is not None:
-            missing = [name for name in (CONFIG, other) if not (folder / name).is_file()]
+        if self.drafter and not (folder / INDEX).is_file():
+            # a drafter's only safetensors file may have another name than a model's
+            names = {file.name for file in folder.glob("*.safetensors")} if present is None else present
+            files = [name for name in names if name.endswith(".safetensors") and is_file_name(name)]
+            if len(files) == 1 and files[0] != SINGLE:
+                missing = [name for name in (CONFIG, files[0]) if not (folder / name).is_file()]
         if present is None and missing:
             raise self._incomplete_error(missing[0])
         if present is not None and SINGLE in present:
@@ -94,13 +93,6 @@ class Download:
             if not (folder / name).is_file():
                 raise self._incomplete_error(name)
         return folder
-
-    def _other_name(self, folder: Path, present: set[str] | None) -> str | None:
-        """Return the name of a drafter's only safetensors file, where that is no model's; None elsewhere."""
-        names = {file.name for file in folder.glob("*.safetensors")} if present is None else present
-        files = [name for name in names if name.endswith(".safetensors") and is_file_name(name)]
-        other = self.drafter and len(files) == 1 and files[0] != SINGLE and not (folder / INDEX).is_file()
-        return files[0] if other else None
 
     def run_files(self, names: Sequence[str]) -> Path:
         folder = self._fetch(self.revision, (*map(glob.escape, names), ".gitattributes"))
@@ -123,9 +115,13 @@ class Download:
             models += models_among(sorted(names), heads=True)
         chosen = choose(models, self.type)
         if chosen is None:
-            if self.type is not None:
-                raise self._type_error(models, present)
-            return None
+            if self.type is None:
+                return None
+            if present is None:
+                raise self._incomplete_error(f"a GGUF file of type {self.type}")
+            remedy = f"take one of {shown_types(models)}" if models else f"leave out :{self.type}"
+            of = f" of type {self.type}" if models else ""
+            raise CheckpointError(f"{self.name} has no GGUF file{of} on the hub", remedy=remedy)
         missing = [name for name in part_names(chosen) if name not in kept]
         for name in missing:
             if present is None:
@@ -142,25 +138,12 @@ class Download:
             )  # fmt: skip
         return chosen
 
-    def _type_error(self, models: Sequence[str], present: set[str] | None) -> CheckpointError:
-        if present is None:
-            return self._incomplete_error(f"a GGUF file of type {self.type}")
-        if not models:
-            problem = f"{self.name} has no GGUF file on the hub"
-            return CheckpointError(problem, remedy=f"leave out :{self.type}")
-        problem = f"{self.name} has no GGUF file of type {self.type} on the hub"
-        return CheckpointError(problem, remedy=f"take one of {shown_types(models)}")
-
     def _fetch(self, revision: str | None, patterns: Iterable[str]) -> Path:
         from huggingface_hub import snapshot_download
 
-        progress = _progress_class(self.report)
+        options: dict[str, Any] = {"revision": revision, "tqdm_class": _progress_class(self.report)}
         try:
-            return Path(
-                snapshot_download(
-                    self.repository, revision=revision, allow_patterns=[*patterns], tqdm_class=progress
-                )
-            )
+            return Path(snapshot_download(self.repository, allow_patterns=[*patterns], **options))
         except Exception as error:  # errors of the http client, which differs between versions, pass through
             raise self._hub_error(error, self.revision) from error
 
@@ -200,18 +183,24 @@ class Download:
 
         repository, name = self.repository, self.name
         login = "log in (`hf auth login`, or HF_TOKEN)"
-        if isinstance(error, hub.GatedRepoError):
-            problem = f"{repository} is gated on the hub"
-            return CheckpointError(problem, remedy=f"accept its terms there and {login}")
-        if isinstance(error, hub.RepositoryNotFoundError):
-            problem = f"{repository} is neither a local folder nor a model on the hub"
-            return CheckpointError(problem, remedy=f"check its spelling, or {login} if it is private")
-        if isinstance(error, hub.RevisionNotFoundError):
-            problem = f"{repository} has no revision {revision or 'main'!r} on the hub"
-            return CheckpointError(problem, remedy="give one of its branches, tags or full commit hashes")
-        if isinstance(error, hub.HFValidationError):
-            problem = f"{shortened(name)} is neither a folder nor a name that the hub allows"
-            return CheckpointError(problem, remedy="check its spelling")
+        known: dict[type[Exception], tuple[str, str]] = {  # the first that fits counts
+            hub.GatedRepoError: (f"{repository} is gated on the hub", f"accept its terms there and {login}"),
+            hub.RepositoryNotFoundError: (
+                f"{repository} is neither a local folder nor a model on the hub",
+                f"check its spelling, or {login} if it is private",
+            ),
+            hub.RevisionNotFoundError: (
+                f"{repository} has no revision {revision or 'main'!r} on the hub",
+                "give one of its branches, tags or full commit hashes",
+            ),
+            hub.HFValidationError: (
+                f"{shortened(name)} is neither a folder nor a name that the hub allows",
+                "check its spelling",
+            ),
+        }
+        for kind, (problem, remedy) in known.items():
+            if isinstance(error, kind):
+                return CheckpointError(problem, remedy=remedy)
         cached_only = isinstance(error, hub.LocalEntryNotFoundError)
         answer = error.__cause__ if cached_only else error  # a refusal hides behind the fallback to the cache
         if isinstance(answer, hub.HfHubHTTPError) and answer.response.status_code == 401:
@@ -235,17 +224,14 @@ def _why_unreachable() -> tuple[str, str]:
 
 
 def _missing(folder: Path) -> list[str]:
-    weights = _shards(folder) if (folder / INDEX).is_file() else [SINGLE]
+    weights = [SINGLE]
+    if (folder / INDEX).is_file():  # `source.py` reports a malformed one
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
+        weights = sorted(filter(is_file_name, files))
     if (folder / SINGLE).is_file():
         weights = []
     return [file for file in (CONFIG, *weights) if not (folder / file).is_file()]
-
-
-def _shards(folder: Path) -> list[str]:
-    """Return the files that the index lists; `checkpoint.py` reports a malformed index."""
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
-    return sorted(filter(is_file_name, files))
 
 
 def _progress_class(report: OnProgress) -> type[Any]:

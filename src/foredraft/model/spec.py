@@ -21,16 +21,21 @@ from foredraft.model.families.shared import Family
 from foredraft.model.layer_geometry import OUTSIDE, LayerGeometry
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import Quantisation, read_quantisation
-from foredraft.model.rope import Rope
+from foredraft.model.rope import MAX_POSITIONS, Rope
 from foredraft.model.tensor_names import AS_STORED, Naming, predicts_further, read_further_layers
 from foredraft.model.unsupported import HARMLESS, check_unread, refusal
-from foredraft.model.wrappers import TextPart, text_part_of, with_tie
+from foredraft.model.wrappers import text_part_of, with_tie
 
 __all__ = ["OUTSIDE", "ModelSpec", "Rope", "with_dtype"]
 
+POSITIONS = "max_position_embeddings"
 CONFIG, LORA_CONFIG = "config.json", "adapter_config.json"
 # Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
 EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
+
+
+def is_lora(folder: Path) -> bool:
+    return (folder / LORA_CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ class ModelSpec(LayerGeometry):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder", remedy="give the folder of a checkpoint")
         if not (folder / CONFIG).is_file():
-            if (folder / LORA_CONFIG).is_file():
+            if is_lora(folder):
                 problem = f"{folder} is a LoRA, which changes another model"
                 remedy = ("give that one, and this as ", Option("lora", str(folder)))
                 raise CheckpointError(problem, remedy=remedy)
@@ -150,22 +155,36 @@ class ModelSpec(LayerGeometry):
     ) -> ModelSpec:
         part = text_part_of(config)
         if part is not None:
-            return cls._of_text_part(part, generation_config)
+            spec = cls.from_hf(part.config, generation_config)
+            return replace(
+                spec,
+                wrapper=part.architecture,
+                media_tokens=tuple((key, id) for key, id in part.media if id < spec.vocab_size),
+                naming=replace(spec.naming, nested=True),
+                ignored=(*_listed(part.ignored), *spec.ignored),
+            )
         architecture, family = _family(config)
         read = ConfigReader(config, harmless=HARMLESS, spelled=family.spelled)
-        read.set_default("max_position_embeddings", family.positions)
+        if read.key(POSITIONS) not in config:
+            read.config = {**config, POSITIONS: family.positions}
         fields = family.fields(read)
         fields = _sizes(read, fields) | fields
         if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
             raise read.error("attention_multiplier", f"only {fields['attention_scale']} is supported")
-        positions = _positions(read, fields["rope"])
+        positions = trained = read.count(POSITIONS)
+        rope: Rope = fields["rope"]
+        if rope.kind == "linear":  # it may stand in a key of its own
+            positions = max(trained, read.count("max_sequence_length", trained, if_null=trained))
+        elif rope.kind in ("dynamic", "yarn"):
+            positions = max(trained, int(min(rope.factor * rope.original_positions, MAX_POSITIONS)))
         copies = read.flag(EMBEDDING_COPIES, default=False)
+        ends, begin = _end_ids(read, generation_config, family)
         spec = cls(
             architecture=architecture,
             max_positions=min(positions, fields.pop("longest", None) or positions),
             **fields,
-            eos_token_ids=_eos(read, generation_config, family.eos),
-            bos_token_id=_bos(read, generation_config, family.bos),
+            eos_token_ids=ends,
+            bos_token_id=begin,
             head_copies=copies or read.flag(HEAD_COPIES, default=False),
             embedding_copies=copies,
             quantisation=read_quantisation(read, fields.get("naming", AS_STORED)),
@@ -174,18 +193,6 @@ class ModelSpec(LayerGeometry):
         _check_ropes(spec)
         ignored = check_unread(read, family.keys or CONFIG_KEYS[family.model_type]) | read.ignored
         return replace(spec, ignored=_listed(ignored))
-
-    @classmethod
-    def _of_text_part(cls, part: TextPart, generation_config: Mapping[str, Any] | None) -> ModelSpec:
-        spec = cls.from_hf(part.config, generation_config)
-        media = tuple((key, id) for key, id in part.media if id < spec.vocab_size)
-        return replace(
-            spec,
-            wrapper=part.architecture,
-            media_tokens=media,
-            naming=replace(spec.naming, nested=True),
-            ignored=(*_listed(part.ignored), *spec.ignored),
-        )
 
 
 def _listed(ignored: Mapping[str, object]) -> tuple[str, ...]:
@@ -226,13 +233,6 @@ def _sizes(read: ConfigReader, given: Collection[str]) -> dict[str, Any]:
     return {name: value() for name, value in sizes.items() if name not in given}
 
 
-def _positions(read: ConfigReader, rope: Rope) -> int:
-    """Return the most positions that a request may use; linear scaling may stand in a key of its own."""
-    trained = read.count("max_position_embeddings")
-    scaled = read.count("max_sequence_length", trained, if_null=trained) if rope.kind == "linear" else trained
-    return rope.usable_positions(max(trained, scaled))
-
-
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     others = {key: value for key, value in config.items() if key != "torch_dtype"}  # the older name
     return others | {"dtype": dtype_name(dtype)}
@@ -249,23 +249,26 @@ def _dtype(read: ConfigReader) -> str:
     return names[0]
 
 
-def _eos(
-    read: ConfigReader, generation: Mapping[str, Any] | None, default: int | list[int] | None
-) -> tuple[int, ...]:
-    """Return every end-of-text id: those of config.json, then those that generation_config.json adds."""
-    own = read.take("eos_token_id", default if generation is None else None)
-    added = (generation or {}).get("eos_token_id")
-    ids = [*_ids(read, "eos_token_id", own, default), *_ids(read, "eos_token_id", added, file=GENERATION)]
-    return tuple(dict.fromkeys(ids))
+def _end_ids(
+    read: ConfigReader, generation: Mapping[str, Any] | None, family: Family
+) -> tuple[tuple[int, ...], int | None]:
+    """Return every end-of-text id, and the beginning-of-text id: those of config.json count first.
 
-
-def _bos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> int | None:
-    """Return the beginning-of-text id of config.json, or else of generation_config.json."""
-    own = read.take("bos_token_id", default if generation is None else None)
-    ids = _ids(read, "bos_token_id", own, default)
+    generation_config.json adds further ends, and a beginning where config.json names none.
+    """
+    eos, bos = (
+        read.take(key, default if generation is None else None)
+        for key, default in (("eos_token_id", family.eos), ("bos_token_id", family.bos))
+    )
+    added = generation or {}
+    ends = [
+        *_ids(read, "eos_token_id", eos, family.eos),
+        *_ids(read, "eos_token_id", added.get("eos_token_id"), file=GENERATION),
+    ]
+    begins = _ids(read, "bos_token_id", bos, family.bos)
     if "bos_token_id" not in read.config:
-        ids = ids or _ids(read, "bos_token_id", (generation or {}).get("bos_token_id"), file=GENERATION)
-    return next(iter(ids), None)
+        begins = begins or _ids(read, "bos_token_id", added.get("bos_token_id"), file=GENERATION)
+    return tuple(dict.fromkeys(ends)), next(iter(begins), None)
 
 
 def _ids(

@@ -91,10 +91,7 @@ class Naming:
         """Return the decoder's names of stored tensors by their stored ones; other parts' are left."""
         found = {name: self._renamed(name) for name in stored if not (self.nested and UNREAD.fullmatch(name))}
         if self.nested:
-            spelled = ([name for name in found if name.startswith(tuple(each))] for each in SPELLINGS)
-            older, newer = (next(iter(names), None) for names in spelled)
-            if older is not None and newer is not None:
-                raise _two_ways(older, newer)
+            _check_spelling(found)
         first: dict[str, str] = {}
         for name, plain in found.items():
             if (other := first.setdefault(plain, name)) != name:
@@ -180,6 +177,13 @@ class Renamed:
     def get_tensor(self, name: str) -> Tensor:
         found: Tensor = self.file.get_tensor(self.stored)
         return found
+
+
+def _check_spelling(stored: Iterable[str]) -> None:
+    found = ([name for name in stored if name.startswith(tuple(spelling))] for spelling in SPELLINGS)
+    older, newer = (next(iter(names), None) for names in found)
+    if older is not None and newer is not None:
+        raise _two_ways(older, newer)
 
 
 def _two_ways(one: str, other: str) -> CheckpointError:

@@ -111,7 +111,11 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A hash that two tokenizers share if their ids mean the same; a large one takes seconds."""
-        return _fingerprint(json.loads(self._inner.to_str()))
+        content = json.loads(self._inner.to_str())
+        model = content["model"]
+        added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or [])
+        parts = [model.get("type"), model.get("vocab"), model.get("merges"), added]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def has_ids_of(self, other: Tokenizer) -> bool:
         return self.digest == other.digest or self.fingerprint == other.fingerprint
@@ -236,7 +240,13 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids, and return the further text that no later id can change."""
-        return "".join([self._without_prompt_tail(self._push(id)) for id in ids])
+        pieces = []
+        for id in ids:
+            piece = self._push(id)
+            if piece and self._prompt_tails:
+                piece, self._prompt_tails = self._without_prompt(piece), ()
+            pieces.append(piece)
+        return "".join(pieces)
 
     def pending(self) -> str:
         """Return the rest of the text if it ends here: the complete characters that are held back."""
@@ -257,11 +267,6 @@ class Detokenizer:
                 context.append(id)
         return context[::-1]
 
-    def _without_prompt_tail(self, piece: str) -> str:
-        if piece and self._prompt_tails:
-            piece, self._prompt_tails = self._without_prompt(piece), ()
-        return piece
-
     def _without_prompt(self, text: str) -> str:
         return text[len(next(filter(text.startswith, self._prompt_tails), "")) :]
 
@@ -270,7 +275,9 @@ class Detokenizer:
             return ""
         byte = self._tokenizer.byte(id)
         if byte is None:
-            self._end_run()
+            if self._is_incomplete():
+                self._invalidate_run()
+            self._run_decoder, self._run_emitted, self._run_invalid = None, 0, False
         elif self._run_decoder is None:
             self._run_decoder = codecs.getincrementaldecoder("utf-8")()
             self._run_start = len(self._window)
@@ -322,11 +329,6 @@ class Detokenizer:
         if not self._run_emitted:
             return self._emitted
         return len(self._text(self._window[: self._run_start])) + self._run_emitted
-
-    def _end_run(self) -> None:
-        if self._is_incomplete():
-            self._invalidate_run()
-        self._run_decoder, self._run_emitted, self._run_invalid = None, 0, False
 
     def _emit_run(self) -> str:
         """Return the text of the run so far, and keep only its last part as context for what follows."""
@@ -398,14 +400,11 @@ def has_decoder(kind: str, decoder: dict[str, Any] | None) -> bool:
     return decoder["type"] == kind or any(has_decoder(kind, part) for part in decoder.get("decoders", ()))
 
 
-def _byte_level_table() -> dict[str, int]:
-    """Return the byte of each character in a byte-level vocabulary, as GPT-2 has it: some from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_LEVEL = _byte_level_table()
+# the byte of each character in a byte-level vocabulary, as GPT-2 has it: some from U+0100 on
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE}
+BYTE_LEVEL |= {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 NO_BYTE = 0x100  # beyond every byte, so that Latin-1 cannot encode it
 # code of each character -> byte, for `str.translate`; no other character becomes a byte
 TO_BYTES = dict.fromkeys(range(256), NO_BYTE) | {ord(each): byte for each, byte in BYTE_LEVEL.items()}
@@ -417,11 +416,3 @@ def token_bytes(token: str) -> bytes:
         return token.translate(TO_BYTES).encode("latin-1")
     except UnicodeEncodeError:
         return token.encode()
-
-
-def _fingerprint(content: dict[str, Any]) -> str:
-    """Return a hash of everything that gives ids their meaning: vocabulary, merges and added tokens."""
-    model = content["model"]
-    added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or [])
-    parts = [model.get("type"), model.get("vocab"), model.get("merges"), added]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

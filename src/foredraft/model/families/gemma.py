@@ -19,32 +19,29 @@ from foredraft.model.families.shared import (
     GGUF,
     NORMED_TWICE,
     SLIDING,
+    WITH_BIASES,
     Family,
-    equal_windows,
+    Heads,
     head_sizes,
-    read_activation,
-    read_biases,
     read_windows,
+    reader,
 )
-from foredraft.model.rope_config import read_full_ropes, read_rope, read_ropes
+from foredraft.model.rope import read_full_ropes, read_ropes
 
 if TYPE_CHECKING:
     from foredraft.model.gguf.gguf_config import MetadataReader
 
 
 def gemma(read: ConfigReader) -> dict[str, Any]:
-    heads, head_dim = read.count("num_attention_heads"), read.count("head_dim", 256)
     if read.take("hidden_act") == "gelu":  # in this family it stands for the approximation by tanh
         read.config = {**read.config, "hidden_act": "gelu_pytorch_tanh"}
-    return head_sizes(read, read.count("num_key_value_heads", 16, if_null=heads), head_dim) | {
-        "rope": read_rope(read),
-        "windows": equal_windows(read, None),
-        "attention_scale": head_dim**-0.5,
-        "activation": read_activation(read, "hidden_act", default="gelu_pytorch_tanh"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        **read_biases(read),
+    return OF_GEMMA(read) | {"embedding_scale": read.count("hidden_size") ** 0.5}
+
+
+def gemma_common(read: ConfigReader) -> dict[str, Any]:
+    return {
+        "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
         "embedding_scale": read.count("hidden_size") ** 0.5,
-        "norm_offset": True,
     }
 
 
@@ -53,7 +50,6 @@ def gemma2(read: ConfigReader) -> dict[str, Any]:
     if read.take("sliding_window_size") not in (None, window):  # the name that exllamav2 reads, too
         raise read.error("sliding_window_size", f"it must equal sliding_window, {window}")
     return gemma_common(read) | {
-        "rope": read_rope(read),
         "windows": read_windows(read, {SLIDING: window, FULL: None}, [SLIDING, FULL]),
         "attention_softcap": read.optional_number("attn_logit_softcapping", 50.0),
         "logit_softcap": read.optional_number("final_logit_softcapping", 30.0),
@@ -67,19 +63,6 @@ def gemma3(read: ConfigReader) -> dict[str, Any]:
         "window_rope": window_rope,
         "windows": gemma3_windows(read),
         "logit_softcap": read.optional_number("final_logit_softcapping"),
-        "head_norms": True,
-    }
-
-
-def gemma_common(read: ConfigReader) -> dict[str, Any]:
-    return head_sizes(read, read.count("num_key_value_heads", 4), read.count("head_dim", 256)) | {
-        "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
-        "activation": read_activation(read, "hidden_activation", default="gelu_pytorch_tanh"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        **read_biases(read),
-        "embedding_scale": read.count("hidden_size") ** 0.5,
-        "norm_offset": True,
-        "post_norms": True,
     }
 
 
@@ -94,7 +77,8 @@ def gemma3_windows(read: ConfigReader) -> tuple[int | None, ...]:
     return read_windows(read, {SLIDING: read.count("sliding_window", 4096), FULL: None}, kinds)
 
 
-HEADS = ("num_key_value_heads", "head_dim")  # what layers may have of their own
+OWN = ("num_key_value_heads", "head_dim")  # what layers may have of their own
+HEADS = Heads(4, null_kv=False, dim=256, null_dim=False)
 PATTERN = [*[SLIDING] * 5, FULL]
 
 
@@ -123,7 +107,8 @@ def _fields(read: ConfigReader, window: int) -> dict[str, Any]:
     listed = read_windows(read, {SLIDING: window, FULL: None}, PATTERN)
     windows = (*listed[:-1], None)  # the last layer has full attention, whatever layer_types says
     joined = read.flag("attention_k_eq_v")
-    kv_heads, head_dim = read.count("num_key_value_heads", 4), read.count("head_dim", 256)
+    usual = HEADS.read(read)
+    kv_heads, head_dim = usual["kv_heads"], usual["head_dim"]
     full_kv_heads, full_head_dim = _full_heads(read, windows, (kv_heads, head_dim), joined=joined)
     rope, window_rope = read_full_ropes(read)
     if rope == window_rope and full_head_dim != head_dim:
@@ -131,7 +116,7 @@ def _fields(read: ConfigReader, window: int) -> dict[str, Any]:
     head_sizes(read, full_kv_heads, full_head_dim)  # checks them
     sources = _sources(read, windows)
     wide = read.flag("use_double_wide_mlp")
-    return head_sizes(read, kv_heads, head_dim) | {
+    return {
         "full_kv_heads": full_kv_heads,
         "full_head_dim": full_head_dim,
         "windows": windows,
@@ -141,16 +126,8 @@ def _fields(read: ConfigReader, window: int) -> dict[str, Any]:
         "window_rope": window_rope,
         "attention_scale": 1.0,
         "logit_softcap": read.optional_number("final_logit_softcapping"),
-        "activation": read_activation(read, "hidden_activation", default="gelu_pytorch_tanh"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        **read_biases(read),
         "embedding_scale": read.count("hidden_size") ** 0.5,
-        "norm_float32": True,
-        "post_norms": True,
-        "head_norms": True,
-        "value_norms": True,
         "keys_are_values": joined,
-        "layer_scalars": True,
     }
 
 
@@ -180,12 +157,12 @@ def _own_heads(read: ConfigReader, given: Any, layers: int, usual: tuple[int, in
     for key, values in given.items() if isinstance(given, dict) else [("", None)]:
         named = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 6
         index = int(key) if named else layers
-        if index >= layers or not isinstance(values, dict) or not {*values} <= {*HEADS}:
+        if index >= layers or not isinstance(values, dict) or not {*values} <= {*OWN}:
             problem = f"config.json: per_layer_config {shortened({key: values})} is not supported"
-            remedy = f"it may give {' and '.join(HEADS)} of each of the {layers} layers"
+            remedy = f"it may give {' and '.join(OWN)} of each of the {layers} layers"
             raise CheckpointError(problem, remedy=remedy)
         own = ConfigReader(values, f"{read.where}, per_layer_config, {key}")
-        heads[index] = own.count(HEADS[0], usual[0]), own.count(HEADS[1], usual[1])
+        heads[index] = own.count(OWN[0], usual[0]), own.count(OWN[1], usual[1])
     return heads
 
 
@@ -319,6 +296,15 @@ def _turning(read: MetadataReader, head_dim: int) -> float:
     return count / len(given)
 
 
+READ: dict[str, Any] = {"windows": None, "flags": WITH_BIASES | {"tied": True}}
+OF_GEMMA = reader(
+    heads=Heads(16, dim=256, null_dim=False), activation=("hidden_act", "gelu_pytorch_tanh"),
+    flags=READ["flags"], norm_offset=True,
+)  # fmt: skip
+READ |= {"heads": HEADS, "activation": ("hidden_activation", "gelu_pytorch_tanh"), "post_norms": True}
+READ_4: dict[str, Any] = READ | {
+    "rope": None, "norm_float32": True, "head_norms": True, "value_norms": True, "layer_scalars": True
+}  # fmt: skip
 COMMON: dict[str, Any] = {"activation": "gelu_pytorch_tanh", "biases": ATTENTION_BIAS}
 LATER: dict[str, Any] = COMMON | {"activation_key": "hidden_activation", "parts": NORMED_TWICE}
 OF_GEMMA4 = {
@@ -332,15 +318,16 @@ FAMILIES: dict[str, Family] = {
         "gemma", gemma, eos=1, bos=2, positions=8192, gguf=(GGUF("gemma", adds_one=True, **COMMON),)
     ),
     "Gemma2ForCausalLM": Family(
-        "gemma2", gemma2, eos=1, bos=2, positions=8192,
+        "gemma2", reader(gemma2, norm_offset=True, **READ), eos=1, bos=2, positions=8192,
         gguf=(GGUF("gemma2", gemma2_in_gguf, adds_one=True, **LATER),),
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text", gemma3, eos=1, bos=2, positions=131_072,
+        "gemma3_text", reader(gemma3, rope=None, norm_offset=True, head_norms=True, **READ),
+        eos=1, bos=2, positions=131_072,
         gguf=(GGUF("gemma3", gemma3_in_gguf, adds_one=True, **LATER),),
     ),
     "Gemma4ForCausalLM": Family(
-        "gemma4_text", gemma4, eos=1, bos=2, positions=131_072,
+        "gemma4_text", reader(gemma4, **READ_4), eos=1, bos=2, positions=131_072,
         gguf=(
             GGUF(
                 "gemma4", gemma4_in_gguf, rope="own", by_layer=BY_LAYER,
@@ -349,6 +336,6 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Gemma4UnifiedForCausalLM": Family(
-        "gemma4_unified_text", gemma4_unified, eos=1, bos=2, positions=262_144
+        "gemma4_unified_text", reader(gemma4_unified, **READ_4), eos=1, bos=2, positions=262_144
     ),
 }  # fmt: skip

@@ -7,24 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.families.llama import longest
 from foredraft.model.families.shared import (
+    FLAGS,
     FUSED_QKV,
     GGUF,
     Family,
-    divided_head_dim,
-    equal_windows,
-    head_sizes,
-    own_heads,
-    read_activation,
-    read_biases,
-    read_head_dim,
-    read_kv_heads,
-    read_window,
+    Heads,
+    longest,
+    reader,
+    window_of_all,
 )
 from foredraft.model.layers import PROJECTIONS, ProjectedLayout
-from foredraft.model.rope import Rope
-from foredraft.model.rope_config import read_rope
+from foredraft.model.rope import Rope, read_rope
 from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, POSITIONS, Naming
 
 if TYPE_CHECKING:
@@ -75,14 +69,10 @@ def gpt2(read: ConfigReader) -> dict[str, Any]:
     read.choice("add_cross_attention", (False,), False)
     read.choice("scale_attn_by_inverse_layer_idx", (False,), False)
     scaled = read.flag("scale_attn_weights", default=True)
-    fields = learned(read) | {
+    fields = {
+        "longest": longest(read),
         "learned_positions": read.count("max_position_embeddings"),
-        "activation": read_activation(read, "activation_function", default="gelu_new"),
         "intermediate_size": read.count("n_inner", inner, if_null=inner),
-        "naming": GPT2,
-        "norm_eps": read.number("layer_norm_epsilon", 1e-5),
-        "fused_qkv": True,
-        **dict.fromkeys(BIASES, True),
     }
     return fields if scaled else fields | {"attention_scale": 1.0}
 
@@ -91,20 +81,18 @@ def opt(read: ConfigReader) -> dict[str, Any]:
     biases, before = read.flag("enable_bias", default=True), read.flag("do_layer_norm_before", default=True)
     read.choice("_remove_final_layer_norm", (False,), False)
     read.choice("layer_norm_elementwise_affine", (True,), True)
-    fields = learned(read)
+    fields: dict[str, Any] = {"longest": longest(read)}
     naming = OPT if before else _sums_normed(read.count("num_hidden_layers"))
     if read.take("word_embed_proj_dim") not in (None, read.count("hidden_size")):  # OPT 350M
         read.count("word_embed_proj_dim")
-        naming, fields["tied"] = _projected(naming, fields["tied"]), False
+        naming = _projected(naming, read.flag("tie_word_embeddings", default=True))
+        fields["tied"] = False
     return fields | {
         "pre_norms": before,
         "sum_norms": not before,
         "learned_positions": read.count("max_position_embeddings") + OPT_OFFSET,
-        "position_offset": OPT_OFFSET,
-        "activation": read_activation(read, "activation_function", default="relu"),
         "intermediate_size": read.count("ffn_dim", 3072),
         "naming": naming,
-        "norm_eps": 1e-5,
         **dict.fromkeys(BIASES, biases),
     }
 
@@ -125,20 +113,6 @@ def _sums_normed(layers: int) -> Naming:
         "final_layer_norm": "post_feedforward_layernorm",
     }
     return replace(OPT, outer=outer, inner=OPT.inner | norms)
-
-
-def learned(read: ConfigReader) -> dict[str, Any]:
-    head_dim = divided_head_dim(read)
-    return head_sizes(read, own_heads(read), head_dim) | {
-        "rope": NO_ROTATION,
-        "windows": equal_windows(read, None),
-        "longest": longest(read),
-        "attention_scale": head_dim**-0.5,
-        "tied": read.flag("tie_word_embeddings", default=True),
-        "layer_norms": True,
-        "norm_bias": True,
-        "gated": False,
-    }
 
 
 NEOX = Naming(
@@ -169,38 +143,30 @@ PHI = Naming(
 
 
 def gpt_neox(read: ConfigReader) -> dict[str, Any]:
-    head_dim = divided_head_dim(read)
-    rope = read_rope(read, head_dim=head_dim, share=0.25, theta_key="rotary_emb_base", share_key="rotary_pct")
-    return normed(read, own_heads(read), head_dim) | {
-        "rope": rope,
-        "activation": read_activation(read, "hidden_act", default="gelu"),
-        "fused_qkv": True,
-        "naming": NEOX,
-        "grouped_qkv": True,
-        "gated": False,
-        **read_biases(read, default=True),
-        "mlp_bias": True,
-        "parallel_residual": read.flag("use_parallel_residual", default=True),
-    }
+    parallel = read.flag("use_parallel_residual", default=True)
+    return {"parallel_residual": parallel, "mlp_bias": True, "longest": longest(read)}
 
 
 def stablelm(read: ConfigReader) -> dict[str, Any]:
-    head_dim, parallel = divided_head_dim(read), read.flag("use_parallel_residual", default=False)
-    kv_heads, head_norms = read.count("num_key_value_heads", 32), read.flag("qk_layernorm", default=False)
-    norms = {"naming": _by_head(read.count("num_attention_heads"), kv_heads)} if head_norms else {}
-    return (
-        normed(read, kv_heads, head_dim)
-        | norms
-        | {
-            "head_norms": head_norms,
-            "own_head_norms": head_norms,
-            "rope": read_rope(read, head_dim=head_dim, share=0.25),
-            "activation": read_activation(read, "hidden_act", default="silu"),
-            "qkv_bias": read.flag("use_qkv_bias", default=False),
-            "parallel_residual": parallel,
-            "shared_norm": parallel,
-        }
-    )
+    parallel = read.flag("use_parallel_residual", default=False)
+    head_norms = read.flag("qk_layernorm", default=False)
+    heads = read.count("num_attention_heads"), read.count("num_key_value_heads", 32)
+    return ({"naming": _by_head(*heads)} if head_norms else {}) | {
+        "longest": longest(read),
+        "head_norms": head_norms,
+        "own_head_norms": head_norms,
+        "qkv_bias": read.flag("use_qkv_bias", default=False),
+        "parallel_residual": parallel,
+        "shared_norm": parallel,
+    }
+
+
+def phi(read: ConfigReader) -> dict[str, Any]:
+    return {"longest": longest(read), "head_norms": read.flag("qk_layernorm", default=False)}
+
+
+def starcoder2(read: ConfigReader) -> dict[str, Any]:
+    return dict.fromkeys(BIASES, read.flag("use_bias", default=True))
 
 
 @functools.cache
@@ -214,51 +180,7 @@ def _by_head(heads: int, kv_heads: int) -> Naming:
     return Naming(inner=LLAMA_INNER | norms)
 
 
-def phi(read: ConfigReader) -> dict[str, Any]:
-    head_dim = read_head_dim(read)
-    return normed(read, read_kv_heads(read), head_dim) | {
-        "rope": read_rope(read, head_dim=head_dim, share=0.5),
-        "activation": read_activation(read, "hidden_act", default="gelu_new"),
-        "head_norms": read.flag("qk_layernorm", default=False),
-        "naming": PHI,
-        "gated": False,
-        **dict.fromkeys(BIASES, True),
-        "head_bias": True,
-        "parallel_residual": True,
-        "shared_norm": True,
-    }
-
-
-def normed(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    return head_sizes(read, kv_heads, head_dim) | {
-        "windows": equal_windows(read, None),
-        "longest": longest(read),
-        "attention_scale": head_dim**-0.5,
-        "tied": read.flag("tie_word_embeddings", default=False),
-        "norm_eps": read.number("layer_norm_eps", 1e-5),
-        "layer_norms": True,
-        "norm_bias": True,
-    }
-
-
 STARCODER2 = Naming(inner={**LLAMA_INNER, "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
-
-
-def starcoder2(read: ConfigReader) -> dict[str, Any]:
-    head_dim, biases = read_head_dim(read), read.flag("use_bias", default=True)
-    return head_sizes(read, read.count("num_key_value_heads", 2), head_dim) | {
-        "rope": read_rope(read),
-        "windows": equal_windows(read, read_window(read, None)),
-        "attention_scale": head_dim**-0.5,
-        "activation": read_activation(read, "hidden_act", default="gelu_pytorch_tanh"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        "norm_eps": read.number("norm_epsilon", 1e-5),
-        "layer_norms": True,
-        "norm_bias": True,
-        "gated": False,
-        "naming": STARCODER2,
-        **dict.fromkeys(BIASES, biases),
-    }
 
 
 def gpt2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
@@ -277,9 +199,20 @@ def stablelm_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, 
     return {"qk_layernorm": head_norms, "use_parallel_residual": parallel}
 
 
+NORMED: dict[str, Any] = {"norm_eps": ("layer_norm_eps", 1e-5), "layer_norms": True, "norm_bias": True}
+BIASED: dict[str, Any] = dict.fromkeys(BIASES, True)
+LEARNED: dict[str, Any] = {  # positions are learned
+    "heads": Heads(divided=True, equal=True), "rope": lambda *_: NO_ROTATION, "flags": FLAGS | {"tied": True},
+    "layer_norms": True, "norm_bias": True, "gated": False,
+}  # fmt: skip
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
-        "gpt2", gpt2, eos=50256, bos=50256, positions=1024, spelled=GPT2_KEYS, inner_key="n_inner",
+        "gpt2",
+        reader(
+            gpt2, activation=("activation_function", "gelu_new"), naming=GPT2,
+            norm_eps=("layer_norm_epsilon", 1e-5), fused_qkv=True, **BIASED, **LEARNED,
+        ),
+        eos=50256, bos=50256, positions=1024, spelled=GPT2_KEYS, inner_key="n_inner",
         gguf=(
             GGUF(
                 "gpt2", gpt2_in_gguf, activation="gelu_new", activation_key="activation_function",
@@ -288,7 +221,16 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "GPTNeoXForCausalLM": Family(
-        "gpt_neox", gpt_neox, eos=2, bos=0, positions=2048,
+        "gpt_neox",
+        reader(
+            gpt_neox, heads=Heads(divided=True, equal=True), activation=("hidden_act", "gelu"),
+            rope=lambda read, head_dim: read_rope(
+                read, head_dim=head_dim, share=0.25, theta_key="rotary_emb_base", share_key="rotary_pct"
+            ),
+            flags=FLAGS | {"attention_bias": True}, fused_qkv=True, grouped_qkv=True, naming=NEOX,
+            gated=False, **NORMED,
+        ),
+        eos=2, bos=0, positions=2048,
         gguf=(
             GGUF(
                 "gptneox", gpt_neox_in_gguf, activation="gelu", biases={"attention_bias": "attn_qkv"},
@@ -296,9 +238,22 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
     ),
-    "OPTForCausalLM": Family("opt", opt, eos=2, bos=2, positions=2048, inner_key="ffn_dim"),
+    "OPTForCausalLM": Family(
+        "opt",
+        reader(
+            opt, activation=("activation_function", "relu"), position_offset=OPT_OFFSET, norm_eps=1e-5,
+            **LEARNED,
+        ),
+        eos=2, bos=2, positions=2048, inner_key="ffn_dim",
+    ),
     "PhiForCausalLM": Family(
-        "phi", phi, eos=2, bos=1, positions=2048,
+        "phi",
+        reader(
+            phi, rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.5),
+            activation=("hidden_act", "gelu_new"), naming=PHI, gated=False, head_bias=True,
+            parallel_residual=True, shared_norm=True, **BIASED, **NORMED,
+        ),
+        eos=2, bos=1, positions=2048,
         gguf=(
             GGUF(
                 "phi2", fixed={"qk_layernorm": False}, activation="gelu_new", norm_key="layer_norm_eps",
@@ -307,7 +262,12 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "StableLmForCausalLM": Family(
-        "stablelm", stablelm, eos=0, bos=0, positions=4096,
+        "stablelm",
+        reader(
+            stablelm, heads=Heads(32, null_kv=False, divided=True),
+            rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.25), **NORMED,
+        ),
+        eos=0, bos=0, positions=4096,
         gguf=(
             GGUF(
                 "stablelm", stablelm_in_gguf, biases={"use_qkv_bias": "attn_q"}, norm_key="layer_norm_eps",
@@ -316,7 +276,13 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Starcoder2ForCausalLM": Family(
-        "starcoder2", starcoder2, eos=50256, bos=50256, positions=4096,
+        "starcoder2",
+        reader(
+            starcoder2, heads=Heads(2, null_kv=False), windows=window_of_all,
+            activation=("hidden_act", "gelu_pytorch_tanh"), flags=FLAGS | {"tied": True}, naming=STARCODER2,
+            gated=False, **(NORMED | {"norm_eps": ("norm_epsilon", 1e-5)}),
+        ),
+        eos=50256, bos=50256, positions=4096,
         gguf=(
             GGUF(  # llama.cpp does not know its window
                 "starcoder2", fixed={"sliding_window": None}, activation="gelu_pytorch_tanh",

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.lora.lora_config import LORA_CONFIG, WEIGHTS, read_lora_config
-from foredraft.model.lora.lora_tensors import FLOATS, Change, LoraTensors, LowRankUpdate, Replacement, Shift
-from foredraft.model.safetensors_file import DTYPES, LazyTensor, SafetensorsFile
+from foredraft.model.lora.adapter import FLOATS, Change, LoraTensors, LowRankUpdate, Replacement, Shift
+from foredraft.model.safetensors_file import DTYPES, LazyTensor
 
 COMPARED = 2**24  # values that are compared at a time
 # What stands in front of a module's name in some classes of transformers and in some files, but not in all.
@@ -246,21 +243,6 @@ def changed(
     a, b = read.of(lora, what.a), read.of(lora, what.b)
     added = (b @ a[:, piece]).T if transposed else b[piece] @ a
     return values.add_(added * what.scale)
-
-
-def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
-    if not (folder / LORA_CONFIG).is_file():
-        model = f": it has a config.json, but no {LORA_CONFIG}" if (folder / "config.json").is_file() else ""
-        lacks = "is a file" if folder.is_file() else f"has no {LORA_CONFIG}"
-        problem = f"is no LoRA{model}" if model else lacks
-        raise CheckpointError(f"LoRA {name} {problem}", remedy="give the folder of a LoRA, as PEFT saves it")
-    config = read_lora_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        pickled = (folder / WEIGHTS).with_suffix(".bin").is_file()
-        problem = f"LoRA {name} has no {WEIGHTS}{', but a pickle, which can hold code' if pickled else ''}"
-        remedy = "save it again with PEFT, as safetensors" if pickled else "download it again"
-        raise CheckpointError(problem, remedy=remedy)
-    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / WEIGHTS)))
 
 
 def merge_loras(

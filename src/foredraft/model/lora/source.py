@@ -17,11 +17,10 @@ import torch
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.gguf.file import is_gguf
 from foredraft.model.hub import REPOSITORY, Download
-from foredraft.model.lora.lora_config import LORA_CONFIG, WEIGHTS
-from foredraft.model.lora.lora_tensors import LoraTensors
-from foredraft.model.lora.merging import is_embedding, is_head, merge_loras, open_lora
+from foredraft.model.lora.adapter import WEIGHTS, LoraTensors, open_lora
+from foredraft.model.lora.merging import is_embedding, is_head, merge_loras
 from foredraft.model.source import ModelSource, OnProgress, Opened, existing, source_of
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import LORA_CONFIG, ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
 TIED, TEXT = "tie_word_embeddings", "text_config"  # keys of config.json

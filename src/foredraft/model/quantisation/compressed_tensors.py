@@ -26,6 +26,7 @@ from foredraft.model.quantisation.scheme import (
     INT32,
     SCALES,
     ActivationFormat,
+    IntegerFormat,
     Quantisation,
     SchemeRule,
     TensorSpec,
@@ -101,18 +102,7 @@ SCALE_DTYPES = (None, "torch.bfloat16", "torch.float16", "torch.float32")
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFormat(WeightFormat):
-    bits: int  # bits of a number, 4 or 8
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # there are no zero points
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits {shown_group(self.group)}"
-
-    @property
-    def code_format(self) -> CodeFormat | None:
-        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
-
+class PackedFormat(IntegerFormat):
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
         groups = count_groups(module, columns, self.group)

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, mismatch
-from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.quantisation.codes import Codes
 from foredraft.model.quantisation.scheme import (
     INT32,
     SCALES,
+    IntegerFormat,
     Quantisation,
     SchemeRule,
     TensorSpec,
@@ -41,7 +42,6 @@ from foredraft.model.quantisation.scheme import (
     read_expression,
     read_group,
     read_names,
-    shown_group,
 )
 from foredraft.model.tensor_names import HEAD, LINEAR, Naming
 
@@ -85,19 +85,9 @@ V1, V2 = "gptq", "gptq_v2"  # names of `checkpoint_format`
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQFormat(WeightFormat):
-    bits: int  # bits of a number, 4 or 8
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # every zero point is the middle, 2^(bits - 1)
+class GPTQFormat(IntegerFormat):
     less_one: bool  # zero points are stored less 1, as v1 does
     act_order: bool = False  # `g_idx` must be there
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits {shown_group(self.group)}"
-
-    @property
-    def code_format(self) -> CodeFormat | None:
-        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
 
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
@@ -113,8 +103,16 @@ class GPTQFormat(WeightFormat):
         }
 
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
-        if "g_idx" in tensors:
-            self._check_groups(f"tensor {module}.g_idx", shape[1], tensors["g_idx"])
+        if (found := tensors.get("g_idx")) is not None:
+            size = self.group or shape[1]
+            groups, name = shape[1] // size, f"tensor {module}.g_idx"
+            if bool((found < 0).any()) or bool((found >= groups).any()):
+                raise mismatch(f"{name} names a group beyond 0 to {groups - 1}")
+            counts = torch.bincount(found, minlength=groups)
+            if bool((counts != size).any()):
+                group = int((counts != size).nonzero()[0])
+                given = f"{name} gives group {group} {int(counts[group])} columns"
+                raise mismatch(f"{given}, but config.json implies {size}")
         stored, name = unpack(tensors["qzeros"], self.bits), f"tensor {module}.qzeros"
         if self.less_one and bool((stored == 2**self.bits - 1).any()):
             raise CheckpointError(
@@ -124,17 +122,6 @@ class GPTQFormat(WeightFormat):
         if self.symmetric and bool((self._zeros(tensors) != 2 ** (self.bits - 1)).any()):
             middle = 2 ** (self.bits - 1)
             raise mismatch(f"{name} has a zero point other than {middle}, but config.json has sym true")
-
-    def _check_groups(self, name: str, columns: int, found: Tensor) -> None:
-        size = self.group or columns
-        groups = columns // size
-        if bool((found < 0).any()) or bool((found >= groups).any()):
-            raise mismatch(f"{name} names a group beyond 0 to {groups - 1}")
-        counts = torch.bincount(found, minlength=groups)
-        if bool((counts != size).any()):
-            group = int((counts != size).nonzero()[0])
-            given = f"{name} gives group {group} {int(counts[group])} columns"
-            raise mismatch(f"{given}, but config.json implies {size}")
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         stored = unpack(tensors["qweight"].T, self.bits)  # [M, K]
@@ -175,20 +162,14 @@ def read_gptq(read: ConfigReader, naming: Naming) -> Quantisation:
     found = GPTQFormat(bits, group, symmetric, layout == V1, act_order)
     coded_head = read.flag("lm_head", if_null=False)
     head = SchemeRule(exactly([naming.stored_module(HEAD)]), found if coded_head else None)
-    return Quantisation("gptq", (head, SchemeRule(_modules(read), found)))
-
-
-def _modules(read: ConfigReader) -> str:
-    key = "modules_in_block_to_quantize"
-    lists = read.take(key)
-    if lists is None:
-        return ""
-    if not isinstance(lists, list) or not all(isinstance(names, list) for names in lists):
-        raise read.error(key, "it must be a list of lists of names or null")
-    names = [name for names in lists for name in names]
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise read.error(key, "it must be a list of lists of names or null")
-    return rf".*\.(?:{'|'.join(re.escape(name) for name in names)})\Z"
+    key, pattern = "modules_in_block_to_quantize", ""
+    if (lists := read.take(key)) is not None:
+        sound = isinstance(lists, list) and all(isinstance(names, list) for names in lists)
+        names = [name for names in lists for name in names] if sound else []
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise read.error(key, "it must be a list of lists of names or null")
+        pattern = rf".*\.(?:{'|'.join(re.escape(name) for name in names)})\Z"
+    return Quantisation("gptq", (head, SchemeRule(pattern, found)))
 
 
 HARMLESS_IN_AWQ = frozenset("do_fuse exllama_config fuse_max_seq_len meta modules_to_fuse".split())
@@ -199,17 +180,7 @@ VERSION = "gemm"
 
 
 @dataclass(frozen=True, slots=True)
-class AWQFormat(WeightFormat):
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # every zero point is 8
-
-    def __str__(self) -> str:
-        return f"{BITS} bits {shown_group(self.group)}"
-
-    @property
-    def code_format(self) -> CodeFormat | None:
-        return CodeFormat.of(BITS, self.group, symmetric=self.symmetric)
-
+class AWQFormat(IntegerFormat):
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
         groups = count_groups(module, columns, self.group)
@@ -254,7 +225,7 @@ def read_awq(read: ConfigReader, naming: Naming) -> Quantisation:
     zero_point = read.flag("zero_point", default=not read.flag("sym"))
     if "sym" in read.config and read.flag("sym") == zero_point:
         raise read.error("sym", f"zero_point is {zero_point}; they must differ")
-    found = AWQFormat(read_group(read, group, 128), not zero_point)
+    found = AWQFormat(BITS, read_group(read, group, 128), not zero_point)
     kept = [re.escape(name) for name in read_names(read, "modules_to_not_convert")]  # parts of names
     rules = [SchemeRule(rf".*(?:{'|'.join(kept)})", None)] if kept else []
     head = SchemeRule(exactly([naming.stored_module(HEAD)]), None)
@@ -303,7 +274,7 @@ class Numbers:
         if self.bits in PLAIN:
             return None
         if packing == AWQ:
-            return AWQFormat(self.group, self.symmetric)
+            return AWQFormat(BITS, self.group, self.symmetric)
         return GPTQFormat(self.bits, self.group, self.symmetric, less_one=packing == GPTQ)
 
 

@@ -160,6 +160,22 @@ class WeightFormat(Protocol):
         return
 
 
+@dataclass(frozen=True, slots=True)
+class IntegerFormat(WeightFormat):
+    """A format of integers, of which groups of columns, or whole rows, share a scale."""
+
+    bits: int  # bits of a number, 4 or 8
+    group: int | None  # columns of a group; None if a row is one group
+    symmetric: bool  # every zero point is the middle, 2^(bits - 1), or there are none
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits {shown_group(self.group)}"
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
+
+
 def pieces(format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Iterator[Codes]:
     """Yield a quantised weight from the first row on, by rows in pieces of whole blocks of them."""
     rows, columns = shape
