@@ -156,15 +156,11 @@ def keep_newest(kind: str, suffix: str, most: int, more: int = 0) -> bool:
     if (folder := cache_folder(kind)) is not None:
         with suppress(OSError):
             make_folder(folder)
-            files = [*folder.glob(f"*{suffix}")]
-            files.sort(
-                key=lambda file: (
-                    (document if (document := file.with_suffix(".json")).exists() else file)
-                    .stat()
-                    .st_mtime_ns
-                ),
-                reverse=True,
-            )
+            used = [
+                ((document if (document := file.with_suffix(".json")).exists() else file).stat(), file)
+                for file in folder.glob(f"*{suffix}")
+            ]
+            files = [file for _, file in sorted(used, key=lambda each: each[0].st_mtime_ns, reverse=True)]
             taken = [*accumulate((file.stat().st_size for file in files), initial=more)]
             share = (shutil.disk_usage(folder).free + taken[-1] - more) // DISK_SHARE
             if more > share:
@@ -187,17 +183,14 @@ def sweep(folder: Path, *prefixes: str) -> None:
         for entry in folder.iterdir():
             if entry.name.startswith(prefixes):
                 with suppress(OSError):
-                    _remove_if_abandoned(entry)
-
-
-def _remove_if_abandoned(entry: Path) -> None:
-    status = entry.lstat()
-    if time.time() - status.st_mtime < ABANDONED or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
-        return
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
+                    status = entry.lstat()
+                    foreign = hasattr(os, "getuid") and status.st_uid != os.getuid()
+                    if foreign or time.time() - status.st_mtime < ABANDONED:
+                        continue
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
 
 
 @contextmanager

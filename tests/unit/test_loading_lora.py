@@ -20,7 +20,7 @@ from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import keep_plan, model_hash
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
-from foredraft.model.lora.source import with_loras
+from foredraft.model.lora.merging import with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder

@@ -23,7 +23,7 @@ from foredraft.model.families import gemma
 from foredraft.model.gguf import tensors
 from foredraft.model.quantisation import CodeFormat, Codes, scheme
 from foredraft.model.quantisation import blocks as formats
-from foredraft.model.quantisation.reading import GGUFFormat
+from foredraft.model.quantisation.blocks import GGUFFormat
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.source import resolve

@@ -19,7 +19,7 @@ from foredraft import user_cache
 from foredraft.kernels.compilation import library
 from foredraft.model import kept_weights as module
 from foredraft.model.decoder import Decoder
-from foredraft.model.lora.source import with_loras
+from foredraft.model.lora.merging import with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.source import resolve
 from foredraft.model.weights import _Builder, load_decoder

@@ -31,7 +31,7 @@ from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import check_settings
-from foredraft.model.lora.source import with_loras
+from foredraft.model.lora.merging import with_loras
 from foredraft.model.source import ModelSource, resolve, source_of
 
 Prompts = Mapping[str, list[list[int]]]  # token ids of each prompt, by workload

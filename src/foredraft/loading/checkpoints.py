@@ -133,7 +133,7 @@ def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
     """Find the target and its LoRAs, fetching hub ids, and read its spec and its tokenizer."""
     source = resolve(str(options.model), options.revision, options.report, weights=weights)
     if options.lora:
-        from foredraft.model.lora.source import with_loras
+        from foredraft.model.lora.merging import with_loras
 
         source = with_loras(source, options.lora, options.report)
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer)

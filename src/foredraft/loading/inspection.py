@@ -33,10 +33,10 @@ from foredraft.loading.machine_limits import choose_threads, free_memory
 from foredraft.loading.runners import check_dtype, describe_operators, find_device
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
-from foredraft.model.hub import weights_to_come
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import unserved_because
+from foredraft.model.source import weights_to_come
 from foredraft.model.weights import load_decoder, parameter_count
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for

@@ -262,16 +262,13 @@ class CheckpointTensors:
         self.used.add(name)
         return found
 
-    def _is_zero_bias(self, name: str) -> bool:
-        """Return whether a tensor is a quantised module's bias and zero, as old AutoGPTQ saves it."""
-        if not name.endswith(".bias") or self._format(name) is None:
-            return False
-        return not self.files[name].get_tensor(name).float().any()
-
     def reject_unused(self, spec: ModelSpec) -> None:
         for name in sorted(set(self.files) - self.used):
-            if IGNORED.fullmatch(name) or self._is_zero_bias(name):
+            if IGNORED.fullmatch(name):
                 continue
+            of_codes = name.endswith(".bias") and self._format(name) is not None
+            if of_codes and not self.files[name].get_tensor(name).float().any():
+                continue  # a zero bias, as old AutoGPTQ saves it
             if spec.leaves_unread(name):
                 if predicts_further(name, spec.layers, spec.further_layers):
                     self.further.append(name)
@@ -280,16 +277,13 @@ class CheckpointTensors:
                 stored, model = getattr(self.files[name], "stored", name), spec.wrapper or spec.architecture
                 problem = f"tensor {stored} in {self.shards[name]} is not part of a {model}"
                 raise CheckpointError(problem, remedy="use a checkpoint without it")
-            if not self._equals_embedding(name, (spec.vocab_size, spec.hidden_size)):
+            shape = (spec.vocab_size, spec.hidden_size)
+            one, other = (self._checked(each, shape, FLOATS) for each in (name, f"{EMBEDDING}.weight"))
+            rows = max(1, PIECE // shape[1])  # a piece of both is in memory at a time
+            pieces = (slice(first, first + rows) for first in range(0, shape[0], rows))
+            if not all(torch.equal(one[piece].to((own := other[piece]).dtype), own) for piece in pieces):
                 problem = f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them"
                 raise CheckpointError(problem, remedy="correct tie_word_embeddings")
-
-    def _equals_embedding(self, name: str, shape: tuple[int, int]) -> bool:
-        """Return whether a tensor has the values of the embedding; a piece of both is in memory at a time."""
-        one, other = (self._checked(each, shape, FLOATS) for each in (name, f"{EMBEDDING}.weight"))
-        rows = max(1, PIECE // shape[1])
-        pieces = (slice(first, first + rows) for first in range(0, shape[0], rows))
-        return all(torch.equal(one[piece].to((own := other[piece]).dtype), own) for piece in pieces)
 
 
 def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import is_file_name, read_json
+from foredraft.model.config import is_file_name
 from foredraft.model.gguf.tensors import choose, models_among, part_names, shown_types
+from foredraft.model.source import missing_files
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +41,6 @@ MEGABYTE = 10**6
 OnProgress = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 
 
-def weights_to_come(folder: Path) -> bool:
-    """Return whether a folder of the hub's cache lacks weights, as after `resolve` with weights=False."""
-    if not folder.is_dir():  # a GGUF file
-        return False
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in _missing(folder))
-
-
 class Download:
     def __init__(
         self,
@@ -65,7 +57,7 @@ class Download:
 
     def run(self, weights: bool) -> Path:
         folder = self._fetch(self.revision, SMALL)
-        missing = _missing(folder)
+        missing = missing_files(folder)
         if not missing and self.type is None:
             return folder
         commit = folder.name  # the weights come from the same commit, even if the branch moves meanwhile
@@ -221,17 +213,6 @@ def _why_unreachable() -> tuple[str, str]:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids downloading it", "unset HF_HUB_OFFLINE, or give a local folder"
     return "the hub cannot be reached", "go online, or give a local folder"
-
-
-def _missing(folder: Path) -> list[str]:
-    weights = [SINGLE]
-    if (folder / INDEX).is_file():  # `source.py` reports a malformed one
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
-        weights = sorted(filter(is_file_name, files))
-    if (folder / SINGLE).is_file():
-        weights = []
-    return [file for file in (CONFIG, *weights) if not (folder / file).is_file()]
 
 
 def _progress_class(report: OnProgress) -> type[Any]:

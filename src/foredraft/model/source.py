@@ -1,7 +1,7 @@
 """`ModelSource`: a model before its weights are read: its config, its tokenizer, its tensors, its identity.
 
-It is made of a checkpoint's folder (here), of a GGUF file (`gguf/source.py`), or of LoRAs over one of these
-(`lora/source.py`), and is handed on in place of paths: what stands behind it concerns nobody else.
+It is made of a checkpoint's folder (here) or of a GGUF file (`gguf/source.py`), may have LoRAs, which are
+merged while tensors are read (`lora/merging.py`), and is handed on in place of paths.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class ModelSource:
     """The source that a checkpoint's folder is."""
 
     loras: tuple[tuple[str, Path], ...] = ()  # those that are merged: their names, for display; their folders
+    untied = False  # they make the head another matrix than the embedding
+    _base: ModelSource | None = None  # the source without LoRAs
     renamed = False  # tensors have the decoder's names, whatever the family's are
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +51,7 @@ class ModelSource:
     @property
     def base(self) -> ModelSource:
         """The source without LoRAs."""
-        return self
+        return self._base or self
 
     @property
     def shown(self) -> str:
@@ -63,6 +65,9 @@ class ModelSource:
     @property
     def files(self) -> list[Path]:
         """The files that it is read from, and others beside them."""
+        return self._own_files() + [file for _, lora in self.loras for file in lora.iterdir()]
+
+    def _own_files(self) -> list[Path]:
         return [*self.path.iterdir()]
 
     @cached_property
@@ -98,6 +103,16 @@ class ModelSource:
 
     def open(self, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> Opened:
         """Return the tensors, unread; those on "meta" stay so, those that LoRAs change come in `dtype`."""
+        opened = self._open(stack, device)
+        if not self.loras:
+            return opened
+        from foredraft.model.lora.merging import merge_loras
+
+        files = {name: file for name, (file, _) in opened.items()}
+        merged = merge_loras(self.loras, files, stack, dtype, str(self), untied=self.untied)
+        return opened | {name: (merged, opened.get(name, (None, "LoRAs"))[1]) for name in merged.tensors}
+
+    def _open(self, stack: ExitStack, device: torch.device) -> Opened:
         if (self.path / SINGLE).is_file():
             file = stack.enter_context(SafetensorsFile(self.path / SINGLE))
             return dict.fromkeys(file.keys(), (file, SINGLE))
@@ -211,3 +226,24 @@ def source_at(path: Path) -> ModelSource:
     from foredraft.model.gguf.source import GGUFSource
 
     return GGUFSource(path)
+
+
+def weights_to_come(folder: Path) -> bool:
+    """Return whether a folder of the hub's cache lacks weights, as after `resolve` with weights=False."""
+    if not folder.is_dir():  # a GGUF file
+        return False
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in missing_files(folder))
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return the config and the files of weights that a folder should have, and does not."""
+    weights = [SINGLE]
+    if (folder / INDEX).is_file():  # `open` reports a malformed one
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
+        weights = sorted(filter(is_file_name, files))
+    if (folder / SINGLE).is_file():
+        weights = []
+    return [file for file in (CONFIG, *weights) if not (folder / file).is_file()]

@@ -284,7 +284,13 @@ class Detokenizer:
         elif self._run_invalid:
             return REPLACEMENT  # the library decodes each further byte of an invalid run to U+FFFD
         self._window.append(id)
-        if byte is not None and self._extends_run(byte):
+        if byte is not None:
+            assert self._run_decoder is not None
+            try:
+                self._run_decoder.decode(byte)
+            except UnicodeDecodeError:
+                self._invalidate_run()
+        if byte is not None and not self._run_invalid:
             if self._held_back() < MAX_HELD_BYTES or self._is_incomplete():
                 return ""
             return self._emit_run()
@@ -311,15 +317,6 @@ class Detokenizer:
         if self._run_decoder is None or self._run_invalid:
             return False
         return bool(self._run_decoder.getstate()[0])
-
-    def _extends_run(self, byte: bytes) -> bool:
-        """Add the next byte to the run, and return whether the run is still valid."""
-        assert self._run_decoder is not None
-        try:
-            self._run_decoder.decode(byte)
-        except UnicodeDecodeError:
-            self._invalidate_run()
-        return not self._run_invalid
 
     def _invalidate_run(self) -> None:
         self._run_invalid, self._emitted = True, self._emitted_of_invalid_run()

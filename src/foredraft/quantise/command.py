@@ -27,7 +27,7 @@ from foredraft.files import errors_named, replacing_folder
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
 from foredraft.loading.machine_limits import use_threads
-from foredraft.model.checkpoint import Checkpoint, weight_headers
+from foredraft.model.checkpoint import weight_headers
 from foredraft.model.decoder import Decoder
 from foredraft.model.quantisation import BITS, CodeFormat, quantise
 from foredraft.model.quantisation.codes import GROUP
@@ -66,9 +66,20 @@ def write_quantised(source: ModelSource, out: Path, spec: ModelSpec, bits: int, 
         (out / INDEX).write_text(json.dumps(index), encoding="utf-8")
     else:
         write_tensors(out / SINGLE, filled, {"format": "pt"})
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+        "dynamic": False,
+    }  # fmt: skip
+    group = {
+        "targets": sorted(classes), "weights": weights, "input_activations": None, "output_activations": None,
+    }  # fmt: skip
+    scheme = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
+    }  # fmt: skip
     config = with_dtype(text_config_of(source.config), dtype) | {"tie_word_embeddings": False}
     config |= spec.naming.written_keys
-    config |= {EMBEDDING_COPIES: spec.tied, "quantization_config": _scheme(bits, plain, classes)}
+    config |= {EMBEDDING_COPIES: spec.tied, "quantization_config": scheme}
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return total
 
@@ -113,20 +124,6 @@ def _save(out: Path, tensors: dict[str, Tensor], count: int) -> dict[str, str]:
     return dict.fromkeys(tensors, file)
 
 
-def _scheme(bits: int, plain: list[str], classes: set[str]) -> dict[str, Any]:
-    weights = {
-        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
-        "dynamic": False,
-    }  # fmt: skip
-    group = {
-        "targets": sorted(classes), "weights": weights, "input_activations": None, "output_activations": None,
-    }  # fmt: skip
-    return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
-    }  # fmt: skip
-
-
 GROUP_TOKENS = 2048  # of one pass
 
 
@@ -149,7 +146,11 @@ def measure_quality(
     """Compare two checkpoints on documents."""
     device = torch.device("cpu")
     targets = [FrozenTarget(source, device, dtype) for source in (original, quantised)]
-    targets.append(_with_embedding(*targets))
+    # the original with the quantised embedding shares all other weights
+    with_embedding, own = copy(targets[0]), targets[0].decoder
+    parts = own.layers, own.norm, own.output, own.learned_positions, own.inputs
+    with_embedding.decoder = Decoder(own.spec, targets[1].decoder.embedding, *parts)
+    targets.append(with_embedding)
     batches = Batches(documents, GROUP_TOKENS, 0)
     divergences, of_embedding = list[Tensor](), list[Tensor]()
     same = total = 0
@@ -157,8 +158,8 @@ def measure_quality(
     for group in range(len(batches)):
         packed = Packed.of(batches.documents_of(group), device)
         p, q, half = (target.log_probs(target.states(packed, ()).last) for target in targets)
-        divergences.append(_kl(p, q))
-        of_embedding.append(_kl(p, half))
+        for found, other in ((divergences, q), (of_embedding, half)):
+            found.append((p.exp() * (p - other)).sum(-1))  # of log-probabilities [M, V]
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         said = packed.tokens[packed.predicting + 1][:, None]
         gap += float((p.gather(1, said) - q.gather(1, said)).double().sum())
@@ -172,19 +173,6 @@ def measure_quality(
         perplexity_ratio=math.exp(gap / total),
         embedding_kl=float(torch.cat(of_embedding).double().mean()),
     )
-
-
-def _with_embedding(original: FrozenTarget, quantised: FrozenTarget) -> FrozenTarget:
-    """Return the original with the quantised embedding, which shares all other weights."""
-    found, own = copy(original), original.decoder
-    embedding, parts = quantised.decoder.embedding, (own.learned_positions, own.inputs)
-    found.decoder = Decoder(own.spec, embedding, own.layers, own.norm, own.output, *parts)
-    return found
-
-
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return the KL divergence of q from p, [M], of log-probabilities [M, V]."""
-    return (p.exp() * (p - q)).sum(-1)
 
 
 LENGTH = 512  # tokens of a document of the card, at most
@@ -219,7 +207,16 @@ def quantise_checkpoint(
             value=str(checkpoint.source), remedy="give the model that it was made from",
         )  # fmt: skip
     check_out(out, lambda folder: False)
-    documents = _documents(checkpoint, data)
+    documents: list[Document] = []
+    if data:
+        if checkpoint.tokenizer is None:
+            raise ConfigError(
+                f"but {checkpoint.source} has no tokenizer", option="data", value=" ".join(map(str, data)),
+                remedy="give the model's folder, with its tokenizer.json",
+            )  # fmt: skip
+        length = min(LENGTH, checkpoint.spec.max_positions)
+        reader = DocumentReader(checkpoint.tokenizer, None, length, prompts_count=True)
+        documents = reader.corpus(data).documents
     with errors_named(out, "out", "give a folder that can be"), replacing_folder(out) as new:
         size = write_quantised(checkpoint.source, new, checkpoint.spec, BITS[weights], checkpoint.dtype)
         quality = None
@@ -227,18 +224,6 @@ def quantise_checkpoint(
             quality = measure_quality(checkpoint.source, ModelSource(new), checkpoint.dtype, documents)
         (new / CARD).write_text(_card(model or "the demo target", weights, quality), encoding="utf-8")
     return QuantiseResult(str(out), weights, size, quality)
-
-
-def _documents(checkpoint: Checkpoint, data: Sequence[Path]) -> list[Any]:
-    if not data:
-        return []
-    if checkpoint.tokenizer is None:
-        raise ConfigError(
-            f"but {checkpoint.source} has no tokenizer", option="data", value=" ".join(map(str, data)),
-            remedy="give the model's folder, with its tokenizer.json",
-        )  # fmt: skip
-    length = min(LENGTH, checkpoint.spec.max_positions)
-    return DocumentReader(checkpoint.tokenizer, None, length, prompts_count=True).corpus(data).documents
 
 
 def _card(model: str, weights: str, quality: Quality | None) -> str:

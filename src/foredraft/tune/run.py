@@ -20,7 +20,7 @@ from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import longest_draft
-from foredraft.model.lora.source import with_loras
+from foredraft.model.lora.merging import with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.source import ModelSource, resolve
 from foredraft.model.spec import ModelSpec

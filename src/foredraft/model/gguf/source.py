@@ -63,8 +63,7 @@ class GGUFSource(ModelSource):
     def named(self, file: str) -> Path:
         return self.path
 
-    @property
-    def files(self) -> list[Path]:
+    def _own_files(self) -> list[Path]:
         return [self.path.with_name(name) for name in part_names(self.path.name)]
 
     @functools.cached_property
@@ -90,7 +89,7 @@ class GGUFSource(ModelSource):
         for name in filter(lambda name: name.startswith(beginnings), contents):
             (folder / name).write_bytes(contents[name])
 
-    def open(self, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> Opened:
+    def _open(self, stack: ExitStack, device: torch.device) -> Opened:
         if self._read_state("give the model's file again") != self._state:
             raise CheckpointError(f"{self.path} has changed while it was used", remedy="load the model again")
         heads, kv_heads = (self.config[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)

@@ -81,7 +81,12 @@ class GGUFModel:
         if count > 1:
             for number, part in enumerate(self.parts):
                 _check_part(part, number, first)
-        self._holders = self._find_tensors()
+        self._holders: dict[str, GGUFFile] = {}
+        for part in self.parts:
+            for name in part.tensors:
+                if (other := self._holders.setdefault(name, part)) is not part:
+                    problem = f"has tensor {shortened(name)}, which {other.path.name} has, too"
+                    raise part.error(problem, TOGETHER)
         self.tensors = {name: part.tensors[name] for name, part in self._holders.items()}
         expected = _whole(first, TENSORS, len(self.tensors))
         if count > 1 and expected != len(self.tensors):
@@ -98,16 +103,6 @@ class GGUFModel:
         if count > 1 and not path.exists():
             raise CheckpointError(f"{path} is missing, part {number} of {count} of a model", remedy=TOGETHER)
         return GGUFFile(path, lists=self._lists)
-
-    def _find_tensors(self) -> dict[str, GGUFFile]:
-        found: dict[str, GGUFFile] = {}
-        for part in self.parts:
-            for name in part.tensors:
-                if name in found:
-                    other = found[name].path.name
-                    raise part.error(f"has tensor {shortened(name)}, which {other} has, too", TOGETHER)
-                found[name] = part
-        return found
 
 
 def _check_part(part: GGUFFile, number: int, first: GGUFFile) -> None:

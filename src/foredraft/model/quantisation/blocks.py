@@ -12,16 +12,27 @@ https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/quants.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.codes import CodeFormat, Codes, codebook_values
+from foredraft.model.quantisation.reading import METHOD, TENSORS
+from foredraft.model.quantisation.scheme import (
+    Quantisation,
+    SchemeRule,
+    TensorSpec,
+    WeightFormat,
+    exactly,
+    read_names,
+)
+from foredraft.model.tensor_names import Naming
 
 FILE = Path(__file__).with_name("grids.safetensors")
 POWERS = (1, 3, 9, 27, 81)  # of the digits of TQ1_0
@@ -354,3 +365,35 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q1_0": BlockFormat(128, 18, behind(lambda b: _in_order(b, 1).to(torch.int8) * 2 - 1)),
     "Q2_0": BlockFormat(64, 18, behind(lambda b: _in_order(b, 2).to(torch.int8) - 1)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFormat(WeightFormat):
+    """A block format; `kind` is a key of `BLOCKS`."""
+
+    kind: str
+    by_rows: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return self.kind
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        return BLOCKS[self.kind].code_format
+
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        return {"weight": TensorSpec(shape, (self.kind,))}
+
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        """Return the weight of which `tensors` has the bytes of each row, [M, bytes] uint8."""
+        block = BLOCKS[self.kind]
+        return block.unpack(tensors["weight"].reshape(-1, block.size), *shape)
+
+
+def read_gguf(read: ConfigReader, _: Naming) -> Quantisation:
+    listed = read.take(TENSORS)
+    if not isinstance(listed, dict) or not listed.keys() <= BLOCKS.keys():
+        raise read.error(TENSORS, f"it must be a JSON object of {', '.join(BLOCKS)}")
+    modules = ConfigReader(listed, f"{read.where}, {TENSORS}")
+    rules = [SchemeRule(exactly(read_names(modules, kind)), GGUFFormat(kind)) for kind in listed]
+    return Quantisation(METHOD, tuple(rules), embedding=True)

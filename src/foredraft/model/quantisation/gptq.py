@@ -35,7 +35,6 @@ from foredraft.model.quantisation.scheme import (
     SchemeRule,
     TensorSpec,
     WeightFormat,
-    check_auto_round,
     check_plain_inputs,
     count_groups,
     exactly,
@@ -141,7 +140,8 @@ def _check_common(read: ConfigReader, method: str, naming: Naming) -> None:
         raise read.error("dynamic", "settings of single modules are not supported; it must be empty")
     read.choice("pack_dtype", ("int32",), "int32")
     read.choice("method", (method,), method)
-    check_auto_round(read, naming)
+    read.choice("to_quant_block_names", (naming.stored_layers, None), None)
+    check_plain_inputs(read)
 
 
 def _order(groups: Tensor | None) -> Tensor | None:
@@ -261,28 +261,23 @@ PACKINGS = {  # the spellings that AutoRound reads, and those of its exports to 
     "auto_awq": AWQ,
 }
 PLAIN = (16, 32)  # bits of a weight that is not quantised
+Common = tuple[int, int | None, bool]  # bits, columns of a group, whether every zero point is the middle
 BLOCKS = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")  # the last is an old name
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    bits: int  # of a number
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # every zero point is the middle
-
-    def packed(self, packing: str) -> WeightFormat | None:
-        if self.bits in PLAIN:
-            return None
-        if packing == AWQ:
-            return AWQFormat(BITS, self.group, self.symmetric)
-        return GPTQFormat(self.bits, self.group, self.symmetric, less_one=packing == GPTQ)
+def _packed(packing: str, bits: int, group: int | None, symmetric: bool) -> WeightFormat | None:
+    if bits in PLAIN:
+        return None
+    if packing == AWQ:
+        return AWQFormat(bits, group, symmetric)
+    return GPTQFormat(bits, group, symmetric, less_one=packing == GPTQ)
 
 
 def read_auto_round(read: ConfigReader, naming: Naming) -> Quantisation:
     packing = PACKINGS[read.choice("packing_format", tuple(PACKINGS), "auto_round:gptq")]
     bits = (4,) if packing == AWQ else (4, 8)
     own, group = read.choice("bits", bits, 4), read_group(read, "group_size", 128)
-    common = Numbers(own, group, read.flag("sym", default=True))
+    common = own, group, read.flag("sym", default=True)
     check_plain_inputs(read)
     for key in ("static_kv_dtype", "static_attention_dtype"):
         if read.take(key) is not None:
@@ -294,11 +289,11 @@ def read_auto_round(read: ConfigReader, naming: Naming) -> Quantisation:
         read_expression(read, "modules_to_not_convert", name, _anywhere([name]))
     kept = [SchemeRule(_anywhere(skipped), None)] if skipped else []
     single = _rules_of(read, packing, bits, common)
-    blocks = SchemeRule(_blocks(read, naming.stored_layers), common.packed(packing))
+    blocks = SchemeRule(_blocks(read, naming.stored_layers), _packed(packing, *common))
     return Quantisation(AUTO_ROUND, (*kept, *single, blocks))
 
 
-def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Numbers) -> list[SchemeRule]:
+def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Common) -> list[SchemeRule]:
     """Return the rules of `extra_config`: those of names, then all keys as expressions, in their order."""
     found = read.take("extra_config")
     if found is None:
@@ -313,7 +308,7 @@ def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: N
         if not settings:
             continue
         inner = ConfigReader(settings, f"{read.where}, extra_config, {shortened(name)}", HARMLESS_IN_MODULES)
-        format = _numbers(inner, bits, common).packed(packing)
+        format = _packed(packing, *_numbers(inner, bits, common))
         inner.reject_unknown_keys()
         read_expression(read, "extra_config", name, _anywhere([name]))
         names.setdefault(format, []).append(name)
@@ -326,16 +321,17 @@ def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: N
     ]
 
 
-def _numbers(read: ConfigReader, bits: tuple[int, ...], common: Numbers) -> Numbers:
-    own = read.choice("bits", (*bits, *PLAIN, None), None) or common.bits
+def _numbers(read: ConfigReader, bits: tuple[int, ...], common: Common) -> Common:
+    usual_bits, group, symmetric = common
+    own = read.choice("bits", (*bits, *PLAIN, None), None) or usual_bits
     if own in PLAIN:
         for key in ("data_type", "group_size", "sym"):
             read.take(key)
     check_plain_inputs(read, weights=own not in PLAIN)
     if own in PLAIN:
-        return Numbers(own, None, symmetric=True)
-    group = common.group if read.take("group_size") is None else read_group(read, "group_size")
-    return Numbers(own, group, read.flag("sym", default=common.symmetric, if_null=common.symmetric))
+        return own, None, True
+    group = group if read.take("group_size") is None else read_group(read, "group_size")
+    return own, group, read.flag("sym", default=symmetric, if_null=symmetric)
 
 
 def _blocks(read: ConfigReader, layers: str) -> str:
