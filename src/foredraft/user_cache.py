@@ -120,6 +120,16 @@ def read_bytes(kind: str, key: Any, suffix: str) -> bytes | None:
     return content if content is not None and hashlib.sha256(content).hexdigest() == digest else None
 
 
+def write_bytes(kind: str, key: Any, suffix: str, content: bytes) -> None:
+    """Store a file under a key, in place of an earlier one. A failure is only logged."""
+    try:
+        with new_file(kind, key, suffix) as new:
+            if new is not None:
+                new.write_bytes(content)
+    except OSError as error:
+        logger.debug("the cache cannot hold %s (%s)", keyed_path(kind, key, suffix), error)
+
+
 @contextmanager
 def new_file(kind: str, key: Any, suffix: str, *, large: bool = False) -> Iterator[Path | None]:
     """Yield a path for a new file under a key, kept if the block ends without an error; None where the cache
@@ -146,15 +156,11 @@ def keep_newest(kind: str, suffix: str, most: int, more: int = 0) -> bool:
     if (folder := cache_folder(kind)) is not None:
         with suppress(OSError):
             make_folder(folder)
-            files = [*folder.glob(f"*{suffix}")]
-            files.sort(
-                key=lambda file: (
-                    (document if (document := file.with_suffix(".json")).exists() else file)
-                    .stat()
-                    .st_mtime_ns
-                ),
-                reverse=True,
-            )
+            used = [
+                ((document if (document := file.with_suffix(".json")).exists() else file).stat(), file)
+                for file in folder.glob(f"*{suffix}")
+            ]
+            files = [file for _, file in sorted(used, key=lambda each: each[0].st_mtime_ns, reverse=True)]
             taken = [*accumulate((file.stat().st_size for file in files), initial=more)]
             share = (shutil.disk_usage(folder).free + taken[-1] - more) // DISK_SHARE
             if more > share:
@@ -177,17 +183,14 @@ def sweep(folder: Path, *prefixes: str) -> None:
         for entry in folder.iterdir():
             if entry.name.startswith(prefixes):
                 with suppress(OSError):
-                    _remove_if_abandoned(entry)
-
-
-def _remove_if_abandoned(entry: Path) -> None:
-    status = entry.lstat()
-    if time.time() - status.st_mtime < ABANDONED or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
-        return
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
+                    status = entry.lstat()
+                    foreign = hasattr(os, "getuid") and status.st_uid != os.getuid()
+                    if foreign or time.time() - status.st_mtime < ABANDONED:
+                        continue
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.model import attention, checkpoint, decoder, layers, rope, rope_config, spec, weights
+from foredraft.model import attention, checkpoint, decoder, layers, rope, spec, weights
 from foredraft.model.decoder import Attention, Decoder, Layer
 from foredraft.model.families import llama
 from foredraft.model.layers import (
@@ -25,7 +25,7 @@ from foredraft.model.layers import (
 )
 from foredraft.model.rope import Rope
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_names import HEAD, TensorLayout
+from foredraft.model.tensor_names import HEAD, Naming
 from tests.parity.mutant_checks import (
     MASKS,
     NARROWER,
@@ -194,7 +194,7 @@ LLAMA_LIKE = [
         lambda grown: lambda own, positions: grown(own, positions + 1)[1:], decoding("ministral3"),
     ),
     defect("queries grow within a period", rope._grown, grown_within_a_period, decoding("ministral3")),
-    defect("keys grow, too", rope_config.read_growing_rope, keys_grown_too, reloaded("ministral3")),
+    defect("keys grow, too", rope.read_growing_rope, keys_grown_too, reloaded("ministral3")),
     defect("norms without their offset", NORM, norms_with(-1.0), reloaded("gemma")),
     defect("gelu taken for SiLU", FAMILY, in_family(configured(hidden_act="silu")), reloaded("gemma-gelu")),
     defect(
@@ -280,7 +280,7 @@ windowless = around(
 
 NORMED_BEFORE = with_parts(project=project_normed, finish=finish_normed)
 PARALLEL, SEQUENTIAL = (with_parts(finish=given(parallel_residual=each)) for each in (True, False))
-TRANSPOSED, ORDER, ATTEND = TensorLayout._is_transposed, checkpoint.channel_order, attention.attend
+TRANSPOSED, ORDER, ATTEND = Naming._is_transposed, checkpoint.channel_order, attention.attend
 SUMS, PROJECTED = "opt-sums-normed", "opt-projected-untied"
 OTHERS = [
     defect("norms before sub-layers instead of after", RUN, NORMED_BEFORE, decoding("olmo2")),

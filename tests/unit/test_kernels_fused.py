@@ -20,8 +20,8 @@ from foredraft.decode.step_draws import StepLogits, draw, next_in_draw
 from foredraft.kernels.vocab import KernelVocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
+from foredraft.model.spec import Plan
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_variant
 from tests.support.compiling import Defects

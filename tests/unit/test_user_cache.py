@@ -344,7 +344,9 @@ def test_a_full_disk_leaves_what_was_kept(kind: str, folder: Path) -> None:
     user_cache.write(kind, "key", [1])
     with no_more_bytes(3):
         user_cache.write(kind, "key", [2])
+        user_cache.write_bytes("vocabularies", "key", ".bytes", b"12345")
     assert user_cache.read(kind, "key") == [1]
+    assert user_cache.read_bytes("vocabularies", "key", ".bytes") is None
     assert not [path for path in folder.rglob("*") if path.name.startswith(".new-")]
 
 

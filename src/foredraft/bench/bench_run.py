@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,10 +31,8 @@ from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import check_settings
-from foredraft.model.gguf.tensors import source_of
-from foredraft.model.hub import resolve
-from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.lora_config import loras_of
+from foredraft.model.lora.merging import with_loras
+from foredraft.model.source import ModelSource, resolve, source_of
 
 Prompts = Mapping[str, list[list[int]]]  # token ids of each prompt, by workload
 
@@ -57,7 +54,7 @@ def bench(
         loading |= {option: loading.get(option) or value for option, value in kind.wanted_by.items()}
     llm, loaded_bytes = _load(workloads, form, options, {"model": model} | loading, progress)
     prompts = {w.name: _encoded(llm, w, form, options.new_tokens, truncate) for w in workloads}
-    folders = _folders(llm, model, loading)
+    folders = _sources(llm, model, loading)
     context = _context(llm, folders, prompts, options, loading)
     models = _models(llm.loaded, folders)
     lineup = LineUp(spelling)
@@ -162,7 +159,7 @@ def _effective_options(
 
 def _context(
     llm: LLM,
-    folders: tuple[Path, Path | None],
+    folders: tuple[ModelSource, ModelSource | None],
     prompts: Prompts,
     options: BenchSettings,
     loading: Mapping[str, Any],
@@ -227,26 +224,28 @@ def _encoded(
     return [llm.requests.truncated(ids, new_tokens, truncate) for ids in llm.encode(applied)]
 
 
-def _folders(llm: LLM, model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Return the checkpoint folders of the target and of the draft model, as `load` found them."""
-    target = demo.target_path() if model is None else resolve(model, loading.get("revision"))
-    target = with_loras(target, loading.get("lora", ()))
+def _sources(
+    llm: LLM, model: str | None, loading: Mapping[str, Any]
+) -> tuple[ModelSource, ModelSource | None]:
+    """Return the sources of the target and of the draft model, as `load` found them."""
+    found = demo.target_path() if model is None else resolve(model, loading.get("revision"))
+    target = with_loras(found, loading.get("lora", ()))
     if not any(drafter.whole_model for drafter in llm.loaded.engine.drafters.values()):
         return target, None
     if loading.get("draft") is not None:
         return target, resolve(loading["draft"], loading.get("draft_revision"))
-    return target, demo.draft_path() if model is None else None
+    return target, source_of(demo.draft_path()) if model is None else None
 
 
-def _shown(folder: Path) -> str:
+def _shown(source: ModelSource) -> str:
     """Return the name of a model's folder or GGUF file, and of its LoRAs."""
-    return " + ".join([source_of(folder).name, *(lora.name for _, lora in loras_of(folder))])
+    return " + ".join([source.path.name, *(lora.name for _, lora in source.loras)])
 
 
-def _models(loaded: Loaded, folders: tuple[Path, Path | None]) -> tuple[ModelRecord, ...]:
+def _models(loaded: Loaded, folders: tuple[ModelSource, ModelSource | None]) -> tuple[ModelRecord, ...]:
     """Return the records of the target and of the draft model."""
     models = [model_record("target", _shown(folders[0]), loaded.runner, loaded.weights)]
     for drafter in loaded.engine.drafters.values():
         if drafter.whole_model and drafter.draft_pass is not None and folders[1] is not None:
-            models.append(model_record("draft", source_of(folders[1]).name, drafter.draft_pass.runner))
+            models.append(model_record("draft", folders[1].path.name, drafter.draft_pass.runner))
     return tuple(models)

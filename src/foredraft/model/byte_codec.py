@@ -57,7 +57,9 @@ class ByteCodec:
         self._before = tokenizer.text_of(self._tokens_before)
         self._bytes: dict[int, bytes | None] = {}
         self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
-        self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]  # (BOS)
+        whole, size = tokenizer.encode("a"), len(self._context)
+        places = (at for at in range(len(whole) - size + 1) if whole[at : at + size] == self._context)
+        self.prefix = [id for id in whole[: next(places, 0)] if id in within]  # (BOS)
         self.pads = self.join(self._context) == b" a"  # a space in front
 
     def of(self, id: int) -> bytes | None:
@@ -151,10 +153,3 @@ def _literal(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     literal.add_tokens([added[id] for id in sorted(added) if id < tokenizer.model_vocab_size])
     literal.encode_special_tokens = True
     return literal
-
-
-def _before(ids: list[int], text: list[int]) -> list[int]:
-    for at in range(len(ids) - len(text) + 1):
-        if ids[at : at + len(text)] == text:
-            return ids[:at]
-    return []

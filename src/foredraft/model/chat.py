@@ -16,14 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean, invalid_at
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.errors import Option, RequestError, Text, did_you_mean, invalid_at
+from foredraft.model.config import broken, read_json
 
 PROBE = "foredraftprobe"  # a word that survives what templates do to a message
+
+
+def _parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
+
+
 Message = Mapping[str, Any]  # one message: "role", and the other keys that the template reads
 
 FILE, NAMED_FOLDER, CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPECIAL_TOKENS = "special_tokens_map.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
 # keys for a message's reasoning; the first one present counts
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -40,6 +47,8 @@ NOT_VARIABLES: dict[str, Text] = {
     "sanitize_control_tokens": "it is not supported, so remove special tokens from the messages",
     "truncation": ("its name is ", Option("truncate"), ", an option of chat and generate"),
 }
+
+
 # Marks the end of a message that is continued. A template that keeps the space behind the word keeps the
 # spaces before it, too (https://huggingface.co/docs/transformers/chat_templating#continuefinalmessage).
 END = "FOREDRAFT_CONTINUES_HERE "
@@ -62,8 +71,26 @@ class ChatTemplate:
         """Return the templates of a checkpoint: from their own files, or else from tokenizer_config.json."""
         file = folder / CONFIG
         config = read_json(file) if file.is_file() else {}
-        templates = _from_files(folder) or _from_config(config.get("chat_template"), file)
-        return cls(templates, _special_tokens(folder, config)) if templates else None
+        tokens = config
+        # Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides it,
+        # as in transformers.
+        if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS).is_file():
+            tokens = config | read_json(folder / SPECIAL_TOKENS)
+        files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+        files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
+        try:
+            templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise broken(f"{folder} has a chat template that cannot be read ({error})") from error
+        return cls(templates, _texts(tokens)) if templates else cls.from_config(config, file, tokens)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], where: Path, tokens: Mapping[str, Any] | None = None
+    ) -> ChatTemplate | None:
+        """Return the templates of a tokenizer_config.json, whose special tokens may stand elsewhere."""
+        templates = _from_config(config.get("chat_template"), where)
+        return cls(templates, _texts(config if tokens is None else tokens)) if templates else None
 
     def render(
         self,
@@ -104,9 +131,14 @@ class ChatTemplate:
                 f"the chat template cannot be rendered with these messages ({_line(error)})",
                 remedy=f"change the messages, or put another {FILE} into the model's folder",
             ) from error
-        # tools have chosen a template of their own, if there is one
+        # tools have chosen a template of their own
         chosen = {"tools"} if TOOL_USE in self.templates else set()
-        _check_variables([*variables, *(name for name in LISTS - chosen if given[name])], read)
+        for name in [*variables, *(name for name in LISTS - chosen if given[name])]:
+            if name not in STANDARD | read:  # the template would ignore it
+                others = sorted(read - STANDARD - LISTS - {"messages"})
+                shown = ", ".join(others) or "only the standard ones"
+                remedy = f"leave it out (it reads {shown}){did_you_mean(name, others)}"
+                raise RequestError(f"the chat template does not read {name!r}", remedy=remedy)
         if invalid_at(text) is not None:
             remedy = "give text that can be encoded as UTF-8"
             raise RequestError("a message is not valid Unicode", remedy=remedy)
@@ -122,8 +154,8 @@ class ChatTemplate:
             values = self.special_tokens | {"add_generation_prompt": True, "tools": None, "documents": None}
 
             def shows(content: Any) -> bool:
-                messages = [{"role": "user", "content": content}]
                 try:
+                    messages = [{"role": "user", "content": content}]
                     return PROBE in render(source, values | {"messages": messages})
                 except Exception:  # the expressions of a template may raise anything
                     return False
@@ -163,33 +195,6 @@ class ChatTemplate:
         return self.templates[DEFAULT]
 
 
-def _parts(text: str) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": text}]
-
-
-def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
-    """Check that the template reads every given variable, since it would ignore the others."""
-    for name in given:
-        if name not in STANDARD | read:
-            others = sorted(read - STANDARD - LISTS - {"messages"})
-            shown = ", ".join(others) or "only the standard ones"
-            raise RequestError(
-                f"the chat template does not read {name!r}",
-                remedy=f"leave it out (it reads {shown}){did_you_mean(name, others)}",
-            )
-
-
-def _from_files(folder: Path) -> dict[str, str]:
-    files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
-    files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
-    try:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{folder} has a chat template that cannot be read ({error})", remedy=DOWNLOAD_AGAIN
-        ) from error
-
-
 def _from_config(found: Any, file: Path) -> dict[str, str]:
     """Return the templates of a tokenizer_config.json, which holds one, or a list of named ones."""
     if found is None:
@@ -200,24 +205,13 @@ def _from_config(found: Any, file: Path) -> dict[str, str]:
     except (TypeError, KeyError):
         templates = {}
     if not all(isinstance(text, str) for pair in templates.items() for text in pair) or not templates:
-        raise CheckpointError(
-            f"{file}: chat_template is neither a template nor a list of named templates",
-            remedy=DOWNLOAD_AGAIN,
-        )
+        raise broken(f"{file}: chat_template is neither a template nor a list of named templates")
     return templates
 
 
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens by name; a token may be an object that holds its text.
-
-    Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides the
-    config, as in transformers.
-    """
-    file = folder / "special_tokens_map.json"
-    found = dict(config)
-    if "added_tokens_decoder" not in config and file.is_file():
-        found |= read_json(file)
-    tokens = {name: found.get(name) for name in SPECIAL}
+def _texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens by name; a token may be an object that holds its text."""
+    tokens = {name: config.get(name) for name in SPECIAL}
     texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
@@ -237,8 +231,7 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(plain.get("role"), str):
             remedy = "give 'system', 'user' or 'assistant'"
             raise RequestError(f"{name} has no role that is text", remedy=remedy)
-        # templates read the reasoning under one of two keys
-        if key := next(filter(plain.__contains__, REASONING), None):
+        if key := next(filter(plain.__contains__, REASONING), None):  # templates read it under two keys
             plain = {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
         checked.append(plain)
     return checked

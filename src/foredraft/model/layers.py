@@ -25,7 +25,7 @@ from foredraft.errors import CheckpointError
 from foredraft.model.config import broken
 from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.model.safetensors_file import LazyTensor
-from foredraft.model.tensor_names import EMBEDDING, HEAD, TensorLayout
+from foredraft.model.tensor_names import EMBEDDING, HEAD, Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,8 @@ PROJECTIONS = {"project_in": "model.project_in", "project_out": "model.project_o
 TABLE, HEAD_TABLE, INWARD, OUTWARD = (f"{name}.weight" for name in (EMBEDDING, HEAD, *PROJECTIONS.values()))
 
 
-@dataclass(frozen=True, eq=False)
-class ProjectedLayout(TensorLayout):
+@dataclass(frozen=True)
+class ProjectedLayout(Naming):
     """A layout whose embedding and head are stored narrow, with a projection each."""
 
     tied: bool = True  # the head's stored table is that of the embedding

@@ -72,8 +72,24 @@ class Tokenizer:
         file = Path(path) / FILE
         if not file.is_file():
             return None
+        found = cls.from_content(file, file, None, model_vocab_size, like=like)
+        _check_added(found.inner, file)
+        found.chat = ChatTemplate.from_folder(Path(path))
+        return found
+
+    @classmethod
+    def from_content(
+        cls,
+        content: bytes | Path,
+        where: Path,
+        chat: ChatTemplate | None,
+        model_vocab_size: int | None = None,
+        *,
+        like: Tokenizer | None = None,
+    ) -> Tokenizer:
+        """Return the tokenizer of the content of a `tokenizer.json`; `where` names it in errors."""
         try:
-            content = file.read_bytes()
+            content = content if isinstance(content, bytes) else content.read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             if like is not None and like.digest == digest:
                 inner = like.inner
@@ -85,9 +101,8 @@ class Tokenizer:
         except BaseException as error:  # the library raises bare Exception, and panics
             if not is_fault(error):
                 raise
-            raise broken(f"{file} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})") from error
-        _check_added(inner, file)
-        return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size, digest=digest)
+            raise broken(f"{where} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})") from error
+        return cls(inner, chat, model_vocab_size, digest=digest)
 
     @cached_property
     def digest(self) -> str:
@@ -214,7 +229,13 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids, and return the further text that no later id can change."""
-        return "".join([self._without_prompt_tail(self._push(id)) for id in ids])
+        pieces = []
+        for id in ids:
+            piece = self._push(id)
+            if piece and self._prompt_tails:
+                piece, self._prompt_tails = self._without_prompt(piece), ()
+            pieces.append(piece)
+        return "".join(pieces)
 
     def pending(self) -> str:
         """Return the rest of the text if it ends here: the complete characters that are held back."""
@@ -233,11 +254,6 @@ class Detokenizer:
                 context.append(id)
         return context[::-1]
 
-    def _without_prompt_tail(self, piece: str) -> str:
-        if piece and self._prompt_tails:
-            piece, self._prompt_tails = self._without_prompt(piece), ()
-        return piece
-
     def _without_prompt(self, text: str) -> str:
         return text[len(next(filter(text.startswith, self._prompt_tails), "")) :]
 
@@ -246,17 +262,23 @@ class Detokenizer:
             return ""
         byte = self._tokenizer.byte(id)
         if byte is None:
-            self._end_run()
+            if self._incomplete():
+                self._emitted = self._emitted_of_invalid_run()
+            self._run, self._run_emitted = b"", 0
         elif self._run is None:
             return REPLACEMENT  # the library decodes each further byte of an invalid run to U+FFFD
         self._window.append(id)
-        if byte is not None and self._extends_run(byte):
-            if self._held_back() < MAX_HELD_BYTES or self._incomplete():
-                return ""
-            return self._emit_run()
+        if byte is not None:
+            self._run += byte
+            try:
+                incomplete = self._incomplete()
+            except UnicodeDecodeError:
+                self._emitted, self._run = self._emitted_of_invalid_run(), None
+            else:
+                return "" if incomplete or self._held_back() < MAX_HELD_BYTES else self._emit_run()
         text = self._text(self._window)
-        incomplete = text.endswith(REPLACEMENT) and self._tokenizer.ends_mid_character(self._window)
-        certain = len(text) - incomplete
+        unfinished = text.endswith(REPLACEMENT) and self._tokenizer.ends_mid_character(self._window)
+        certain = len(text) - unfinished
         piece, self._emitted = text[self._emitted : certain], certain
         if byte is None and len(self._window) > 2 * CONTEXT:
             self._window = self._window[-CONTEXT:]
@@ -275,25 +297,11 @@ class Detokenizer:
         """Return the bytes of an incomplete character at the end of the run, which are as many ids."""
         return 0 if self._run is None else len(self._run) - codecs.utf_8_decode(self._run)[1]
 
-    def _extends_run(self, byte: bytes) -> bool:
-        """Add the next byte to the run, and return whether the run is still valid."""
-        try:
-            self._run = (self._run or b"") + byte
-            self._incomplete()
-        except UnicodeDecodeError:
-            self._emitted, self._run = self._emitted_of_invalid_run(), None
-        return self._run is not None
-
     def _emitted_of_invalid_run(self) -> int:
         """Return `_emitted` for an invalid run, whose bytes all decode to U+FFFD, emitted ones too."""
         if not self._run_emitted:
             return self._emitted
         return len(self._text(self._window[: -len(self._run or b"")])) + self._run_emitted
-
-    def _end_run(self) -> None:
-        if self._incomplete():
-            self._emitted = self._emitted_of_invalid_run()
-        self._run, self._run_emitted = b"", 0
 
     def _emit_run(self) -> str:
         """Return the text of the run so far, and keep only its last part as context for what follows."""

@@ -12,7 +12,6 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from foredraft.drafters.lookup import repeated
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
-from foredraft.model.lora.lora_config import base_of
+from foredraft.model.source import ModelSource
 
 HELD_OUT_EVERY = 4  # one prompt in four is held out
 MIN_HELD_OUT = 6  # prompts, or half of all: with fewer, no speed-up is significant
@@ -158,7 +157,7 @@ class CalibrationCache:
 
     def __init__(
         self,
-        folder: Path,  # of the model; its path and its files' times count, as the hash covers no values
+        source: ModelSource,  # its path and its files' times count, as the hash covers no values
         hash: str,  # hash of the model (`plan_files.model_hash`)
         loaded: Loaded,  # the model
         prompts: Sequence[list[int]],
@@ -172,7 +171,7 @@ class CalibrationCache:
             "format": FORMAT,
             "foredraft": foredraft.__version__,
             "model": hash,
-            "files": _files(folder),
+            "files": _files(source),
             "passes": _passes(loaded),
             "prompts": list(prompts),
             "tokens": tokens,
@@ -209,12 +208,12 @@ class CalibrationCache:
         user_cache.write(KIND, self.key, {"texts": texts})
 
 
-def _files(folder: Path) -> list[Any]:
-    """Return the path of the folder, and the name, size and time of its weights and configuration files."""
-    folder = base_of(folder)  # its LoRAs are in the hash whole
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
-    about = ((file.name, file.stat()) for file in files)
-    return [str(folder.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]
+def _files(source: ModelSource) -> list[Any]:
+    """Return the path of the model, and the name, size and time of its weights and configuration files."""
+    files = source.base.files  # its LoRAs are in the hash whole
+    read = sorted(file for file in files if file.name.endswith((".safetensors", ".gguf", "config.json")))
+    about = ((file.name, file.stat()) for file in read)
+    return [str(source.path.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]
 
 
 def _passes(loaded: Loaded) -> list[Any]:

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.skips import Skips
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume
+from foredraft.model.spec import Plan
 from foredraft.tune.study import optuna
 from foredraft.tune.teacher_forced import TeacherForced
 from foredraft.tune.tune_settings import SamplerName

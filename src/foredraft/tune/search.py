@@ -18,7 +18,7 @@ import numpy as np
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
-from foredraft.model.layer_geometry import Plan
+from foredraft.model.spec import Plan
 from foredraft.tune.samplers import (
     SeedsFirst,
     clasp,

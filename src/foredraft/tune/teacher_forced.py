@@ -31,9 +31,9 @@ from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.memory import upload
 from foredraft.model.runner import Resume, Runner, next_chunk
+from foredraft.model.spec import Plan
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.tune_settings import Progress, Steps, silent
 

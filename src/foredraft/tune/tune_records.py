@@ -31,8 +31,8 @@ from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
 from foredraft.llm.loaded import Loaded
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume, Runner
+from foredraft.model.spec import Plan
 from foredraft.profiling.timing import BareForwards, TimedDraws, Work, draft_seconds, in_sequence, interleaved
 from foredraft.tune.teacher_forced import Floats
 from foredraft.tune.tune_settings import Progress, Steps, silent

@@ -50,8 +50,7 @@ from foredraft.model.config import ConfigReader
 from foredraft.model.gguf.file import architecture_of
 from foredraft.model.gguf.gguf_config import EPSILONS, MetadataReader
 from foredraft.model.gguf.tensors import PLAIN, ROPE_FACTORS, GGUFModel, model_name, row_order, stored_values
-from foredraft.model.quantisation.blocks import BLOCKS
-from foredraft.model.quantisation.reading import GGUFFormat
+from foredraft.model.quantisation.blocks import BLOCKS, GGUFFormat
 from foredraft.model.spec import ModelSpec
 
 AUX_LAYERS = ("target_layers", "extract_layers")  # keys of the layers; the second is older

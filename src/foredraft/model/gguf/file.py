@@ -111,7 +111,12 @@ class GGUFFile:
         self._at = 0
         try:
             tensors, values = self._header()
-            self.metadata = self._metadata(values)
+            self.metadata: dict[str, Any] = {}
+            for _ in range(values):
+                key = self._text()
+                if key in self.metadata:
+                    raise self.error(f"has {shortened(key)} twice", DOWNLOAD_AGAIN)
+                self.metadata[key] = self._value(self._number("I"))
             self.tensors = self._tensors(tensors)
         except OSError as error:
             raise self._unreadable(error) from error
@@ -144,17 +149,16 @@ class GGUFFile:
             raise self.error(problem, f"supported are {' and '.join(map(str, VERSIONS))}")
         return self._number("Q"), self._number("Q")
 
-    def _metadata(self, values: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for _ in range(values):
-            key = self._text()
-            if key in found:
-                raise self.error(f"has {shortened(key)} twice", DOWNLOAD_AGAIN)
-            found[key] = self._value(self._number("I"))
-        return found
-
     def _tensors(self, tensors: int) -> dict[str, GGUFTensor]:
-        heads = [self._tensor_head() for _ in range(tensors)]
+        heads: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(tensors):
+            name, dimensions = self._text(), self._number("I")
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
+                raise self.error(f"has tensor {shortened(name)} with {dimensions} dimensions", DOWNLOAD_AGAIN)
+            shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+            if not all(shape):
+                raise self.error(f"has tensor {shortened(name)} of shape {[*shape]}", DOWNLOAD_AGAIN)
+            heads.append((name, shape, self._number("I"), self._number("Q")))
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment % 8:
             raise self.error(f"has the alignment {shortened(alignment)}", "it must be a multiple of 8")
@@ -167,15 +171,6 @@ class GGUFFile:
             if offset % alignment:
                 raise self.error(f"has tensor {name} at an offset that is not aligned", DOWNLOAD_AGAIN)
         return found
-
-    def _tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, dimensions = self._text(), self._number("I")
-        if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise self.error(f"has tensor {shortened(name)} with {dimensions} dimensions", DOWNLOAD_AGAIN)
-        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
-        if not all(shape):
-            raise self.error(f"has tensor {shortened(name)} of shape {[*shape]}", DOWNLOAD_AGAIN)
-        return name, shape, self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GGUFTensor:
         kind = KINDS.get(number, f"number {number}")
@@ -247,11 +242,8 @@ class GGUFFile:
             return bool(self._number("B"))
         if kind == STRING:
             return self._text()
-        if kind == ARRAY and depth < MAX_DEPTH:
-            return self._array(depth)
-        raise self.error(f"has a metadata value of type {kind}, which is not known", DOWNLOAD_AGAIN)
-
-    def _array(self, depth: int) -> list[Any]:
+        if kind != ARRAY or depth >= MAX_DEPTH:
+            raise self.error(f"has a metadata value of type {kind}, which is not known", DOWNLOAD_AGAIN)
         kind, count = self._number("I"), self._number("Q")
         if count > self.size - self._at:  # a value takes a byte or more
             raise IndexError

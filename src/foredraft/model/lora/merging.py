@@ -3,13 +3,17 @@
 A change finds its tensor by the module's name, so weights that families store fused or transposed get theirs
 as stored. A merged tensor is W + Σ s·B·A, in the order of the LoRAs, computed in float32 and rounded once, to
 the dtype that the model is loaded in. Values of a LoRA are read when its tensor is, and must be finite.
+
+A head that is tied to the embedding is untied where a LoRA changes one of the two, as when PEFT runs the LoRA
+beside the model; with `ensure_weight_tying` both stay one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,21 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import read_json
-from foredraft.model.lora.lora_config import LORA_CONFIG, RECORD, UNTIED, WEIGHTS, loras_of, read_lora_config
-from foredraft.model.lora.lora_tensors import FLOATS, Change, LoraTensors, LowRankUpdate, Replacement, Shift
-from foredraft.model.safetensors_file import DTYPES, LazyTensor, SafetensorsFile
+from foredraft.model.gguf.file import is_gguf
+from foredraft.model.hub import REPOSITORY, Download
+from foredraft.model.lora.adapter import (
+    FLOATS,
+    WEIGHTS,
+    Change,
+    LoraTensors,
+    LowRankUpdate,
+    Replacement,
+    Shift,
+    open_lora,
+)
+from foredraft.model.safetensors_file import DTYPES, LazyTensor
+from foredraft.model.source import ModelSource, OnProgress, existing, source_of
+from foredraft.model.spec import LORA_CONFIG, ModelSpec
 
 COMPARED = 2**24  # values that are compared at a time
 # What stands in front of a module's name in some classes of transformers and in some files, but not in all.
@@ -154,19 +169,16 @@ class _Known:
         """
         layer = name.removesuffix(".weight")
         parent = layer.rpartition(".")[0]
+        weights = [name for name in self.files if name.endswith(".weight") and len(self._shape(name)) == 2]
         for place in (layer, parent, parent.rpartition(".")[0]):
-            for other in self._weights_in(place):
+            inside = (f"{place}.weight", f"{place}.") if place else ()
+            for other in (name for name in weights if name.startswith(inside)):
                 rows, columns = self._shape(other)
                 bias = f"{other.removesuffix('.weight')}.bias"
                 if rows != columns and bias in self.files and self._shape(bias) in ((rows,), (columns,)):
                     return self._shape(bias) == (columns,)
         fits_transposed = self.tensor(name).shape == (what.inputs, what.outputs)
         return lora.config.transposed and what.inputs != what.outputs and fits_transposed
-
-    def _weights_in(self, module: str) -> Iterable[str]:
-        inside = (f"{module}.weight", f"{module}.") if module else ()
-        weights = (name for name in self.files if name.endswith(".weight") and name.startswith(inside))
-        return [name for name in weights if len(self._shape(name)) == 2]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[name].get_slice(name).get_shape())
@@ -188,9 +200,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has th
 class MergedTensors:
     def __init__(self, tensors: Mapping[str, ChangedTensor], dtype: torch.dtype) -> None:
         self.tensors, self.dtype = tensors, dtype
-
-    def keys(self) -> list[str]:
-        return [*self.tensors]
 
     def get_slice(self, name: str) -> LazyTensor:
         shape = self.tensors[name].shape
@@ -252,28 +261,19 @@ def changed(
     return values.add_(added * what.scale)
 
 
-def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
-    if not (folder / LORA_CONFIG).is_file():
-        model = f": it has a config.json, but no {LORA_CONFIG}" if (folder / "config.json").is_file() else ""
-        lacks = "is a file" if folder.is_file() else f"has no {LORA_CONFIG}"
-        problem = f"is no LoRA{model}" if model else lacks
-        raise CheckpointError(f"LoRA {name} {problem}", remedy="give the folder of a LoRA, as PEFT saves it")
-    config = read_lora_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        pickled = (folder / WEIGHTS).with_suffix(".bin").is_file()
-        problem = f"LoRA {name} has no {WEIGHTS}{', but a pickle, which can hold code' if pickled else ''}"
-        remedy = "save it again with PEFT, as safetensors" if pickled else "download it again"
-        raise CheckpointError(problem, remedy=remedy)
-    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / WEIGHTS)))
-
-
 def merge_loras(
-    folder: Path, files: Mapping[str, Any], stack: ExitStack, dtype: torch.dtype, source: str
+    loras: Sequence[tuple[str, Path]],
+    files: Mapping[str, Any],
+    stack: ExitStack,
+    dtype: torch.dtype,
+    source: str,
+    *,
+    untied: bool,
 ) -> MergedTensors:
-    """Return the tensors that the LoRAs of a folder change, merged when they are read."""
-    loras = [open_lora(name, lora, stack) for name, lora in loras_of(folder)]
-    aliases = _untied(files, source) if read_json(folder / RECORD)[UNTIED] else {}
-    return MergedTensors(changed_tensors(files, loras, source, aliases), dtype)
+    """Return the tensors that LoRAs, by names and folders, change, merged when they are read."""
+    opened = [open_lora(*lora, stack) for lora in loras]
+    aliases = _untied(files, source) if untied else {}
+    return MergedTensors(changed_tensors(files, opened, source, aliases), dtype)
 
 
 def _untied(files: Mapping[str, Any], source: str) -> dict[str, str]:
@@ -287,3 +287,46 @@ def _untied(files: Mapping[str, Any], source: str) -> dict[str, str]:
     outer = "language_model." if embeddings[0].startswith("language_model.") else ""
     heads = [name for name, module in modules.items() if is_head(module)]
     return dict.fromkeys(heads or [f"{outer}lm_head.weight"], embeddings[0])
+
+
+TIED, TEXT = "tie_word_embeddings", "text_config"  # keys of config.json
+
+
+def _unties(lora: LoraTensors) -> bool:
+    modules = [change.module for change in lora.changes]
+    return any(map(is_head, modules)) or (not lora.config.ties and any(map(is_embedding, modules)))
+
+
+def with_loras(
+    base: ModelSource | Path, names: str | Path | Sequence[str | Path], report: OnProgress | None = None
+) -> ModelSource:
+    """Return a model with LoRAs, downloaded if necessary; without any, the model."""
+    base = source_of(base)
+    if not names:
+        return base
+    given = [names] if isinstance(names, str | Path) else names
+    config, tied, made = base.config, base.spec.tied, copy(base)
+    made._base, made.loras = base, tuple((str(name), resolve_lora(name, report)) for name in given)
+    with ExitStack() as stack:
+        opened = [open_lora(*lora, stack) for lora in made.loras]
+        made.untied = tied and any(map(_unties, opened))
+    # the config says whether the head is the embedding: no tensor here can tell
+    tied, text = tied and not made.untied, config.get(TEXT)
+    inner = {TEXT: {**text, TIED: tied}} if isinstance(text, dict) and TIED in text else {}
+    made.config = {**config, **inner, TIED: tied}
+    made.spec = ModelSpec.from_hf(made.config, made.generation)
+    return made
+
+
+def resolve_lora(name: str | Path, report: OnProgress | None = None) -> Path:
+    folder = existing(name)
+    if folder is not None:
+        if not folder.is_dir() and is_gguf(folder):
+            problem = f"LoRA {name} is a GGUF file"
+            raise CheckpointError(problem, remedy="give the folder that it was made from, as PEFT saves it")
+        return folder.absolute()
+    match = REPOSITORY.fullmatch(str(name))
+    if match is None or match[2] is not None:
+        problem = f"LoRA {shortened(str(name))} is neither a folder nor a hub name of the form owner/name"
+        raise CheckpointError(problem, remedy="check its spelling")
+    return Download(match[1], None, match[3], report).run_files((LORA_CONFIG, WEIGHTS))

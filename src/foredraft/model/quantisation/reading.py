@@ -7,72 +7,32 @@ be lossless there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import replace
 
 from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation import compressed_tensors, gptq
-from foredraft.model.quantisation.blocks import BLOCKS
-from foredraft.model.quantisation.codes import CodeFormat, Codes
-from foredraft.model.quantisation.scheme import (
-    Quantisation,
-    SchemeRule,
-    TensorSpec,
-    WeightFormat,
-    exactly,
-    read_names,
-)
+from foredraft.model.quantisation.scheme import Quantisation
 from foredraft.model.tensor_names import AS_STORED, Naming
 
-METHOD, TENSORS = "gguf", "tensors"  # its quant_method, and its key: modules by format
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFFormat(WeightFormat):
-    """A block format; `kind` is a key of `BLOCKS`."""
-
-    kind: str
-    by_rows: ClassVar[bool] = True
-
-    def __str__(self) -> str:
-        return self.kind
-
-    @property
-    def code_format(self) -> CodeFormat | None:
-        return BLOCKS[self.kind].code_format
-
-    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-        return {"weight": TensorSpec(shape, (self.kind,))}
-
-    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
-        """Return the weight of which `tensors` has the bytes of each row, [M, bytes] uint8."""
-        block = BLOCKS[self.kind]
-        return block.unpack(tensors["weight"].reshape(-1, block.size), *shape)
-
-
-def read_gguf(read: ConfigReader, _: Naming) -> Quantisation:
-    listed = read.take(TENSORS)
-    if not isinstance(listed, dict) or not listed.keys() <= BLOCKS.keys():
-        raise read.error(TENSORS, f"it must be a JSON object of {', '.join(BLOCKS)}")
-    modules = ConfigReader(listed, f"{read.where}, {TENSORS}")
-    rules = [SchemeRule(exactly(read_names(modules, kind)), GGUFFormat(kind)) for kind in listed]
-    return Quantisation(METHOD, tuple(rules), embedding=True)
-
-
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
-# quant_method -> the keys that change no result, and the reader of the others
-METHODS: dict[str, tuple[frozenset[str], Callable[[ConfigReader, Naming], Quantisation]]] = {
-    gptq.AUTO_ROUND: (gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_auto_round),
-    "awq": (gptq.HARMLESS_IN_AWQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_awq),
-    "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
-    "fp8": (compressed_tensors.HARMLESS_IN_FP8, compressed_tensors.read_fp8),
-    METHOD: (frozenset(), read_gguf),
-    "gptq": (gptq.HARMLESS_IN_GPTQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_gptq),
-}
+METHOD, TENSORS = "gguf", "tensors"  # the quant_method of GGUF files, and its key: modules by format
+Reader = Callable[[ConfigReader, Naming], Quantisation]
+
+
+def methods() -> dict[str, tuple[frozenset[str], Reader]]:
+    """Return, by quant_method, the keys that change no result, and the reader of the others."""
+    # Here, not above: most checkpoints are not quantised.
+    from foredraft.model.quantisation import blocks, compressed_tensors, gptq
+
+    return {
+        gptq.AUTO_ROUND: (gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_auto_round),
+        "awq": (gptq.HARMLESS_IN_AWQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_awq),
+        "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
+        "fp8": (compressed_tensors.HARMLESS_IN_FP8, compressed_tensors.read_fp8),
+        METHOD: (frozenset(), blocks.read_gguf),
+        "gptq": (gptq.HARMLESS_IN_GPTQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_gptq),
+    }
 
 
 def read_quantisation(read: ConfigReader, naming: Naming = AS_STORED) -> Quantisation | None:
@@ -89,9 +49,10 @@ def read_quantisation(read: ConfigReader, naming: Naming = AS_STORED) -> Quantis
     method = config.take("quant_method", "compressed-tensors" if key == KEYS[1] else None)
     if method == "bitsandbytes":
         raise _bitsandbytes(config)
-    if not isinstance(method, str) or method not in METHODS:
-        raise config.error("quant_method", f"supported are {', '.join(METHODS)}")
-    harmless, reader = METHODS[method]
+    known = methods()
+    if not isinstance(method, str) or method not in known:
+        raise config.error("quant_method", f"supported are {', '.join(known)}")
+    harmless, reader = known[method]
     config = ConfigReader(section, where, harmless | {"quant_method"})
     found = reader(config, naming)
     config.reject_unknown_keys()

@@ -5,8 +5,7 @@ Each row has one scale, or one for every `GROUP` columns, so a token's result do
 neighbours. Every step is rounded in the dtype, as in compressed-tensors (`calculate_qparams`, `fake_quantize`
 in https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/quantization). As
 integers, 32 columns of a row have 16 bits in steps of a power of two; their products with codes add up
-without rounding, and the sums of columns that share a scale are added in float32, in order. This defines
-kernels/integers.inc.
+without rounding, and the sums of columns that share a scale are added in float32, in order.
 
 A weight format knows which tensors stand for a weight, by the suffixes of their names, and turns them into
 `Codes`. `checkpoint.py` reads the tensors, checks their shapes and dtypes, and expands the codes.
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import BLOCK_ROWS, SUPER, CodeFormat, Codes
+from foredraft.model.quantisation.codes import BLOCK_ROWS, CodeFormat, Codes
 from foredraft.model.tensor_names import AS_STORED, Naming
 
 GROUP = 128  # columns that share a scale, where not all do
@@ -82,31 +81,11 @@ LEAST = -126  # exponent of the least step
 
 def rounded_to_integers(x: Tensor) -> Tensor:
     """Return what the integers of x [..., K] stand for, in float32; NaN in groups that are not finite."""
-    integers, steps = _integers(x)
+    integers, steps = integers_of(x)
     return (integers * steps).flatten(-2)
 
 
-def integer_product(x: Tensor, weight: Codes) -> Tensor:
-    """Return x [N, K] times a coded weight [M, K], in float32, to the bit."""
-    integers, steps = _integers(x)
-    sums = torch.zeros(len(x), weight.shape[0])
-    codes = weight.codes.double().view(weight.shape[0], -1, weight.group)
-    scales, offsets = (
-        None if part is None else part.float() if step is None else
-        part.float() * step.float().repeat_interleave(SUPER // weight.group, 1)
-        for part, step in ((weight.scales, weight.steps), (weight.offsets, weight.offset_steps))
-    )  # fmt: skip
-    assert scales is not None
-    for part, inputs in enumerate(torch.split(integers.double().flatten(-2), weight.group, -1)):
-        step = steps[:, part * weight.group // STEP_GROUP]
-        products = (inputs @ codes[:, part].T).float() * step
-        sums = _multiply_add(products, scales[:, part], sums)
-        if offsets is not None:
-            sums = _multiply_add(-inputs.sum(-1, keepdim=True).float() * step, offsets[:, part], sums)
-    return sums
-
-
-def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
+def integers_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the integers [..., K / 32, 32] of x [..., K], as float32, and their steps [..., K / 32, 1]."""
     grouped = x.float().reshape(*x.shape[:-1], -1, STEP_GROUP)
     largest = grouped.abs().amax(-1, keepdim=True)
@@ -114,18 +93,6 @@ def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
     steps = torch.ldexp(torch.ones_like(largest), exponents)
     finite = largest.isfinite()
     return torch.where(finite, grouped / steps, 0).round(), torch.where(finite, steps, torch.nan)
-
-
-def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a b + c in float32, rounded once."""
-    product, other = a.double() * b.double(), c.double()  # the product is exact
-    found = product + other
-    back = found - product
-    error = (product - (found - back)) + (other - back)
-    # A sum that was rounded becomes odd, so that the second rounding sees on which side of a tie it lay.
-    bits = found.contiguous().view(torch.int64)
-    away = torch.where((error > 0) == (found > 0), 1, -1)
-    return (bits + away * ((error != 0) & (bits % 2 == 0))).view(torch.float64).float()
 
 
 PIECE = 2**17  # weights that are unpacked at a time: it bounds the memory
@@ -158,6 +125,22 @@ class WeightFormat(Protocol):
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
         """Check the values of the small tensors, where a format has such."""
         return
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerFormat(WeightFormat):
+    """A format of integers, of which groups of columns, or whole rows, share a scale."""
+
+    bits: int  # bits of a number, 4 or 8
+    group: int | None  # columns of a group; None if a row is one group
+    symmetric: bool  # every zero point is the middle, 2^(bits - 1), or there are none
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits {shown_group(self.group)}"
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
 
 
 def pieces(format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Iterator[Codes]:
@@ -242,11 +225,6 @@ def read_expression(read: ConfigReader, key: str, given: str, expression: str) -
         remedy = f"repeat no groups, and at most {MAX_REPEATS} times"
         raise read.error(key, f"{shortened(given)} may take for ever to match; {remedy}")
     return expression
-
-
-def check_auto_round(read: ConfigReader, naming: Naming) -> None:
-    read.choice("to_quant_block_names", (naming.stored_layers, None), None)
-    check_plain_inputs(read)
 
 
 def check_plain_inputs(read: ConfigReader, *, weights: bool = True) -> None:

@@ -17,12 +17,12 @@ from torch import Tensor
 from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.memory import dtype_name, upload
 from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.runner.native import NativeBackend
 from foredraft.model.runner.passes import Backend, DraftInputs, Forward, FusedDraft, Leaves, Pass, Resume
 from foredraft.model.runner.torch_backend import CHUNK, TorchBackend
+from foredraft.model.spec import Plan
 
 MAX_QUERIES = 64  # columns per row of a verifying pass where any shape is allowed
 
