@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers
 
@@ -60,15 +57,6 @@ def test_text_survives_a_round_trip_and_special_tokens_are_added() -> None:
     assert BYTE_LEVEL.decode([*ids, 10**6]) == TEXT  # an id without a token
 
 
-# Words, special tokens, and byte tokens: whole characters, partial ones, and invalid bytes.
-STRETCHES = st.sampled_from(
-    [[1], [2], [259], [260], [A], [B], [264], [10**6], HAN, HAN[:1], HAN[:2], HAN[1:]]
-    + [byte_ids(*c.encode()) for c in " \nA\N{REPLACEMENT CHARACTER}🙂"]
-    + [byte_ids(0xFF), byte_ids(0xE0, 0x80), byte_ids(0xED, 0xA0)]
-)
-FALLBACK = st.lists(STRETCHES, max_size=10).map(lambda parts: [*chain.from_iterable(parts)])
-
-
 @pytest.mark.parametrize("start", [[], [1], [A]], ids=["bare", "special", "word"])
 @pytest.mark.parametrize(
     ("tail", "rest"),
@@ -110,18 +98,6 @@ def test_pieces_come_as_soon_as_they_are_final(name: str) -> None:
     loaded, ids, pieces = STREAMS[name]
     assert streamed(loaded, ids) == pieces
     assert loaded.decode(ids) == "".join(pieces)
-
-
-@given(FALLBACK, st.lists(st.integers(0, 12), max_size=6), FALLBACK, st.booleans())
-def test_every_way_to_push_ids_gives_the_decoded_text(
-    ids: list[int], sizes: list[int], prompt: list[int], skip_special: bool
-) -> None:
-    stream, at, out = SENTENCEPIECE.detokenizer(prompt, skip_special=skip_special), 0, ""
-    for size in sizes:
-        out += stream.push(ids[at : at + size])
-        at += size
-    out += stream.push(ids[at:]) + stream.pending()
-    assert out == SENTENCEPIECE.decode(ids, prompt, skip_special=skip_special)
 
 
 def test_the_first_new_word_keeps_its_space_and_a_prompt_may_end_in_byte_tokens() -> None:

@@ -88,9 +88,18 @@ class ChatTemplate:
     def from_config(
         cls, config: Mapping[str, Any], where: Path, tokens: Mapping[str, Any] | None = None
     ) -> ChatTemplate | None:
-        """Return the templates of a tokenizer_config.json, whose special tokens may stand elsewhere."""
-        templates = _from_config(config.get("chat_template"), where)
-        return cls(templates, _texts(config if tokens is None else tokens)) if templates else None
+        """Return the templates of a tokenizer_config.json: one, or a list of named ones."""
+        found = config.get("chat_template")
+        if found is None:
+            return None
+        listed = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
+        try:
+            templates = {each["name"]: each["template"] for each in listed}
+        except (TypeError, KeyError):
+            templates = {}
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair) or not templates:
+            raise broken(f"{where}: chat_template is neither a template nor a list of named templates")
+        return cls(templates, _texts(config if tokens is None else tokens))
 
     def render(
         self,
@@ -193,20 +202,6 @@ class ChatTemplate:
                 remedy=f"put one into the model's folder as {FILE}",
             )
         return self.templates[DEFAULT]
-
-
-def _from_config(found: Any, file: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer_config.json, which holds one, or a list of named ones."""
-    if found is None:
-        return {}
-    listed = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
-    try:
-        templates = {each["name"]: each["template"] for each in listed}
-    except (TypeError, KeyError):
-        templates = {}
-    if not all(isinstance(text, str) for pair in templates.items() for text in pair) or not templates:
-        raise broken(f"{file}: chat_template is neither a template nor a list of named templates")
-    return templates
 
 
 def _texts(config: Mapping[str, Any]) -> dict[str, str]:

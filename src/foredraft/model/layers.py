@@ -203,16 +203,13 @@ class ProjectedLayout(Naming):
         for name in (TABLE, INWARD, OUTWARD, head):
             if name not in files:
                 raise broken(f"tensor {self.stored_name(name)} is missing from the checkpoint")
-        if self.tied and HEAD_TABLE in files and not _are_equal(files, HEAD_TABLE, TABLE):
+        tables = (files[name].get_tensor(name).float() for name in (HEAD_TABLE, TABLE))
+        if self.tied and HEAD_TABLE in files and not torch.equal(*tables):
             problem = f"tensor {HEAD_TABLE} differs from {TABLE}, but config.json ties them"
             raise CheckpointError(problem, remedy="correct tie_word_embeddings")
         others = {name: file for name, file in files.items() if name not in (INWARD, OUTWARD)}
         folded = {TABLE: Folded(files, TABLE, INWARD), HEAD_TABLE: Folded(files, head, OUTWARD, outward=True)}
         return others | folded
-
-
-def _are_equal(files: Mapping[str, Any], *names: str) -> bool:
-    return torch.equal(*(files[name].get_tensor(name).float() for name in names))
 
 
 @dataclass(frozen=True)
