@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.model.config import broken
 from foredraft.model.quantisation.scheme import ActivationFormat
+from foredraft.model.safetensors_file import StoredTensor
 from foredraft.model.tensor_names import EMBEDDING, HEAD, Naming
 
 
@@ -197,53 +198,31 @@ class ProjectedLayout(Naming):
     def written_keys(self) -> dict[str, Any]:
         return {"word_embed_proj_dim": None, "tie_word_embeddings": False}
 
-    def combined(self, files: Mapping[str, Any]) -> dict[str, Any]:
+    def opened(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        files = super().opened(stored)
         names = {name: f"{name}.weight" for name in (EMBEDDING, HEAD, INWARD, OUTWARD)}
         head = EMBEDDING if self.tied else HEAD
         for name in (EMBEDDING, INWARD, OUTWARD, head):
             if names[name] not in files:
                 raise broken(f"tensor {self.stored_name(names[name])} is missing from the checkpoint")
-        if self.tied and names[HEAD] in files and not _equal(files, names[HEAD], names[EMBEDDING]):
+        both = [files[names[name]] for name in (HEAD, EMBEDDING) if names[name] in files and self.tied]
+        if len(both) > 1 and not torch.equal(*(stored.whole().float() for stored in both)):
             problem = f"tensor {names[HEAD]} differs from {names[EMBEDDING]}, but config.json ties them"
             raise CheckpointError(problem, remedy="correct tie_word_embeddings")
         found = {name: file for name, file in files.items() if name not in names.values()}
-        inward = Folded(files[names[EMBEDDING]], names[EMBEDDING], files[names[INWARD]], names[INWARD])
-        outward = Folded(files[names[head]], names[head], files[names[OUTWARD]], names[OUTWARD], outward=True)
-        return found | {names[EMBEDDING]: inward, names[HEAD]: outward}
+        found[names[EMBEDDING]] = folded(files[names[EMBEDDING]], files[names[INWARD]])
+        return found | {names[HEAD]: folded(files[names[head]], files[names[OUTWARD]], outward=True)}
 
 
-def _equal(files: Mapping[str, Any], one: str, other: str) -> bool:
-    return torch.equal(*(files[name].get_tensor(name).float() for name in (one, other)))
+def folded(table: StoredTensor, projection: StoredTensor, *, outward: bool = False) -> StoredTensor:
+    """Return a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
 
+    def read(rows: slice | None) -> Tensor:
+        values = projection.whole().float()
+        return table[rows or slice(None)].float() @ (values if outward else values.T)
 
-@dataclass(frozen=True)
-class Folded:
-    """An open file that gives a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
-
-    tables: Any
-    table: str
-    projections: Any
-    projection: str
-    outward: bool = False
-
-    def get_slice(self, name: str) -> Folded:
-        return self
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def get_shape(self) -> list[int]:
-        rows = self.tables.get_slice(self.table).get_shape()[0]
-        projection = self.projections.get_slice(self.projection).get_shape()
-        return [rows, projection[1 if self.outward else 0]]
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self[:]
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        projection: Tensor = self.projections.get_tensor(self.projection).float()
-        table: Tensor = self.tables.get_tensor(self.table)
-        return table[rows].float() @ (projection if self.outward else projection.T)
+    hidden = projection.shape[1 if outward else 0]
+    return replace(table, dtype="F32", shape=(table.shape[0], hidden), read=read)
 
 
 HALF = 2.0**-0.5  # the factor on the sum of two inputs of size one

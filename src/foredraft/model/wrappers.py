@@ -121,7 +121,7 @@ def with_tie(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     names: Iterable[str] = ()
     if (folder / SINGLE).is_file():
         with SafetensorsFile(folder / SINGLE) as file:
-            names = file.keys()
+            names = file.tensors
     elif (folder / INDEX).is_file():
         listed = read_json(folder / INDEX).get("weight_map")
         names = listed if isinstance(listed, dict) else ()
