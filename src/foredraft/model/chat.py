@@ -22,14 +22,6 @@ from foredraft.model.config import broken, read_json
 PROBE = "foredraftprobe"  # a word that survives what templates do to a message
 
 
-def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are lists of parts."""
-    return [
-        message | ({"content": _parts(content)} if isinstance(content := message.get("content"), str) else {})
-        for message in messages
-    ]
-
-
 def _parts(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text}]
 
@@ -121,7 +113,9 @@ class ChatTemplate:
         plain, begun = _checked(messages), ""
         source = self.source(with_tools=tools is not None)
         if self._takes_parts_alone(source):
-            plain = as_parts(plain)
+            for message in plain:
+                if isinstance(message.get("content"), str):
+                    message["content"] = _parts(message["content"])
         if continue_final_message:
             plain, begun = _marked(plain)
         append = bool(add_generation_prompt) and not continue_final_message

@@ -144,8 +144,12 @@ def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[s
         config |= {"rms_norm_eps": None, of.norm_key: config["rms_norm_eps"]}
     if of.rope != "own":
         config["rope_parameters"] = (read.rope if of.rope == "whole" else read.partial_rope)(config)
-    if not of.windows:
-        _check_plain_attention(read, config)
+    if not of.windows:  # llama.cpp runs it without sliding windows, and scales as usual
+        positions, usual = config["max_position_embeddings"], config["head_dim"] ** -0.5
+        if read.optional_number("attention.sliding_window", zero_is_null=True) not in (None, positions):
+            raise read.error("attention.sliding_window", "windows are supported in gemma2 and gemma3 only")
+        if abs(read.number("attention.scale", usual) / usual - 1) > 1e-6:  # the file has float32
+            raise read.error("attention.scale", f"only {usual:.7g} is supported")
     if of.keys is not None:
         config |= of.keys(read, config)
     config |= {
@@ -161,15 +165,6 @@ def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[s
             raise read.error(key, f"only {neutral} is supported")
     read.reject_unknown_keys()
     return config
-
-
-def _check_plain_attention(read: MetadataReader, config: dict[str, Any]) -> None:
-    """Check the keys of a family that llama.cpp runs without sliding windows, and scales as usual."""
-    positions, usual = config["max_position_embeddings"], config["head_dim"] ** -0.5
-    if read.optional_number("attention.sliding_window", zero_is_null=True) not in (None, positions):
-        raise read.error("attention.sliding_window", "windows are supported in gemma2 and gemma3 only")
-    if abs(read.number("attention.scale", usual) / usual - 1) > 1e-6:  # the file has float32
-        raise read.error("attention.scale", f"only {usual:.7g} is supported")
 
 
 def _check_kind(file: GGUFModel, architecture: object) -> None:

@@ -83,7 +83,13 @@ def changed_tensors(
             known.check(lora, change, name, tensor)
             if len(loras) > 1 and _replaces_by_the_same(tensor, lora, change.what):
                 continue  # PEFT saves an embedding or a head that it changes, as it was before
-            known.check_order(lora, change, name, tensor)
+            if isinstance(change.what, Replacement) and tensor.changes:
+                problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
+                raise lora.error(problem, "leave one of them out")
+            for other, before in tensor.changes:
+                if other is not lora and isinstance(before.what, Replacement):
+                    problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
+                    raise lora.error(problem, "leave one of them out")
             tensor.changes.append((lora, change))
     return found
 
@@ -147,15 +153,6 @@ class _Known:
         if wanted != shape:
             problem = f"is for {shortened(name)} of shape {[*wanted]}, but {self.source} has {[*shape]} there"
             raise lora.error(problem, self._give(lora))
-
-    def check_order(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
-        if isinstance(change.what, Replacement) and tensor.changes:
-            problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
-            raise lora.error(problem, "leave one of them out")
-        for other, before in tensor.changes:
-            if other is not lora and isinstance(before.what, Replacement):
-                problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
-                raise lora.error(problem, "leave one of them out")
 
     def _is_transposed(self, name: str, what: LowRankUpdate, lora: LoraTensors) -> bool:
         """Return whether a linear layer is stored with a row for each input, as GPT-2's are.
