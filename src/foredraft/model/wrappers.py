@@ -15,7 +15,7 @@ from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import read_json
-from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
+from foredraft.model.quantisation.scheme import KEYS as QUANTISATION_KEYS
 from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
 from foredraft.model.tensor_names import unnested
 from foredraft.model.unsupported import HARMLESS, NEUTRAL

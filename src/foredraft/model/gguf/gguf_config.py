@@ -25,7 +25,7 @@ from foredraft.model.gguf.tensors import (
     model_name,
     stored_values,
 )
-from foredraft.model.quantisation.reading import METHOD, TENSORS
+from foredraft.model.quantisation.scheme import METHOD, TENSORS
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.unsupported import refusal_of_gguf
 
