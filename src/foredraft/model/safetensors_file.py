@@ -60,9 +60,9 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    name: str  # its name
-    dtype: str  # a key of `DTYPES`
-    shape: tuple[int, ...]  # its shape
+    name: str  # its name in the file
+    dtype: str  # a key of `DTYPES`, or in a GGUF file of `gguf.file.BLOCKS`
+    shape: tuple[int, ...]  # as PyTorch counts: rows that lie one after the other last
     start: int  # its first byte in the file
     size: int  # its bytes
 

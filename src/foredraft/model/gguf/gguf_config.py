@@ -105,7 +105,7 @@ class MetadataReader(ConfigReader):
     def factors(self, name: str, count: int) -> list[float]:
         """Return the numbers of a tensor of RoPE's divisors."""
         info = self.file.tensors.get(name)
-        if info is None or info.kind not in PLAIN or info.shape != (count,):
+        if info is None or info.dtype not in PLAIN or info.shape != (count,):
             raise self.file.error(f"has no {count} numbers in {name}", CONVERT_AGAIN)
         numbers: list[float] = stored_values(self.file, info).float().tolist()
         return numbers
@@ -242,8 +242,8 @@ def _quantised(file: GGUFModel, architecture: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, info in file.tensors.items():
         own = model_name(architecture, name)
-        if info.kind not in PLAIN and own is not None:
-            found.setdefault(info.kind, []).append(own.removesuffix(".weight"))
+        if info.dtype not in PLAIN and own is not None:
+            found.setdefault(info.dtype, []).append(own.removesuffix(".weight"))
     return found
 
 
@@ -252,7 +252,7 @@ def _dtype(file: GGUFModel, architecture: str) -> str:
 
     Gemma in float16 runs in bfloat16, too: its states grow beyond what float16 holds.
     """
-    kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
+    kinds = {info.dtype for info in file.tensors.values() if len(info.shape) > 1}
     if kinds <= {"F32", "F64"}:
         return "float32"
     return "float16" if kinds <= {"F16", "F32"} and not architecture.startswith("gemma") else "bfloat16"

@@ -24,8 +24,8 @@ from torch import Tensor
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.families import IN_GGUF
-from foredraft.model.gguf.file import UNQUANTISED, GGUFFile, GGUFTensor
-from foredraft.model.safetensors_file import DTYPES, StoredTensor
+from foredraft.model.gguf.file import UNQUANTISED, GGUFFile
+from foredraft.model.safetensors_file import DTYPES, StoredTensor, TensorInfo
 
 NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -96,7 +96,7 @@ class GGUFModel:
     def error(self, problem: str, remedy: str) -> CheckpointError:
         return self.parts[0].error(problem, remedy)
 
-    def holder(self, info: GGUFTensor) -> GGUFFile:
+    def holder(self, info: TensorInfo) -> GGUFFile:
         return self._holders[info.name]
 
     def _open(self, path: Path, number: int, count: int) -> GGUFFile:
@@ -245,7 +245,7 @@ def stored_tensors(
     """Return the tensors of a model by the names of Hugging Face."""
     architecture: str = model.metadata["general.architecture"]
 
-    def read(info: GGUFTensor, rows: slice | None) -> Tensor:
+    def read(info: TensorInfo, rows: slice | None) -> Tensor:
         stored, rows = stored_values(model, info), rows or slice(None)
         if meta:
             return torch.empty_like(stored, device="meta")[rows]
@@ -255,15 +255,15 @@ def stored_tensors(
 
     named = ((model_name(architecture, own), info) for own, info in model.tensors.items())
     return {
-        name: StoredTensor(info.kind, info.shape, partial(read, info), name, model.holder(info).path.name)
+        name: StoredTensor(info.dtype, info.shape, partial(read, info), name, model.holder(info).path.name)
         for name, info in named
         if name is not None
     }
 
 
-def stored_values(model: GGUFModel, info: GGUFTensor) -> Tensor:
+def stored_values(model: GGUFModel, info: TensorInfo) -> Tensor:
     """Return a tensor as its file stores it: numbers of its shape, or the bytes of each row, [M, bytes]."""
     stored = model.holder(info).bytes_of(info)
-    if info.kind in PLAIN:
-        return stored.view(PLAIN[info.kind]).view(info.shape)
+    if info.dtype in PLAIN:
+        return stored.view(PLAIN[info.dtype]).view(info.shape)
     return stored.view(*info.shape[:-1], -1)
