@@ -14,9 +14,7 @@ from foredraft.model import attention, checkpoint, decoder, layers, rope, spec, 
 from foredraft.model.decoder import Attention, Decoder, Layer
 from foredraft.model.families import llama
 from foredraft.model.layers import (
-    INWARD,
-    OUTWARD,
-    Folded,
+    PROJECTIONS,
     LayerInput,
     LayerInputs,
     LayerNorm,
@@ -25,7 +23,7 @@ from foredraft.model.layers import (
 )
 from foredraft.model.rope import Rope
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_names import HEAD, Naming
+from foredraft.model.tensor_names import HEAD, Naming, transposed
 from tests.parity.mutant_checks import (
     MASKS,
     NARROWER,
@@ -267,11 +265,11 @@ first_head_normed = around(
 
 
 @around
-def folded_back(product: Function, own: Folded, rows: slice) -> Tensor:
+def folded_back(opened: Function, own: ProjectedLayout, stored: Any) -> Any:
     """Project embeddings and heads each by the other's projection."""
-    other = {INWARD: OUTWARD, OUTWARD: INWARD}[own.projection]
-    made: Tensor = product(replace(own, projection=other, outward=not own.outward), rows)
-    return made
+    inward, outward = (f"model.decoder.{name}.weight" for name in PROJECTIONS)
+    turned = {inward: transposed(stored[outward]), outward: transposed(stored[inward])}
+    return opened(own, stored | turned)
 
 
 windowless = around(
@@ -288,10 +286,10 @@ OTHERS = [
     defect("norms of outputs, not of sums", RUN, with_parts(finish=given(sum_norms=False)), decoding(SUMS)),
     defect("norms before sub-layers instead of after sums", RUN, NORMED_BEFORE, decoding(SUMS)),
     defect("one norm for all heads", CALL, first_head_normed, decoding("stablelm-head-norms")),
-    defect("projections in and out exchanged", Folded.rows, folded_back, reloaded(PROJECTED)),
+    defect("projections in and out exchanged", ProjectedLayout.opened, folded_back, reloaded(PROJECTED)),
     defect(
         "untied head folded as a tied one",
-        ProjectedLayout.combined,
+        ProjectedLayout.opened,
         given(tied=True),
         reloaded(PROJECTED),
         CheckpointError,

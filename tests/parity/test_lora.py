@@ -51,7 +51,7 @@ def merged_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint as a decoder in `dtype` gets it."""
     with ExitStack() as stack:
         tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype)
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.files.items()}
+        shapes = {name: stored.shape for name, stored in tensors.files.items()}
         return {name: tensors.load({name: shape}) for name, shape in shapes.items()}
 
 

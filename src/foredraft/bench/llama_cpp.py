@@ -31,6 +31,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.model.checkpoint import IGNORED, named_tensors
 from foredraft.model.memory import dtype_name
 from foredraft.model.rope import Rope, frequencies
+from foredraft.model.safetensors_file import StoredTensor
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import HEAD
@@ -158,13 +159,13 @@ def _tensors(source: ModelSource, spec: ModelSpec, gguf: Any, stack: ExitStack) 
             continue
         kind, gguf_name = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
         heads = heads_of.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
-        load = partial(_interleaved, opened, name, heads) if heads else partial(opened.get_tensor, name)
-        found.append(_Tensor(gguf_name, tuple(opened.get_slice(name).get_shape()), load))
+        load = partial(_interleaved, opened, heads) if heads else opened.whole
+        found.append(_Tensor(gguf_name, opened.shape, load))
     return found
 
 
-def _interleaved(source: Any, name: str, heads: int) -> Tensor:
-    return interleaved(source.get_tensor(name), heads)
+def _interleaved(stored: StoredTensor, heads: int) -> Tensor:
+    return interleaved(stored.whole(), heads)
 
 
 def interleaved(tensor: Tensor, heads: int) -> Tensor:

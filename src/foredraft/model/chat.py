@@ -122,10 +122,9 @@ class ChatTemplate:
         plain, begun = _checked(messages), ""
         source = self.source(with_tools=tools is not None)
         if self._takes_parts_alone(source):
-            plain = [
-                {**each, "content": _parts(text)} if isinstance(text := each.get("content"), str) else each
-                for each in plain
-            ]
+            for message in plain:
+                if isinstance(message.get("content"), str):
+                    message["content"] = _parts(message["content"])
         if continue_final_message:
             plain, begun = _marked(plain)
         append = bool(add_generation_prompt) and not continue_final_message

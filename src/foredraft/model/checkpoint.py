@@ -37,6 +37,7 @@ from foredraft.model.quantisation import (
     WeightFormat,
     pieces,
 )
+from foredraft.model.safetensors_file import StoredTensor
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import (
@@ -102,15 +103,14 @@ def weight_headers(
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values."""
     with ExitStack() as stack:
-        files = named_tensors(place, stack, naming)
-        slices = {name: file.get_slice(name) for name, file in files.items()}
-        return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+        stored = named_tensors(place, stack, naming)
+        return {name: (found.dtype, found.shape) for name, found in stored.items()}
 
 
 def named_tensors(
     place: ModelSource | Path, stack: ExitStack, naming: Naming | None = None
-) -> dict[str, Any]:
-    """Return the open file of every tensor, by the decoder's names."""
+) -> dict[str, StoredTensor]:
+    """Return every tensor, unread, by the decoder's names."""
     source = source_of(place)
     naming = naming or source.spec.naming
     return CheckpointTensors(source, stack, torch.device("cpu"), torch.float32, naming=naming).files
@@ -119,10 +119,8 @@ def named_tensors(
 def first_values(place: ModelSource | Path) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the first row of every tensor of a checkpoint, as stored, in the order of names."""
     with ExitStack() as stack:
-        files = named_tensors(place, stack)
-        for name in sorted(files):
-            found = files[name].get_slice(name)
-            first = (found[:1] if found.get_shape() else files[name].get_tensor(name)).contiguous().flatten()
+        for name, found in sorted(named_tensors(place, stack).items()):
+            first = (found[:1] if found.shape else found.whole()).contiguous().flatten()
             yield name, first.view(torch.uint8).numpy().tobytes()
 
 
@@ -144,14 +142,8 @@ class CheckpointTensors:
         self.further: list[str] = []  # unread tensors that predict further tokens
         self.disordered: list[Shapes] = []  # weights that `codes` leaves to be expanded
         source = source_of(place)
-        opened = source.open(stack, device, dtype)
         self.naming = AS_STORED if source.renamed else naming
-        plain = self.naming.plain(opened)
-        # tensor name -> open file
-        self.files: dict[str, Any] = self.naming.combined(
-            {name: self.naming.opened(opened[stored][0], stored, name) for stored, name in plain.items()}
-        )
-        self.shards = {name: opened[stored][1] for stored, name in plain.items()}  # -> file name
+        self.files = self.naming.opened(source.open(stack, device, dtype))  # by the decoder's names
 
     def load(self, shapes: Shapes) -> Tensor:
         return self._fill(shapes, torch.empty(joined_shape(shapes), device=self.device, dtype=self.dtype))
@@ -246,17 +238,16 @@ class CheckpointTensors:
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
         self._checked(name, shape, dtypes)
-        tensor: Tensor = self.files[name].get_tensor(name)
-        return tensor
+        return self.files[name].whole()
 
-    def _checked(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Any:
+    def _checked(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> StoredTensor:
         """Return a tensor whose values are not read yet, after checking its shape and its stored dtype."""
         if name not in self.files:
             raise broken(f"tensor {self.naming.stored_name(name)} is missing from the checkpoint")
-        found = self.files[name].get_slice(name)
-        if (stored := [*found.get_shape()]) != [*shape]:
+        found = self.files[name]
+        if (stored := [*found.shape]) != [*shape]:
             raise mismatch(f"tensor {name} has shape {stored}, but config.json implies {[*shape]}")
-        if (dtype := found.get_dtype()) not in dtypes:
+        if (dtype := found.dtype) not in dtypes:
             wanted = " or ".join(dtypes)
             raise mismatch(f"tensor {name} is stored as {dtype}, but config.json implies {wanted}")
         self.used.add(name)
@@ -267,15 +258,15 @@ class CheckpointTensors:
             if IGNORED.fullmatch(name):
                 continue
             of_codes = name.endswith(".bias") and self._format(name) is not None
-            if of_codes and not self.files[name].get_tensor(name).float().any():
+            if of_codes and not self.files[name].whole().float().any():
                 continue  # a zero bias, as old AutoGPTQ saves it
             if spec.leaves_unread(name):
                 if predicts_further(name, spec.layers, spec.further_layers):
                     self.further.append(name)
                 continue
             if name != f"{HEAD}.weight" or not spec.tied:
-                stored, model = getattr(self.files[name], "stored", name), spec.wrapper or spec.architecture
-                problem = f"tensor {stored} in {self.shards[name]} is not part of a {model}"
+                stored, model = self.files[name], spec.wrapper or spec.architecture
+                problem = f"tensor {stored.name} in {stored.file} is not part of a {model}"
                 raise CheckpointError(problem, remedy="use a checkpoint without it")
             shape = (spec.vocab_size, spec.hidden_size)
             one, other = (self._checked(each, shape, FLOATS) for each in (name, f"{EMBEDDING}.weight"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.model.config import broken
 from foredraft.model.quantisation.scheme import ActivationFormat
-from foredraft.model.safetensors_file import LazyTensor
+from foredraft.model.safetensors_file import StoredTensor
 from foredraft.model.tensor_names import EMBEDDING, HEAD, Naming
 
 
@@ -198,41 +198,31 @@ class ProjectedLayout(Naming):
     def written_keys(self) -> dict[str, Any]:
         return {"word_embed_proj_dim": None, "tie_word_embeddings": False}
 
-    def combined(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        head = TABLE if self.tied else HEAD_TABLE
+    def opened(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        tensors, head = super().opened(stored), TABLE if self.tied else HEAD_TABLE
         for name in (TABLE, INWARD, OUTWARD, head):
-            if name not in files:
+            if name not in tensors:
                 raise broken(f"tensor {self.stored_name(name)} is missing from the checkpoint")
-        tables = (files[name].get_tensor(name).float() for name in (HEAD_TABLE, TABLE))
-        if self.tied and HEAD_TABLE in files and not torch.equal(*tables):
+        both = [
+            tensors[name].whole().float() for name in (HEAD_TABLE, TABLE) if self.tied and name in tensors
+        ]
+        if len(both) > 1 and not torch.equal(*both):
             problem = f"tensor {HEAD_TABLE} differs from {TABLE}, but config.json ties them"
             raise CheckpointError(problem, remedy="correct tie_word_embeddings")
-        others = {name: file for name, file in files.items() if name not in (INWARD, OUTWARD)}
-        folded = {TABLE: Folded(files, TABLE, INWARD), HEAD_TABLE: Folded(files, head, OUTWARD, outward=True)}
-        return others | folded
+        others = {name: tensor for name, tensor in tensors.items() if name not in (INWARD, OUTWARD)}
+        written = folded(tensors[head], tensors[OUTWARD], outward=True)
+        return others | {TABLE: folded(tensors[TABLE], tensors[INWARD]), HEAD_TABLE: written}
 
 
-@dataclass(frozen=True)
-class Folded:
-    """An open file that gives a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
+def folded(table: StoredTensor, projection: StoredTensor, *, outward: bool = False) -> StoredTensor:
+    """Return a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
 
-    files: Mapping[str, Any]
-    table: str
-    projection: str
-    outward: bool = False
+    def read(rows: slice | None) -> Tensor:
+        values = projection.whole().float()
+        return table[rows or slice(None)].float() @ (values if outward else values.T)
 
-    def get_slice(self, name: str) -> LazyTensor:
-        table, projection = (self.files[each].get_slice(each) for each in (self.table, self.projection))
-        shape = table.get_shape()[0], projection.get_shape()[1 if self.outward else 0]
-        return LazyTensor("F32", shape, self.rows)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.rows(slice(None))
-
-    def rows(self, rows: slice) -> Tensor:
-        table, projection = (self.files[each].get_tensor(each) for each in (self.table, self.projection))
-        product: Tensor = table[rows].float() @ (projection.float() if self.outward else projection.float().T)
-        return product
+    hidden = projection.shape[1 if outward else 0]
+    return replace(table, dtype="F32", shape=(table.shape[0], hidden), read=read)
 
 
 HALF = 2.0**-0.5  # the factor on the sum of two inputs of size one

@@ -11,7 +11,7 @@ import errno
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -60,29 +60,28 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    name: str  # its name
-    dtype: str  # a key of `DTYPES`
-    shape: tuple[int, ...]  # its shape
+    name: str  # its name in the file
+    dtype: str  # a key of `DTYPES`, or in a GGUF file of `gguf.file.BLOCKS`
+    shape: tuple[int, ...]  # as PyTorch counts: rows that lie one after the other last
     start: int  # its first byte in the file
     size: int  # its bytes
 
 
 @dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor whose rows are read when they are asked for, by the methods of the library's own slices."""
+class StoredTensor:
+    """A tensor of an open file, whose values are read when they are asked for."""
 
     dtype: str  # how it is stored: a key of `DTYPES`, or of `gguf.file.BLOCKS`
-    shape: Sequence[int]
-    read: Callable[[slice], Tensor]
-
-    def get_dtype(self) -> str:
-        return self.dtype
-
-    def get_shape(self) -> list[int]:
-        return [*self.shape]
+    shape: tuple[int, ...]
+    read: Callable[[slice | None], Tensor]  # rows of it; None: the whole
+    name: str  # as it is stored
+    file: str  # the name of its file
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.read(rows)
+
+    def whole(self) -> Tensor:
+        return self.read(None)
 
 
 class SafetensorsFile:
@@ -113,14 +112,19 @@ class SafetensorsFile:
     def keys(self) -> list[str]:
         return [*self.tensors]
 
-    def get_slice(self, name: str) -> LazyTensor:
-        info = self.tensors[name]
-        return LazyTensor(info.dtype, info.shape, partial(self._rows, info))
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        return {
+            name: StoredTensor(info.dtype, info.shape, partial(self._rows, info), name, self.path.name)
+            for name, info in self.tensors.items()
+        }
 
     def get_tensor(self, name: str) -> Tensor:
-        return self._values(self.tensors[name], self.tensors[name].shape, 0)
+        return self._rows(self.tensors[name], None)
 
-    def _rows(self, info: TensorInfo, rows: slice) -> Tensor:
+    def _rows(self, info: TensorInfo, rows: slice | None) -> Tensor:
+        if rows is None:
+            return self._values(info, info.shape, 0)
         first, last, _ = rows.indices(info.shape[0])
         shape = max(0, last - first), *info.shape[1:]
         return self._values(info, shape, first * (info.size // max(1, info.shape[0])))

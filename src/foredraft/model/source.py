@@ -18,14 +18,14 @@ import torch
 
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.model.config import GENERATION, broken, is_file_name, read_json
-from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
+from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile, StoredTensor
 from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import FILE, Tokenizer
 
 HOST = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/")  # in front of a name, as Ollama spells it
 MAX_LISTED = 20  # file names in a message
 OnProgress = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
-Opened = dict[str, tuple[Any, str]]  # tensor name -> the open file that has it, and that file's name
+Opened = dict[str, StoredTensor]  # by their names in the files
 
 
 class ModelSource:
@@ -108,14 +108,11 @@ class ModelSource:
             return opened
         from foredraft.model.lora.merging import merge_loras
 
-        files = {name: file for name, (file, _) in opened.items()}
-        merged = merge_loras(self.loras, files, stack, dtype, str(self), untied=self.untied)
-        return opened | {name: (merged, opened.get(name, (None, "LoRAs"))[1]) for name in merged.tensors}
+        return opened | merge_loras(self.loras, opened, stack, dtype, str(self), untied=self.untied)
 
     def _open(self, stack: ExitStack, device: torch.device) -> Opened:
         if (self.path / SINGLE).is_file():
-            file = stack.enter_context(SafetensorsFile(self.path / SINGLE))
-            return dict.fromkeys(file.keys(), (file, SINGLE))
+            return stack.enter_context(SafetensorsFile(self.path / SINGLE)).stored
         if (self.path / INDEX).is_file():
             return self._open_shards(stack)
         problem = f"{self.path} has neither {SINGLE} nor {INDEX}"
@@ -132,11 +129,11 @@ class ModelSource:
                 raise broken(f"{folder / INDEX} lists {shortened(shard)}, which is not a file in its folder")
             if not (folder / shard).is_file():
                 raise broken(f"{folder / shard} is missing, though {INDEX} lists it")
-            file = stack.enter_context(SafetensorsFile(folder / shard))
-            for name in file.keys():  # noqa: SIM118 - no mapping
+            stored = stack.enter_context(SafetensorsFile(folder / shard)).stored
+            for name in stored:
                 if weight_map.get(name) != shard:
                     raise broken(f"{folder / shard} holds {name}, which {INDEX} does not list there")
-                found[name] = file, shard
+            found |= stored
         for name in weight_map.keys() - found.keys():
             raise broken(f"{folder / weight_map[name]} lacks {name}, which {INDEX} lists there")
         return found

@@ -158,7 +158,9 @@ class ModelSpec:
     def leaves_unread(self, name: str) -> bool:
         """Return whether a checkpoint may hold a tensor of this name that the decoder does not need."""
         further = predicts_further(name, self.layers, self.further_layers)
-        return further or self.naming.is_ignored(name) or self.makes_unread_keys(name)
+        keys = OF_KEYS.fullmatch(name)  # of a layer that reads those of another
+        unread_keys = keys is not None and (layer := int(keys[1])) < self.layers and not self.stores(layer)
+        return further or self.naming.is_ignored(name) or unread_keys
 
     @property
     def groups(self) -> int:
@@ -219,10 +221,6 @@ class ModelSpec:
             head_dim=self.head_dim_of(window), full_kv_heads=None, full_head_dim=None, sources=(),
             unrotated=(), keys_are_values=self.joins_values(window), layer_input_size=0, layer_input_rows=0,
         )  # fmt: skip
-
-    def makes_unread_keys(self, name: str) -> bool:
-        found = OF_KEYS.fullmatch(name)
-        return found is not None and (layer := int(found[1])) < self.layers and not self.stores(layer)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:

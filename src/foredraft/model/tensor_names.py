@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader
-from foredraft.model.safetensors_file import LazyTensor
+from foredraft.model.safetensors_file import StoredTensor
 
 KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # of the config: layers behind the model's own
 PREFIX = re.compile(r"(model\.)?(language_model\.)?mtp(_layers)?\.")
@@ -98,14 +98,12 @@ class Naming:
                 raise _two_ways(other, name)
         return found
 
-    def combined(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        """Return open files, by the decoder's names, in which tensors that are made of several are one."""
-        return dict(files)
-
-    def opened(self, file: Any, stored: str, name: str) -> Any:
-        if self._is_transposed(name):
-            return Transposed(file, stored)
-        return file if name == stored else Renamed(file, stored)
+    def opened(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return stored tensors by the decoder's names."""
+        return {
+            name: transposed(stored[own]) if self._is_transposed(name) else stored[own]
+            for own, name in self.plain(stored).items()
+        }
 
     def _renamed(self, name: str) -> str:
         """Return the decoder's name of a stored tensor; its own for one that the family lacks."""
@@ -166,19 +164,6 @@ class Naming:
 AS_STORED = Naming()
 
 
-@dataclass(frozen=True)
-class Renamed:
-    file: Any
-    stored: str
-
-    def get_slice(self, name: str) -> Any:
-        return self.file.get_slice(self.stored)
-
-    def get_tensor(self, name: str) -> Tensor:
-        found: Tensor = self.file.get_tensor(self.stored)
-        return found
-
-
 def _check_spelling(stored: Iterable[str]) -> None:
     found = ([name for name in stored if name.startswith(tuple(spelling))] for spelling in SPELLINGS)
     older, newer = (next(iter(names), None) for names in found)
@@ -200,14 +185,12 @@ def unnested(name: str) -> str:
     return name
 
 
-class Transposed(Renamed):
-    def get_slice(self, name: str) -> LazyTensor:
-        found = self.file.get_slice(self.stored)
-        shape = [*found.get_shape()][::-1]
-        return LazyTensor(found.get_dtype(), shape, lambda rows: self.get_tensor(name)[rows])
+def transposed(stored: StoredTensor) -> StoredTensor:
+    def read(rows: slice | None) -> Tensor:
+        values = stored.whole().T
+        return values if rows is None else values[rows]
 
-    def get_tensor(self, name: str) -> Tensor:
-        return super().get_tensor(name).T
+    return replace(stored, shape=stored.shape[::-1], read=read)
 
 
 def written(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import read_json
-from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
+from foredraft.model.quantisation.scheme import KEYS as QUANTISATION_KEYS
 from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
 from foredraft.model.tensor_names import unnested
 from foredraft.model.unsupported import HARMLESS, NEUTRAL
@@ -121,7 +121,7 @@ def with_tie(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     names: Iterable[str] = ()
     if (folder / SINGLE).is_file():
         with SafetensorsFile(folder / SINGLE) as file:
-            names = file.keys()
+            names = file.tensors
     elif (folder / INDEX).is_file():
         listed = read_json(folder / INDEX).get("weight_map")
         names = listed if isinstance(listed, dict) else ()

@@ -29,7 +29,7 @@ from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import read_json
 from foredraft.model.families import FAMILIES
-from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
+from foredraft.model.quantisation.scheme import KEYS as QUANTISATION_KEYS
 from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.tensor_names import LAST_NORM, LAYERS, written

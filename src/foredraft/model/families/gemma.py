@@ -218,7 +218,9 @@ WINDOW_PATTERN = "attention.sliding_window_pattern"
 
 def gemma4_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
     layers, full_dim = config["num_hidden_layers"], config["head_dim"]
-    windowed = _windowed(read, layers)
+    windowed = read.take(WINDOW_PATTERN)
+    if not isinstance(windowed, list) or len(windowed) != layers or windowed[-1]:
+        raise read.error(WINDOW_PATTERN, f"it must be a list of {layers} flags, of which the last is false")
     heads, inner = (_by_layer(read, key, layers) for key in BY_LAYER)
     dim = read.count("attention.key_length_swa", full_dim)
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
@@ -259,13 +261,6 @@ def gemma4_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, An
             SLIDING: {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa")},
         },
     }
-
-
-def _windowed(read: MetadataReader, layers: int) -> list[bool]:
-    given = read.take(WINDOW_PATTERN)
-    if not isinstance(given, list) or len(given) != layers or given[-1]:
-        raise read.error(WINDOW_PATTERN, f"it must be a list of {layers} flags, of which the last is false")
-    return [bool(each) for each in given]
 
 
 def _by_layer(read: MetadataReader, key: str, layers: int) -> list[int]:

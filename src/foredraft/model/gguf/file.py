@@ -14,7 +14,6 @@ import os
 import struct
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from foredraft.files import NO_FILE, is_no_file
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.memory import mapped_bytes
 from foredraft.model.quantisation import blocks
-from foredraft.model.safetensors_file import DTYPES
+from foredraft.model.safetensors_file import DTYPES, TensorInfo
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1, of 2023, counts in 32 bits
@@ -56,15 +55,6 @@ KINDS: dict[int, str] = {
 # type of a metadata value -> its format for `struct`
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 BOOL, STRING, ARRAY = 7, 8, 9
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    name: str  # its name in the file
-    kind: str  # a key of `BLOCKS`
-    shape: tuple[int, ...]  # its shape as PyTorch counts, with the rows that lie one after the other last
-    start: int  # its first byte in the file
-    size: int  # its bytes
 
 
 def is_gguf(path: Path) -> bool:
@@ -131,7 +121,7 @@ class GGUFFile:
     def _unreadable(self, error: OSError) -> CheckpointError:
         return self.error(f"cannot be read ({error.strerror})", "give a file that can be read")
 
-    def bytes_of(self, info: GGUFTensor) -> Tensor:
+    def bytes_of(self, info: TensorInfo) -> Tensor:
         try:
             return mapped_bytes(self._file, info.start, info.size)
         except OSError as error:
@@ -149,7 +139,7 @@ class GGUFFile:
             raise self.error(problem, f"supported are {' and '.join(map(str, VERSIONS))}")
         return self._number("Q"), self._number("Q")
 
-    def _tensors(self, tensors: int) -> dict[str, GGUFTensor]:
+    def _tensors(self, tensors: int) -> dict[str, TensorInfo]:
         heads: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(tensors):
             name, dimensions = self._text(), self._number("I")
@@ -163,7 +153,7 @@ class GGUFFile:
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment % 8:
             raise self.error(f"has the alignment {shortened(alignment)}", "it must be a multiple of 8")
         first = -(-self._at // alignment) * alignment
-        found: dict[str, GGUFTensor] = {}
+        found: dict[str, TensorInfo] = {}
         for name, shape, number, offset in heads:
             if name in found:
                 raise self.error(f"has tensor {shortened(name)} twice", DOWNLOAD_AGAIN)
@@ -172,7 +162,7 @@ class GGUFFile:
                 raise self.error(f"has tensor {name} at an offset that is not aligned", DOWNLOAD_AGAIN)
         return found
 
-    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GGUFTensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> TensorInfo:
         kind = KINDS.get(number, f"number {number}")
         if kind not in BLOCKS:
             problem = f"has tensor {name} of type {kind}, which is not supported"
@@ -184,7 +174,7 @@ class GGUFFile:
         size *= math.prod(shape) // values
         if start + size > self.size:
             raise self.error(f"ends within tensor {name}, so it is incomplete", DOWNLOAD_AGAIN)
-        return GGUFTensor(name, kind, shape, start, size)
+        return TensorInfo(name, kind, shape, start, size)
 
     def _number(self, format: str) -> Any:
         [value] = struct.unpack(f"<{format}", self._take(struct.calcsize(f"<{format}")))

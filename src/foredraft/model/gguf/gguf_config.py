@@ -25,7 +25,7 @@ from foredraft.model.gguf.tensors import (
     model_name,
     stored_values,
 )
-from foredraft.model.quantisation.reading import METHOD, TENSORS
+from foredraft.model.quantisation.scheme import METHOD, TENSORS
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.unsupported import refusal_of_gguf
 
@@ -105,7 +105,7 @@ class MetadataReader(ConfigReader):
     def factors(self, name: str, count: int) -> list[float]:
         """Return the numbers of a tensor of RoPE's divisors."""
         info = self.file.tensors.get(name)
-        if info is None or info.kind not in PLAIN or info.shape != (count,):
+        if info is None or info.dtype not in PLAIN or info.shape != (count,):
             raise self.file.error(f"has no {count} numbers in {name}", CONVERT_AGAIN)
         numbers: list[float] = stored_values(self.file, info).float().tolist()
         return numbers
@@ -144,8 +144,12 @@ def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[s
         config |= {"rms_norm_eps": None, of.norm_key: config["rms_norm_eps"]}
     if of.rope != "own":
         config["rope_parameters"] = (read.rope if of.rope == "whole" else read.partial_rope)(config)
-    if not of.windows:
-        _check_plain_attention(read, config)
+    if not of.windows:  # llama.cpp runs it without sliding windows, and scales as usual
+        positions, usual = config["max_position_embeddings"], config["head_dim"] ** -0.5
+        if read.optional_number("attention.sliding_window", zero_is_null=True) not in (None, positions):
+            raise read.error("attention.sliding_window", "windows are supported in gemma2 and gemma3 only")
+        if abs(read.number("attention.scale", usual) / usual - 1) > 1e-6:  # the file has float32
+            raise read.error("attention.scale", f"only {usual:.7g} is supported")
     if of.keys is not None:
         config |= of.keys(read, config)
     config |= {
@@ -161,15 +165,6 @@ def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[s
             raise read.error(key, f"only {neutral} is supported")
     read.reject_unknown_keys()
     return config
-
-
-def _check_plain_attention(read: MetadataReader, config: dict[str, Any]) -> None:
-    """Check the keys of a family that llama.cpp runs without sliding windows, and scales as usual."""
-    positions, usual = config["max_position_embeddings"], config["head_dim"] ** -0.5
-    if read.optional_number("attention.sliding_window", zero_is_null=True) not in (None, positions):
-        raise read.error("attention.sliding_window", "windows are supported in gemma2 and gemma3 only")
-    if abs(read.number("attention.scale", usual) / usual - 1) > 1e-6:  # the file has float32
-        raise read.error("attention.scale", f"only {usual:.7g} is supported")
 
 
 def _check_kind(file: GGUFModel, architecture: object) -> None:
@@ -247,8 +242,8 @@ def _quantised(file: GGUFModel, architecture: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, info in file.tensors.items():
         own = model_name(architecture, name)
-        if info.kind not in PLAIN and own is not None:
-            found.setdefault(info.kind, []).append(own.removesuffix(".weight"))
+        if info.dtype not in PLAIN and own is not None:
+            found.setdefault(info.dtype, []).append(own.removesuffix(".weight"))
     return found
 
 
@@ -257,7 +252,7 @@ def _dtype(file: GGUFModel, architecture: str) -> str:
 
     Gemma in float16 runs in bfloat16, too: its states grow beyond what float16 holds.
     """
-    kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
+    kinds = {info.dtype for info in file.tensors.values() if len(info.shape) > 1}
     if kinds <= {"F32", "F64"}:
         return "float32"
     return "float16" if kinds <= {"F16", "F32"} and not architecture.startswith("gemma") else "bfloat16"

@@ -21,12 +21,12 @@ from foredraft.model.config import GENERATION
 from foredraft.model.gguf.gguf_config import CONVERT_AGAIN, config_of, generation_of
 from foredraft.model.gguf.tensors import (
     GGUFModel,
-    GGUFTensors,
     file_name,
     holds_factors,
     identity,
     model_name,
     part_names,
+    stored_tensors,
 )
 from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, end_ids, special_ids, vocabulary_of
 from foredraft.model.source import ModelSource, Opened
@@ -94,8 +94,7 @@ class GGUFSource(ModelSource):
             raise CheckpointError(f"{self.path} has changed while it was used", remedy="load the model again")
         heads, kv_heads = (self.config[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
         model = _opened(self.path, self._state)
-        tensors = GGUFTensors(model, heads, kv_heads, meta=device.type == "meta")
-        return {name: (tensors, model.holder(info).path.name) for name, info in tensors.infos.items()}
+        return stored_tensors(model, heads, kv_heads, meta=device.type == "meta")
 
 
 @functools.lru_cache(maxsize=1)

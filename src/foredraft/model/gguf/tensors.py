@@ -24,8 +24,8 @@ from torch import Tensor
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.families import IN_GGUF
-from foredraft.model.gguf.file import UNQUANTISED, GGUFFile, GGUFTensor
-from foredraft.model.safetensors_file import DTYPES, LazyTensor
+from foredraft.model.gguf.file import UNQUANTISED, GGUFFile
+from foredraft.model.safetensors_file import DTYPES, StoredTensor, TensorInfo
 
 NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -96,7 +96,7 @@ class GGUFModel:
     def error(self, problem: str, remedy: str) -> CheckpointError:
         return self.parts[0].error(problem, remedy)
 
-    def holder(self, info: GGUFTensor) -> GGUFFile:
+    def holder(self, info: TensorInfo) -> GGUFFile:
         return self._holders[info.name]
 
     def _open(self, path: Path, number: int, count: int) -> GGUFFile:
@@ -239,32 +239,31 @@ def holds_factors(architecture: str, name: str) -> bool:
 PLAIN = {kind: DTYPES[kind] for kind in UNQUANTISED}
 
 
-class GGUFTensors:
-    def __init__(self, model: GGUFModel, heads: int, kv_heads: int, *, meta: bool = False) -> None:
-        self.model, self.heads, self.kv_heads, self.meta = model, heads, kv_heads, meta
-        self.architecture: str = model.metadata["general.architecture"]
-        named = ((model_name(self.architecture, name), info) for name, info in model.tensors.items())
-        self.infos: dict[str, GGUFTensor] = {name: info for name, info in named if name is not None}
+def stored_tensors(
+    model: GGUFModel, heads: int, kv_heads: int, *, meta: bool = False
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a model by the names of Hugging Face."""
+    architecture: str = model.metadata["general.architecture"]
 
-    def get_slice(self, name: str) -> LazyTensor:
-        info = self.infos[name]
-        return LazyTensor(info.kind, info.shape, partial(self._rows, info))
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._rows(self.infos[name], slice(None))
-
-    def _rows(self, info: GGUFTensor, rows: slice) -> Tensor:
-        stored = stored_values(self.model, info)
-        if self.meta:
+    def read(info: TensorInfo, rows: slice | None) -> Tensor:
+        stored, rows = stored_values(model, info), rows or slice(None)
+        if meta:
             return torch.empty_like(stored, device="meta")[rows]
-        order = row_order(self.architecture, info.name, info.shape[0], self.heads, self.kv_heads)
+        order = row_order(architecture, info.name, info.shape[0], heads, kv_heads)
         values = stored[rows] if order is None else stored[order[rows]]
-        return values.float() - 1.0 if adds_one(self.architecture, info.name) else values
+        return values.float() - 1.0 if adds_one(architecture, info.name) else values
+
+    named = ((model_name(architecture, own), info) for own, info in model.tensors.items())
+    return {
+        name: StoredTensor(info.dtype, info.shape, partial(read, info), name, model.holder(info).path.name)
+        for name, info in named
+        if name is not None
+    }
 
 
-def stored_values(model: GGUFModel, info: GGUFTensor) -> Tensor:
+def stored_values(model: GGUFModel, info: TensorInfo) -> Tensor:
     """Return a tensor as its file stores it: numbers of its shape, or the bytes of each row, [M, bytes]."""
     stored = model.holder(info).bytes_of(info)
-    if info.kind in PLAIN:
-        return stored.view(PLAIN[info.kind]).view(info.shape)
+    if info.dtype in PLAIN:
+        return stored.view(PLAIN[info.dtype]).view(info.shape)
     return stored.view(*info.shape[:-1], -1)

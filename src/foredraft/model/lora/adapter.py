@@ -231,10 +231,10 @@ class Change:
 
 class LoraTensors:
     def __init__(self, name: str, config: LoraConfig, file: SafetensorsFile) -> None:
-        self.name, self.config, self.file = name, config, file
+        self.name, self.config, self.stored = name, config, file.stored
         self.parts: dict[str, dict[str, str]] = {}  # module -> part -> tensor
         self.saved: dict[tuple[str, str], str] = {}  # module and kind -> tensor
-        for tensor in file.keys():  # noqa: SIM118 - no mapping
+        for tensor in self.stored:
             self._sort(tensor)
         # the embedding's and the head's first: a change may be of what replaces them
         saved = self.saved.items()
@@ -251,7 +251,7 @@ class LoraTensors:
         return CheckpointError(f"LoRA {self.name} {problem}", remedy=remedy)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(tensor).get_shape())
+        return self.stored[tensor].shape
 
     def _sort(self, tensor: str) -> None:
         own = PREFIX.sub("", tensor, count=1) if PREFIX.match(tensor) else tensor
@@ -260,7 +260,7 @@ class LoraTensors:
         for part, what in OTHERS.items():
             if part in own:
                 raise self.error(f"has {shortened(tensor)}: {what}, which is not supported", MERGE_THERE)
-        if (dtype := self.file.get_slice(tensor).get_dtype()) not in FLOATS:
+        if (dtype := self.stored[tensor].dtype) not in FLOATS:
             raise self.error(f"has {shortened(tensor)} of dtype {dtype}", f"save it in {' or '.join(FLOATS)}")
         found = PART.fullmatch(own)
         if found and (found["kind"] != "bias" or found["part"] == "lora_B"):

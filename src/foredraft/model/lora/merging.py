@@ -11,12 +11,11 @@ beside the model; with `ensure_weight_tying` both stay one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from foredraft.model.lora.adapter import (
     Shift,
     open_lora,
 )
-from foredraft.model.safetensors_file import DTYPES, LazyTensor
+from foredraft.model.safetensors_file import DTYPES, StoredTensor
 from foredraft.model.source import ModelSource, OnProgress, existing, source_of
 from foredraft.model.spec import LORA_CONFIG, ModelSpec
 
@@ -67,15 +66,13 @@ def is_head(module: str) -> bool:
 
 @dataclass(slots=True)
 class ChangedTensor:
-    file: Any  # the open file that has it
-    name: str  # its name there
-    shape: tuple[int, ...]  # its shape
+    stored: StoredTensor
     changes: list[tuple[LoraTensors, Change]] = field(default_factory=list)  # in order
     transposed: bool = False  # it has a row for each input
 
 
 def changed_tensors(
-    files: Mapping[str, Any], loras: Sequence[LoraTensors], source: str, aliases: Mapping[str, str]
+    files: Mapping[str, StoredTensor], loras: Sequence[LoraTensors], source: str, aliases: Mapping[str, str]
 ) -> dict[str, ChangedTensor]:
     known = _Known(files, aliases, source)
     found = {name: known.tensor(name) for name in aliases}
@@ -86,7 +83,13 @@ def changed_tensors(
             known.check(lora, change, name, tensor)
             if len(loras) > 1 and _replaces_by_the_same(tensor, lora, change.what):
                 continue  # PEFT saves an embedding or a head that it changes, as it was before
-            known.check_order(lora, change, name, tensor)
+            if isinstance(change.what, Replacement) and tensor.changes:
+                problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
+                raise lora.error(problem, "leave one of them out")
+            for other, before in tensor.changes:
+                if other is not lora and isinstance(before.what, Replacement):
+                    problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
+                    raise lora.error(problem, "leave one of them out")
             tensor.changes.append((lora, change))
     return found
 
@@ -94,9 +97,9 @@ def changed_tensors(
 def _replaces_by_the_same(tensor: ChangedTensor, lora: LoraTensors, what: object) -> bool:
     if not isinstance(what, Replacement):
         return False
-    new, old = lora.file.get_slice(what.name), tensor.file.get_slice(tensor.name)
-    rows = max(1, COMPARED // max(1, math.prod(tensor.shape[1:])))
-    for first in range(0, tensor.shape[0], rows):
+    new, old = lora.stored[what.name], tensor.stored
+    rows = max(1, COMPARED // max(1, math.prod(tensor.stored.shape[1:])))
+    for first in range(0, tensor.stored.shape[0], rows):
         piece = slice(first, first + rows)
         values = old[piece]
         if not values.is_meta and not torch.equal(new[piece].float(), values.float()):
@@ -105,15 +108,14 @@ def _replaces_by_the_same(tensor: ChangedTensor, lora: LoraTensors, what: object
 
 
 class _Known:
-    def __init__(self, files: Mapping[str, Any], aliases: Mapping[str, str], source: str) -> None:
+    def __init__(self, files: Mapping[str, StoredTensor], aliases: Mapping[str, str], source: str) -> None:
         self.files, self.aliases, self.source = files, aliases, source
         self.names: dict[str, list[str]] = {}  # canonical name -> the names of the tensors
         for name in dict.fromkeys([*files, *aliases]):
             self.names.setdefault(canonical(name), []).append(name)
 
     def tensor(self, name: str) -> ChangedTensor:
-        stored = self.aliases.get(name, name)
-        return ChangedTensor(self.files[stored], stored, self._shape(stored))
+        return ChangedTensor(self.files[self.aliases.get(name, name)])
 
     def name_of(self, lora: LoraTensors, change: Change) -> str:
         wanted = f"{change.module}.{change.kind}"
@@ -136,9 +138,9 @@ class _Known:
         raise lora.error(problem, self._give(lora))
 
     def check(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
-        if tensor.file.get_slice(tensor.name).get_dtype() not in FLOATS:
+        if tensor.stored.dtype not in FLOATS:
             raise self._quantised(lora, change)
-        what, shape = change.what, tensor.shape
+        what, shape = change.what, tensor.stored.shape
         if not shape or (isinstance(what, LowRankUpdate) and len(shape) != 2):
             problem = f"changes {shortened(name)} of shape {[*shape]}, which is no linear layer"
             raise lora.error(problem, self._give(lora))
@@ -152,15 +154,6 @@ class _Known:
             problem = f"is for {shortened(name)} of shape {[*wanted]}, but {self.source} has {[*shape]} there"
             raise lora.error(problem, self._give(lora))
 
-    def check_order(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
-        if isinstance(change.what, Replacement) and tensor.changes:
-            problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
-            raise lora.error(problem, "leave one of them out")
-        for other, before in tensor.changes:
-            if other is not lora and isinstance(before.what, Replacement):
-                problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
-                raise lora.error(problem, "leave one of them out")
-
     def _is_transposed(self, name: str, what: LowRankUpdate, lora: LoraTensors) -> bool:
         """Return whether a linear layer is stored with a row for each input, as GPT-2's are.
 
@@ -169,19 +162,18 @@ class _Known:
         """
         layer = name.removesuffix(".weight")
         parent = layer.rpartition(".")[0]
-        weights = [name for name in self.files if name.endswith(".weight") and len(self._shape(name)) == 2]
+        weights = [
+            name for name in self.files if name.endswith(".weight") and len(self.files[name].shape) == 2
+        ]
         for place in (layer, parent, parent.rpartition(".")[0]):
             inside = (f"{place}.weight", f"{place}.") if place else ()
             for other in (name for name in weights if name.startswith(inside)):
-                rows, columns = self._shape(other)
+                rows, columns = self.files[other].shape
                 bias = f"{other.removesuffix('.weight')}.bias"
-                if rows != columns and bias in self.files and self._shape(bias) in ((rows,), (columns,)):
-                    return self._shape(bias) == (columns,)
-        fits_transposed = self.tensor(name).shape == (what.inputs, what.outputs)
+                if rows != columns and bias in self.files and self.files[bias].shape in ((rows,), (columns,)):
+                    return self.files[bias].shape == (columns,)
+        fits_transposed = self.tensor(name).stored.shape == (what.inputs, what.outputs)
         return lora.config.transposed and what.inputs != what.outputs and fits_transposed
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.files[name].get_slice(name).get_shape())
 
     def _quantised(self, lora: LoraTensors, change: Change) -> CheckpointError:
         problem = f"changes {shortened(change.module)}, whose weights are quantised in {self.source}"
@@ -197,27 +189,17 @@ MERGED = 2**18  # values that are merged at a time: 1 MiB, which stays in a core
 NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
 
 
-class MergedTensors:
-    def __init__(self, tensors: Mapping[str, ChangedTensor], dtype: torch.dtype) -> None:
-        self.tensors, self.dtype = tensors, dtype
-
-    def get_slice(self, name: str) -> LazyTensor:
-        shape = self.tensors[name].shape
-        return LazyTensor(NAMES[self.dtype], shape, lambda rows: self.get_tensor(name)[rows])
-
-    def get_tensor(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        read = _Values()
-        merged = torch.empty(tensor.shape, dtype=self.dtype)
-        rows = max(1, MERGED // max(1, math.prod(tensor.shape[1:])))
-        stored = tensor.file.get_slice(tensor.name)
-        for first in range(0, tensor.shape[0], rows):
-            piece = slice(first, min(first + rows, tensor.shape[0]))
-            values = stored[piece].to(torch.float32, copy=True)
-            for lora, change in tensor.changes:
-                values = changed(values, lora, change.what, piece, read, transposed=tensor.transposed)
-            merged[piece].copy_(values)
-        return merged
+def merged_values(tensor: ChangedTensor, dtype: torch.dtype) -> Tensor:
+    stored, read = tensor.stored, _Values()
+    merged = torch.empty(stored.shape, dtype=dtype)
+    rows = max(1, MERGED // max(1, math.prod(stored.shape[1:])))
+    for first in range(0, stored.shape[0], rows):
+        piece = slice(first, min(first + rows, stored.shape[0]))
+        values = stored[piece].to(torch.float32, copy=True)
+        for lora, change in tensor.changes:
+            values = changed(values, lora, change.what, piece, read, transposed=tensor.transposed)
+        merged[piece].copy_(values)
+    return merged
 
 
 class _Values:
@@ -229,11 +211,11 @@ class _Values:
     def of(self, lora: LoraTensors, name: str) -> Tensor:
         key = id(lora), name
         if key not in self.known:
-            self.known[key] = self._checked(lora, name, lora.file.get_tensor(name))
+            self.known[key] = self._checked(lora, name, lora.stored[name].whole())
         return self.known[key]
 
     def rows(self, lora: LoraTensors, name: str, rows: slice) -> Tensor:
-        return self._checked(lora, name, lora.file.get_slice(name)[rows])
+        return self._checked(lora, name, lora.stored[name][rows])
 
     def _checked(self, lora: LoraTensors, name: str, values: Tensor) -> Tensor:
         values = values.to(torch.float32, copy=True)
@@ -263,20 +245,30 @@ def changed(
 
 def merge_loras(
     loras: Sequence[tuple[str, Path]],
-    files: Mapping[str, Any],
+    files: Mapping[str, StoredTensor],
     stack: ExitStack,
     dtype: torch.dtype,
     source: str,
     *,
     untied: bool,
-) -> MergedTensors:
+) -> dict[str, StoredTensor]:
     """Return the tensors that LoRAs, by names and folders, change, merged when they are read."""
     opened = [open_lora(*lora, stack) for lora in loras]
     aliases = _untied(files, source) if untied else {}
-    return MergedTensors(changed_tensors(files, opened, source, aliases), dtype)
+
+    def merged(name: str, tensor: ChangedTensor) -> StoredTensor:
+        def read(rows: slice | None) -> Tensor:
+            values = merged_values(tensor, dtype)
+            return values if rows is None else values[rows]
+
+        file = files[name].file if name in files else "LoRAs"
+        return StoredTensor(NAMES[dtype], tensor.stored.shape, read, name, file)
+
+    changed = changed_tensors(files, opened, source, aliases)
+    return {name: merged(name, tensor) for name, tensor in changed.items()}
 
 
-def _untied(files: Mapping[str, Any], source: str) -> dict[str, str]:
+def _untied(files: Collection[str], source: str) -> dict[str, str]:
     """Return the head of a model, which is no longer tied, and the embedding, which has its values."""
     modules = {name: name.removesuffix(".weight") for name in files if name.endswith(".weight")}
     embeddings = [name for name, module in modules.items() if is_embedding(module)]

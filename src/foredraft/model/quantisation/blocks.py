@@ -23,8 +23,9 @@ from torch import Tensor
 
 from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.codes import CodeFormat, Codes, codebook_values
-from foredraft.model.quantisation.reading import METHOD, TENSORS
 from foredraft.model.quantisation.scheme import (
+    METHOD,
+    TENSORS,
     Quantisation,
     SchemeRule,
     TensorSpec,

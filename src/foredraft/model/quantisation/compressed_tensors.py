@@ -12,7 +12,7 @@ would depend on its neighbours in a pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -252,7 +252,14 @@ def _weights(read: ConfigReader, layout: str) -> WeightFormat:
     float8 = read.choice("type", kinds, "int") == "float"
     bits = read.choice("num_bits", (4, 8) if layout == PACKED else (8,), 8)
     supported = ["channel", "block" if float8 else "group"] + ["tensor"] * (layout != PACKED)
-    group, strategy = _grouping(read, supported)
+    size = read.take("group_size")
+    group = None if size is None else read_group(read, "group_size")
+    implied = "tensor" if size is None else "channel" if group is None else "group"
+    strategy = implied if read.take("strategy") is None else read.take("strategy")
+    if strategy not in supported:
+        raise read.error("strategy", f"supported are {', '.join(supported)}")
+    if (strategy == "group") != (group is not None):
+        raise read.error("group_size", f"it does not fit the strategy {strategy!r}")
     symmetric = read.flag("symmetric", default=True)
     if float8 and not symmetric:
         raise read.error("symmetric", "it must be true with numbers of type float")
@@ -266,18 +273,6 @@ def _weights(read: ConfigReader, layout: str) -> WeightFormat:
     if layout == PACKED:
         return PackedFormat(bits, group, symmetric)
     return PlainFormat(float8, strategy, group, symmetric)
-
-
-def _grouping(read: ConfigReader, strategies: Sequence[str]) -> tuple[int | None, str]:
-    size = read.take("group_size")
-    group = None if size is None else read_group(read, "group_size")
-    implied = "tensor" if size is None else "channel" if group is None else "group"
-    strategy = implied if read.take("strategy") is None else read.take("strategy")
-    if strategy not in strategies:
-        raise read.error("strategy", f"supported are {', '.join(strategies)}")
-    if (strategy == "group") != (group is not None):
-        raise read.error("group_size", f"it does not fit the strategy {strategy!r}")
-    return group, strategy
 
 
 def _rule(
